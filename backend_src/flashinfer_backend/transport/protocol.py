@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses the socket between Triton's Python stubs and the engine process.
+
+The engine binds one ZeroMQ ROUTER socket at `<run dir>/engine.sock`; each stub connects a
+DEALER. Stub to engine: one frame, a msgpack-encoded `ToEngine` message. Engine to stub: a
+one-byte kind, then its payload:
+
+    TOKENS   int32 [n, 3] little endian (local id, token id, finish code), optionally
+             followed by one more frame, a msgpack list of `RowExtras`
+    FAILURE  msgpack `Failure`
+    STATUS   msgpack `Status`
+
+A request is named by a 64-bit handle: the submitting stub's pid in the high 32 bits and a
+counter of that stub, the local id, in the low 32. Token frames carry only the local id,
+because a frame goes to the one stub that submitted its rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+TOKENS = b"T"
+FAILURE = b"F"
+STATUS = b"S"
+
+# Finish codes, third column of a token frame.
+RUNNING = 0
+FINISHED_END_ID = 1
+FINISHED_LENGTH = 2
+FINISHED_STOP_WORDS = 3
+FINISHED_CANCELLED = 4
+NO_TOKEN = -1  # second column of a row that only carries a finish code
+
+
+def make_handle(pid: int, local_id: int) -> int:
+    """Handle of a stub's request; both parts must fit 31 bits."""
+    return pid << 32 | local_id
+
+
+def split_handle(handle: int) -> tuple[int, int]:
+    """(pid of the submitting stub, local id)."""
+    return handle >> 32, handle & 0xFFFFFFFF
+
+
+def socket_address(run_dir: Path) -> str:
+    """ZeroMQ address of the engine that runs in `run_dir`."""
+    return f"ipc://{run_dir / 'engine.sock'}"
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How one sequence is generated. Values are validated by the submitting side.
+
+    end_id -1 means that nothing but the length ends the sequence. temperature 0 is greedy;
+    top_k 0 and top_p 1 switch those filters off. Log probabilities, logits and metrics are
+    sent only when asked for.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    end_id: int = -1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_sequences: list[list[int]] = []
+    bad_words: list[list[int]] = []
+    bias_ids: list[int] = []
+    bias_values: list[float] = []
+    guide_type: str = ""
+    guide: str = ""
+    log_probs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    perf_metrics: bool = False
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First message of a stub. The engine aborts its requests when process `pid` ends."""
+
+    pid: int
+    wants_status: bool
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of an
+    earlier sequence of the same request whose prompt pages this one reuses, or 0."""
+
+    handle: int
+    prompt: bytes
+    params: SamplingParams
+    share_prompt_with: int = 0
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Drop a sequence; it ends with FINISHED_CANCELLED. An unknown handle is not an error."""
+
+    handle: int
+
+
+class Goodbye(msgspec.Struct, tag="goodbye"):
+    """The stub leaves; its open sequences are dropped. The engine ends with its last stub."""
+
+    pid: int
+
+
+ToEngine = Hello | Submit | Cancel | Goodbye
+
+
+class Failure(msgspec.Struct):
+    """A sequence that cannot go on; nothing follows for this handle."""
+
+    handle: int
+    message: str
+    queue_full: bool = False
+
+
+class Perf(msgspec.Struct):
+    """Times in nanoseconds since the epoch, and KV page counts of one finished sequence."""
+
+    arrival_ns: int
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    new_pages: int
+    reused_pages: int
+
+
+class RowExtras(msgspec.Struct, omit_defaults=True):
+    """What a request asked for beside its tokens. Logits are float32 little endian, row major:
+    context [prompt_len, vocab], generation [1, vocab] for the token of this frame."""
+
+    local_id: int
+    log_prob: float | None = None
+    context_logits: bytes | None = None
+    generation_logits: bytes | None = None
+    perf: Perf | None = None
+
+
+class Status(msgspec.Struct):
+    """The engine's state, sent to stubs that want it: at start (when ready) and periodically."""
+
+    pid: int
+    device: str
+    vocab_size: int
+    max_seq_len: int
+    max_input_len: int
+    max_num_seqs: int
+    page_size: int
+    pages_total: int
+    pages_used: int = 0
+    pages_cached: int = 0
+    requests_active: int = 0
+    requests_waiting: int = 0
+    requests_running: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    prefill_tokens: int = 0
+    iteration: int = 0
+    preemptions: int = 0
+    cancellations: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_reused: int = 0
+    generated_tokens: int = 0
+    pages_reused: int = 0
+    memory_gpu: int = 0
+    memory_cpu: int = 0
+    memory_pinned: int = 0
+    timestamp_ns: int = 0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_failure = msgspec.msgpack.Decoder(Failure).decode
+decode_status = msgspec.msgpack.Decoder(Status).decode
+decode_extras = msgspec.msgpack.Decoder(list[RowExtras]).decode
+
+
+def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) -> bytes:
+    """Token frame of n rows from three integer arrays [n]."""
+    frame = np.empty((len(local_ids), 3), dtype="<i4")
+    frame[:, 0] = local_ids
+    frame[:, 1] = tokens
+    frame[:, 2] = codes
+    return frame.tobytes()
+
+
+def unpack_tokens(frame: bytes) -> np.ndarray:
+    """int32 [n, 3] view of a token frame."""
+    return np.frombuffer(frame, dtype="<i4").reshape(-1, 3)
