@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's operations in plain torch: any device, any floating dtype.
+
+These define what the CUDA kernels of the same names compute. T is the number of tokens in the step,
+R the number of rows to sample, Hq and Hkv the query and key/value heads, D the head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: x[..., H], weight[H] -> [..., H] in x's dtype.
+
+    The statistics are float32; the normalised value is rounded to x's dtype before the weight is
+    applied, as Hugging Face transformers does.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N]. x is unchanged."""
+    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor."""
+    return residual + F.linear(x, weight)
+
+
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+    """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H] -> [T, I].
+
+    gate_up[2I, H] holds the gate in rows 0..I and the up projection in rows I..2I.
+    """
+    gate, up = F.linear(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head (GPT-NeoX pairing): x[T, heads, D], cos and sin [T, 1, D/2] f32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """Rotate Q and K, write K and V to their slots and return Q as [T, Hq, D].
+
+    qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
+    D/2 columns and the sines in the last; k_cache and v_cache [pages, P, Hkv, D], contiguous;
+    slot_mapping[T] int32, page * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
+    weights applied before the rotation, or None.
+    """
+    tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    q, k, v = qkv.view(tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    slots = slot_mapping.long()
+    k_cache.view(-1, num_kv_heads, head_dim)[slots] = _rotate(k, cos, sin)
+    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
+    return _rotate(q, cos, sin)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The lowbias32 integer hash on uint32 values held in int64 (https://github.com/skeeto/hash-prospector)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def sample_hash(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """uint32 noise bits of every (row, token): seed[R] int64, position[R] int32 -> [R, V] int64 in 0..2^32.
+
+    They depend on the seed, the position and the token id alone, never on the row or the batch.
+    """
+    h = _mix(seed & _MASK32)
+    h = _mix(h ^ ((seed >> 32) & _MASK32))
+    h = _mix(h ^ (position.long() & _MASK32))
+    return _mix(h.unsqueeze(1) ^ torch.arange(vocab_size, device=seed.device))
+
+
+def gumbel_noise(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, from uint32 bits held in int64.
+
+    u = (2 (bits >> 9) + 1) 2^-24 is exact in float32 and lies strictly between 0 and 1. With one bit
+    more the largest u would round to 1 and its noise to infinity: one token in 2^24 drawn at random.
+    """
+    u = (bits >> 9).float() * 2.0**-23 + 2.0**-24
+    return -torch.log(-torch.log(u))
+
+
+def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """Pick one token per row: logits[R, V] -> int32[R].
+
+    temperature[R] float32: 0 takes the largest logit, else a sample of softmax(logits / temperature) by
+    the Gumbel-max trick. seed[R] int64 and position[R] int32 key the noise. Ties take the lowest id.
+    """
+    wide = logits.float()
+    # Where this question costs no device synchronisation, all-greedy steps skip the noise.
+    if logits.device.type == "cpu" and not bool((temperature > 0).any()):
+        return wide.argmax(-1).int()
+    random = (temperature > 0).unsqueeze(1)
+    noise = gumbel_noise(sample_hash(seed, position, logits.shape[1]))
+    scaled = wide / torch.where(random, temperature.unsqueeze(1), 1.0)
+    return torch.where(random, scaled + noise, wide).argmax(-1).int()
