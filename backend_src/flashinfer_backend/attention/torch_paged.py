@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged cache in plain torch: any device, any floating dtype."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashinfer_backend.engine.step import AttentionBatch
+
+# Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
+_QUERY_BLOCK = 1024
+
+
+class _DecodeGroup(NamedTuple):
+    """Decode rows of similar length, attended together."""
+
+    rows: Tensor | slice  # int64[B], rows of q
+    tokens: Tensor  # int64[B * L], cache slots of every row's keys, padded to the longest row
+    mask: Tensor | None  # bool[B, 1, 1, L], False on padding; None without any
+
+
+class _Prefill(NamedTuple):
+    """One request's chunk of a prompt."""
+
+    start: int  # first row in q
+    tokens: Tensor  # int64[kv_len], cache slots of the request's keys
+    blocks: list[tuple[int, int, Tensor | None]]  # (first, last) row of the chunk, mask bool[rows, keys]
+
+
+class TorchPagedAttention:
+    """plan(batch) once per step, then run(layer, q, out) once per layer.
+
+    kv_caches: per layer (K, V), each [pages, page_size, num_kv_heads, head_dim], contiguous. This step's
+    keys and values are in the cache before run(). A request's q rows are the last q_len positions of its
+    kv_len, so the causal mask is aligned to the lower right corner.
+    """
+
+    def __init__(
+        self,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        # Token granularity: [pages * page_size, Hkv, D] views of the same memory.
+        self._flat = [tuple(cache.view(-1, num_kv_heads, head_dim) for cache in pair) for pair in kv_caches]
+        self._device = kv_caches[0][0].device
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._page_size = page_size
+        self._decode: list[_DecodeGroup] = []
+        self._prefill: list[_Prefill] = []
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the gathers and masks of one step; every layer shares them."""
+        self._decode = self._plan_decode(batch)
+        self._prefill = []
+        start = batch.num_decode
+        for row in range(batch.num_decode, len(batch.q_lens)):
+            q_len, kv_len = int(batch.q_lens[row]), int(batch.kv_lens[row])
+            positions = torch.arange(kv_len, device=self._device)
+            tokens = self._cache_slots(batch.block_table[int(batch.slots[row])], positions)
+            self._prefill.append(_Prefill(start, tokens, self._prefill_blocks(q_len, kv_len)))
+            start += q_len
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in plan()."""
+        keys, values = self._flat[layer]
+        heads, dim = self._num_kv_heads, self._head_dim
+        for group in self._decode:
+            # Query heads that share a key/value head become rows of one attention: nothing is repeated.
+            queries = q[group.rows].view(-1, heads, self._num_heads // heads, dim)
+            shape = (queries.shape[0], -1, heads, dim)
+            k = keys.index_select(0, group.tokens).view(shape).transpose(1, 2)
+            v = values.index_select(0, group.tokens).view(shape).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
+            out[group.rows] = attended.reshape(-1, self._num_heads, dim)
+        for request in self._prefill:
+            k = keys.index_select(0, request.tokens).transpose(0, 1).unsqueeze(0)
+            v = values.index_select(0, request.tokens).transpose(0, 1).unsqueeze(0)
+            for first, last, mask in request.blocks:
+                rows = slice(request.start + first, request.start + last)
+                seen = k.shape[2] if mask is None else mask.shape[1]
+                attended = F.scaled_dot_product_attention(
+                    q[rows].transpose(0, 1).unsqueeze(0),
+                    k[:, :, :seen],
+                    v[:, :, :seen],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
+                )
+                out[rows] = attended[0].transpose(0, 1)
+
+    def _cache_slots(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Cache slots (page * P + offset) of positions[..., L] under the block tables table[..., pages]."""
+        pages = table.long().gather(-1, positions // self._page_size)
+        return pages * self._page_size + positions % self._page_size
+
+    def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:
+        """Group decode rows by length, so that padding at most doubles what a group reads."""
+        lens = batch.kv_lens[: batch.num_decode]
+        order = np.argsort(-lens, kind="stable")
+        groups = []
+        first = 0
+        while first < len(order):
+            longest = int(lens[order[first]])
+            last = first + int(np.count_nonzero(2 * lens[order[first:]] >= longest))
+            whole = last - first == len(order)
+            rows = np.arange(len(order)) if whole else order[first:last]
+            groups.append(self._decode_group(batch, rows, slice(0, len(order)) if whole else None))
+            first = last
+        return groups
+
+    def _decode_group(self, batch: AttentionBatch, rows: np.ndarray, as_slice: slice | None) -> _DecodeGroup:
+        lens = batch.kv_lens[rows]
+        kv_lens = torch.as_tensor(lens, dtype=torch.int64, device=self._device).unsqueeze(1)
+        slots = torch.as_tensor(batch.slots[rows], dtype=torch.int64, device=self._device)
+        positions = torch.arange(int(lens.max()), device=self._device).expand(len(rows), -1)
+        valid = positions < kv_lens
+        # Padding reads the row's own first token: a masked key must still be finite, and neither the rest
+        # of a page nor the rest of a block table has been written.
+        tokens = self._cache_slots(batch.block_table[slots], torch.where(valid, positions, 0))
+        mask = None if lens.min() == lens.max() else valid[:, None, None, :]
+        where = as_slice or torch.as_tensor(rows, dtype=torch.int64, device=self._device)
+        return _DecodeGroup(where, tokens.reshape(-1), mask)
+
+    def _prefill_blocks(self, q_len: int, kv_len: int) -> list[tuple[int, int, Tensor | None]]:
+        if q_len == kv_len and q_len <= _QUERY_BLOCK:
+            return [(0, q_len, None)]
+        blocks: list[tuple[int, int, Tensor | None]] = []
+        for first in range(0, q_len, _QUERY_BLOCK):
+            last = min(first + _QUERY_BLOCK, q_len)
+            seen = kv_len - q_len + last
+            ones = torch.ones(last - first, seen, dtype=torch.bool, device=self._device)
+            blocks.append((first, last, ones.tril(seen - (last - first))))
+        return blocks

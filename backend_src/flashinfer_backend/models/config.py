@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine needs to know of a checkpoint, read from its config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class UnsupportedModelError(ValueError):
+    """The checkpoint is readable, but asks for something that these models do not compute."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one decoder-only checkpoint. rope_scaling is None for plain rotary embedding."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_position_embeddings: int
+    sliding_window: int | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    initializer_range: float
+
+    @classmethod
+    def from_pretrained(cls, model_dir: str | Path) -> ModelConfig:
+        """Read config.json and, where present, generation_config.json of a checkpoint folder.
+
+        Raises FileNotFoundError without a config.json, UnsupportedModelError for an architecture, rotary
+        embedding or layer variant that is not implemented, and ValueError for a key that is missing.
+        """
+        model_dir = Path(model_dir)
+        path = model_dir / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{model_dir} is not a checkpoint folder: it has no config.json")
+        raw = _read_json(path)
+        generation_path = model_dir / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        try:
+            return _parse(raw, generation)
+        except KeyError as error:
+            raise ValueError(f"{path} has no {error.args[0]!r}") from None
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{path}: {error}") from None
+
+    def check_max_seq_len(self, max_seq_len: int) -> None:
+        """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
+        if max_seq_len > self.max_position_embeddings:
+            raise ValueError(
+                f"max_seq_len {max_seq_len} is above the checkpoint's max_position_embeddings "
+                f"{self.max_position_embeddings}"
+            )
+        if self.sliding_window is not None and max_seq_len > self.sliding_window:
+            raise UnsupportedModelError(
+                f"max_seq_len {max_seq_len} is above the checkpoint's sliding_window {self.sliding_window}; "
+                "sliding-window attention is not implemented, so set max_seq_len to at most "
+                f"{self.sliding_window}"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not an object")
+    return value
+
+
+def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    model_type = _model_type(raw)
+    _refuse_variants(raw, model_type)
+    rope_theta, rope_scaling = _rope(raw)
+    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    head_dim = raw.get("head_dim") or hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
+    eos = dict.fromkeys(_ids(generation.get("eos_token_id")) + _ids(raw.get("eos_token_id")))
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=raw["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(raw["rms_norm_eps"]),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        max_position_embeddings=raw["max_position_embeddings"],
+        sliding_window=_sliding_window(raw, model_type),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(eos),
+        dtype=_dtype(raw),
+        initializer_range=float(raw.get("initializer_range", 0.02)),
+    )
+
+
+def _model_type(raw: dict[str, Any]) -> str:
+    architectures = raw.get("architectures") or []
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if not architectures and raw.get("model_type") in ARCHITECTURES.values():
+        return raw["model_type"]
+    named = ", ".join(architectures) or raw.get("model_type") or "none named"
+    raise UnsupportedModelError(
+        f"architecture {named} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
+    """Refuse options that change the computation; each has exactly one value that is implemented."""
+    implemented: dict[str, Any] = {
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "quantization_config": None,
+        "partial_rotary_factor": 1.0,
+    }
+    if model_type != "qwen2":
+        implemented["attention_bias"] = False
+    for key, value in implemented.items():
+        found = raw.get(key)
+        if found is not None and found != value:
+            shown = found.get("quant_method", found) if isinstance(found, dict) else found
+            raise UnsupportedModelError(f"{key} {shown!r} is not supported; supported: {value!r} or absent")
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and the scaling, from transformers 5's rope_parameters or the older two keys."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    old_name = scaling.pop("type", None)
+    rope_type = scaling.setdefault("rope_type", old_name or "default")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    partial = scaling.pop("partial_rotary_factor", None)
+    if partial not in (None, 1.0):
+        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    if rope_type == "default":
+        return theta, None
+    needed = ["factor"]
+    if rope_type == "llama3":
+        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    for key in needed:
+        if key not in scaling:
+            raise ValueError(f"rope scaling of type {rope_type!r} has no {key!r}")
+    return theta, scaling
+
+
+def _sliding_window(raw: dict[str, Any], model_type: str) -> int | None:
+    """The attention window in tokens, or None where every layer sees the whole sequence."""
+    if "layer_types" in raw and "sliding_attention" not in (raw["layer_types"] or []):
+        return raw.get("sliding_window") if model_type == "mistral" else None
+    if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
+        return None
+    return raw.get("sliding_window") if model_type != "llama" else None
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return dtype

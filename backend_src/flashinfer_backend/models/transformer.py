@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3, over a paged key/value cache."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flashinfer_backend.models.config import ModelConfig
+
+
+class Attention(Protocol):
+    """What a layer calls; the step was described to it by plan() beforehand."""
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend q[T, Hq, D] to the layer's cache, which already holds this step's keys and values."""
+
+
+def rope_inv_freq(config: ModelConfig) -> Tensor:
+    """Rotary frequencies in radians per position, [D/2] float32, with the checkpoint's scaling applied."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inv_freq = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inv_freq
+    if scaling["rope_type"] == "linear":
+        return inv_freq / scaling["factor"]
+    # llama3: long wavelengths are stretched by the factor, short ones kept, those between interpolated.
+    # Source: rope scaling of Llama 3.1, https://github.com/meta-llama/llama-models (models/llama3/model.py).
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inv_freq / scaling["factor"] + smooth * inv_freq
+    scaled = torch.where(wavelength > original / low, inv_freq / scaling["factor"], blended)
+    return torch.where(wavelength < original / high, inv_freq, scaled)
+
+
+def rope_cos_sin(config: ModelConfig, max_positions: int) -> Tensor:
+    """[max_positions, D] float32: cosines in the first D/2 columns, sines in the last."""
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope_inv_freq(config))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Layer(nn.Module):
+    """Weights of one decoder layer. qkv holds the rows of Q, K and V in this order, gate_up gate then up."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        hidden, head_dim = config.hidden_size, config.head_dim
+        qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+        self.input_norm = parameter(hidden)
+        self.qkv = parameter(qkv_rows, hidden)
+        self.qkv_bias = parameter(qkv_rows) if config.qkv_bias else None
+        self.q_norm = parameter(head_dim) if config.qk_norm else None
+        self.k_norm = parameter(head_dim) if config.qk_norm else None
+        self.o = parameter(hidden, config.num_heads * head_dim)
+        self.post_norm = parameter(hidden)
+        self.gate_up = parameter(2 * config.intermediate_size, hidden)
+        self.down = parameter(hidden, config.intermediate_size)
+
+
+class Transformer(nn.Module):
+    """Decoder with uninitialised weights; weights.load_weights fills them.
+
+    ops is the module flashinfer_backend.ops.torch_ops or cuda_ops. max_seq_len (tokens; default: the
+    checkpoint's max_position_embeddings) sizes the rotary table: every position must be below it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: ModuleType,
+        dtype: torch.dtype | str,
+        device: torch.device | str,
+        max_seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
+        config.check_max_seq_len(max_seq_len)
+        self.config = config
+        self.ops = ops
+        self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.device = torch.device(device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+        self.embed_tokens = parameter(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, self.dtype, self.device) for _ in range(config.num_layers))
+        self.final_norm = parameter(config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else parameter(config.vocab_size, config.hidden_size)
+        self.cos_sin: Tensor
+        self.register_buffer("cos_sin", rope_cos_sin(config, max_seq_len).to(self.device), persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        attention: Attention,
+    ) -> Tensor:
+        """One step over T tokens -> [T, hidden], the residual stream before the final norm.
+
+        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset);
+        kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
+        """
+        config, ops = self.config, self.ops
+        tokens = input_ids.shape[0]
+        hidden = F.embedding(input_ids, self.embed_tokens)
+        for index, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            qkv = ops.norm_linear(hidden, layer.input_norm, config.rms_norm_eps, layer.qkv, layer.qkv_bias)
+            q = ops.rope_and_store(
+                qkv,
+                positions,
+                self.cos_sin,
+                k_cache,
+                v_cache,
+                slot_mapping,
+                layer.q_norm,
+                layer.k_norm,
+                config.rms_norm_eps,
+                config.num_heads,
+                config.num_kv_heads,
+            )
+            out = torch.empty_like(q)
+            attention.run(index, q, out)
+            hidden = ops.linear_add(out.view(tokens, -1), layer.o, hidden)
+            gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
+            hidden = ops.linear_add(gated, layer.down, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V]."""
+        return self.ops.norm_linear(hidden, self.final_norm, self.config.rms_norm_eps, self.lm_head, None)
