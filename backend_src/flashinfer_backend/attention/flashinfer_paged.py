@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged cache with FlashInfer's kernels: FA2, FA3 and XQA.
+
+Decode rows (one query token) and prefill rows of a step are two kernel calls per layer, each over its own
+slice of `q` and `out`. The wrappers' `plan` is bypassed for the module call beneath it: the wrappers read
+lengths with Python's max() and allocate; the module call costs tens of microseconds and never synchronises.
+
+Stream order is what makes sharing buffers safe: metadata of step N + 1 is copied behind step N's kernels on
+the same stream. Only pinned host memory can be overwritten too early, so it comes from a ring guarded by events.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
+
+if TYPE_CHECKING:
+    from flashinfer_backend.engine.step import AttentionBatch
+
+_FLOAT_WORKSPACE = 256 << 20
+_INT_WORKSPACE = 8 << 20
+_XQA_SEMAPHORES = 8 << 20
+_NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
+
+
+class FlashInferAttention:
+    """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
+
+    kv_caches: per layer (K, V), each [pages, page_size, num_kv_heads, head_dim] of `dtype` (bfloat16 or
+    float16), on one CUDA device; page 0 is nobody's: padded rows of a graph read it.
+    max_num_seqs: most rows in a step. max_pages_per_seq: columns of the block table.
+    decode_backend: "fa2" (balances rows of unequal length), "xqa" (less overhead, needs page_size 16, 32, 64
+    or 128) or "auto", which takes what measured faster (docs/performance.md).
+    All calls must come from one thread with one current stream.
+    Raises ValueError for shapes that these kernels do not have.
+    """
+
+    def __init__(
+        self,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_pages_per_seq: int,
+        decode_backend: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        _check_supported(num_heads, num_kv_heads, head_dim, page_size, decode_backend, dtype)
+        self.kv_caches = kv_caches
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.page_size, self.max_num_seqs = page_size, max_num_seqs
+        self.decode_backend = decode_backend
+        self.dtype = dtype
+        self.sm_scale = 1.0 / math.sqrt(head_dim)
+        device = kv_caches[0][0].device
+        self._float_workspace = torch.empty(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
+        self._ring = PinnedRing(6, _INT_WORKSPACE, 5 * PagedMetadata.segment(max_num_seqs))
+        self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
+        self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
+        self._int_workspace = torch.empty(2, _INT_WORKSPACE, dtype=torch.uint8, device=device)
+        self._modules: dict[str, Any] = {}
+        self._decode_call = _Call("none", 0, None)
+        self._prefill_call = _Call("none", 0, None)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
+        decode, rows = batch.num_decode, len(batch.slots)
+        self._decode_call = _Call("none", 0, None)
+        self._prefill_call = _Call("none", 0, None)
+        if decode:
+            self._decode_call = self.plan_decode(
+                self.choose_decode(decode), batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
+            )
+        if rows > decode:
+            self._prefill_call = self._plan_prefill(batch, decode)
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend q[T, Hq, D] of the planned step to the layer's cache and write out[T, Hq, D]."""
+        split = self._decode_call.rows
+        if split:
+            self.run_decode(self._decode_call, layer, q[:split], out[:split])
+        if self._prefill_call.rows:
+            self._run_paged(self._prefill_call, self._prefill, 1, layer, q[split:], out[split:], _CAUSAL)
+
+    def graph_state(self, bucket: int) -> DecodeGraphState:
+        """State for a CUDA graph of decode-only steps of up to `bucket` rows; see DecodeGraphState."""
+        if not 1 <= bucket <= self.max_num_seqs:
+            raise ValueError(f"graph bucket {bucket} is outside 1..{self.max_num_seqs} (max_num_seqs)")
+        return DecodeGraphState(self, bucket)
+
+    # What follows is shared with DecodeGraphState.
+
+    def choose_decode(self, rows: int) -> str:
+        """Kernel family for a decode batch of this many rows."""
+        if self.decode_backend != "auto":
+            return self.decode_backend
+        # XQA splits a sequence only while rows * kv_heads leave SMs idle, FA2 always balances.
+        xqa_fits = self.num_heads // self.num_kv_heads == 4 and self.page_size == 16
+        return "xqa" if xqa_fits and rows * self.num_kv_heads <= 132 else "fa2"
+
+    def plan_decode(
+        self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
+    ) -> _Call:
+        """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph."""
+        rows = bucket or len(slots)
+        entry = self._decode.upload(None, kv_lens, slots, rows)
+        self._decode.gather(block_table, entry, packed=backend == "fa2")
+        info = None
+        if backend == "fa2":
+            info = self._plan_module("fa2", 0, entry, rows, rows, bucket > 0)
+        self._ring.release(entry)
+        return _Call(backend, rows, info)
+
+    def run_decode(self, call: _Call, layer: int, q: Tensor, out: Tensor) -> None:
+        """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
+        if call.backend == "fa2":
+            self._run_paged(call, self._decode, 0, layer, q, out, _NON_CAUSAL)
+            return
+        from flashinfer.xqa import xqa
+
+        k_cache, v_cache = self.kv_caches[layer]
+        xqa(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            self._decode.table(call.rows),
+            self._decode.kv_lens(call.rows).view(torch.uint32).unsqueeze(1),
+            out.unsqueeze(1),
+            self._float_workspace,
+            self._semaphores.view(torch.uint32),
+            self.num_kv_heads,
+            self.page_size,
+            enable_pdl=True,
+        )
+
+    def _plan_prefill(self, batch: AttentionBatch, first: int) -> _Call:
+        q_lens = batch.q_lens[first:]
+        rows, tokens = len(q_lens), int(q_lens.sum())
+        # FA3 neither splits long sequences nor packs heads into a tile: it needs long queries, and
+        # enough of them to fill the SMs.
+        tiles = int(((q_lens + 127) // 128).sum()) * self.num_heads
+        backend = "fa3" if tokens >= 256 * rows and tiles >= 132 else "fa2"
+        entry = self._prefill.upload(q_lens, batch.kv_lens[first:], batch.slots[first:], rows)
+        self._prefill.gather(batch.block_table, entry, packed=True)
+        info = self._plan_module(backend, 1, entry, tokens, rows, False)
+        self._ring.release(entry)
+        return _Call(backend, rows, info)
+
+    def _plan_module(self, backend: str, part: int, entry: Any, tokens: int, rows: int, graph: bool) -> Any:
+        host = entry.host(rows)
+        arguments = [
+            self._float_workspace,
+            self._int_workspace[part],
+            entry.workspace,
+            host.qo_indptr,
+            host.kv_indptr,
+            host.kv_lens,
+            tokens,
+            rows,
+            self.num_heads,
+            self.num_kv_heads,
+            self.page_size,
+            graph,
+            self.head_dim,
+            self.head_dim,
+            part == 1,  # causal
+            -1,  # no sliding window
+        ]
+        if backend == "fa2":
+            arguments += [-1, False, 0, 1 if graph else 0]  # no fixed split; graphs: one query per row
+        return self._module(backend).plan(*arguments)
+
+    def _run_paged(
+        self, call: _Call, metadata: PagedMetadata, part: int, layer: int, q: Tensor, out: Tensor, mask: int
+    ) -> None:
+        k_cache, v_cache = self.kv_caches[layer]
+        none_mask = [None] * (6 if call.backend == "fa2" else 3)
+        extra = (
+            [None, None, 0.0, self.sm_scale, 1.0, 1.0, 0]
+            if call.backend == "fa2"
+            else [None, 0.0, self.sm_scale, 1.0, 0]
+        )
+        self._module(call.backend).paged_run(
+            self._float_workspace,
+            self._int_workspace[part],
+            call.info,
+            q,
+            k_cache,
+            v_cache,
+            metadata.qo_indptr(call.rows),
+            metadata.kv_indptr(call.rows),
+            metadata.indices,
+            metadata.last_page_len(call.rows),
+            out,
+            None,  # no log-sum-exp
+            mask,
+            _NHD,
+            -1,  # no sliding window
+            True,  # programmatic dependent launch
+            *none_mask,
+            *extra,
+        )
+
+    def _module(self, backend: str) -> Any:
+        if backend not in self._modules:
+            from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+            dtype = self.dtype
+            self._modules[backend] = gen_batch_prefill_module(
+                backend,
+                dtype,
+                dtype,
+                dtype,
+                torch.int32,
+                self.head_dim,
+                self.head_dim,
+                0,
+                False,
+                False,
+                False,
+            ).build_and_load()
+        return self._modules[backend]
+
+
+class _Call:
+    """One planned kernel call: family, rows and FlashInfer's plan information."""
+
+    def __init__(self, backend: str, rows: int, info: Any) -> None:
+        self.backend, self.rows, self.info = backend, rows, info
+
+
+class DecodeGraphState:
+    """Decode attention inside a captured CUDA graph.
+
+    Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
+    plan(batch) on the stream of the replay: it copies lengths and pages to where the graph reads them.
+    A batch may have fewer rows than the bucket; the rest read one token of page 0 and write unused rows.
+    Construction plans a step of padded rows, so that capture can follow at once.
+    """
+
+    def __init__(self, attention: FlashInferAttention, bucket: int) -> None:
+        self._attention, self.bucket = attention, bucket
+        self._backend = attention.choose_decode(bucket)
+        none = np.empty(0, dtype=np.int32)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=attention.kv_caches[0][0].device)
+        self._call = attention.plan_decode(self._backend, none, none, table, bucket)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Describe the step that the next replay computes. Host work and asynchronous copies only."""
+        rows = len(batch.slots)
+        if batch.num_decode != rows or rows > self.bucket:
+            raise ValueError(
+                f"a decode graph of {self.bucket} rows was given {batch.num_decode} decode rows of {rows}"
+            )
+        call = self._attention.plan_decode(
+            self._backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
+        )
+        if self._call.info is not None and list(call.info) != list(self._call.info):
+            raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q, out [bucket, Hq, D]; to be captured."""
+        self._attention.run_decode(self._call, layer, q, out)
+
+
+def _check_supported(
+    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, decode_backend: str, dtype: torch.dtype
+) -> None:
+    if decode_backend not in ("auto", "fa2", "xqa"):
+        raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa")
+    if head_dim not in (64, 128, 256):
+        raise ValueError(
+            f"FlashInfer attention has head_dim 64, 128 and 256, not {head_dim}; use the torch attention"
+        )
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"FlashInfer attention needs bfloat16 or float16, got {dtype}; use the torch attention"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+    if decode_backend == "xqa" and page_size not in (16, 32, 64, 128):
+        raise ValueError(f"XQA has page sizes 16, 32, 64 and 128, not {page_size}; use decode_backend fa2")

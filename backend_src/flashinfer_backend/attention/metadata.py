@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths and page lists of a step, staged through pinned memory to fixed device addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gather_pages(
+    table,
+    slots,
+    kv_lens,
+    kv_indptr,
+    out,
+    table_stride,
+    out_stride,
+    PAGE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    pages = (tl.load(kv_lens + row) + PAGE - 1) // PAGE
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row).to(tl.int64)
+    valid = index < pages
+    page = tl.load(table + slot * table_stride + index, mask=valid & (slot >= 0), other=0)
+    if PACKED:
+        start = tl.load(kv_indptr + row).to(tl.int64)
+    else:
+        start = row.to(tl.int64) * out_stride
+    tl.store(out + start + index, page, mask=valid)
+
+
+@dataclass
+class HostArrays:
+    """CPU int32 tensors of one plan: qo_indptr[rows + 1], kv_indptr[rows + 1] in pages, kv_lens[rows]."""
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_lens: Tensor
+
+
+class PinnedEntry:
+    """One ring slot: FlashInfer's plan workspace, the metadata vector, and the event that frees both."""
+
+    def __init__(self, workspace_bytes: int, words: int) -> None:
+        self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, pin_memory=True)
+        self.words = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self.array = self.words.numpy()
+        self.copied = torch.cuda.Event()
+        self.segment = words // 5
+        self.max_pages = 1
+
+    def host(self, rows: int) -> HostArrays:
+        parts = [self.words[i * self.segment :] for i in range(5)]
+        return HostArrays(parts[0][: rows + 1], parts[1][: rows + 1], parts[3][:rows])
+
+
+class PinnedRing:
+    """Hands out pinned entries in turn; next() waits only if the copies out of the entry have not run yet."""
+
+    def __init__(self, entries: int, workspace_bytes: int, words: int) -> None:
+        self._entries = [PinnedEntry(workspace_bytes, words) for _ in range(entries)]
+        self._turn = 0
+
+    def next(self) -> PinnedEntry:
+        entry = self._entries[self._turn]
+        self._turn = (self._turn + 1) % len(self._entries)
+        entry.copied.synchronize()
+        return entry
+
+    def release(self, entry: PinnedEntry) -> None:
+        """Call after the last copy out of the entry was enqueued on the current stream."""
+        entry.copied.record()
+
+
+class PagedMetadata:
+    """Device-side description of up to `max_rows` rows, at addresses that never change.
+
+    One int32 buffer of five equal segments, filled by one copy: qo_indptr, kv_indptr (in pages),
+    last_page_len, kv_lens, slots. `indices` holds the rows' pages, packed by kv_indptr (FA2, FA3) or
+    as a table of max_pages columns (XQA).
+    """
+
+    def __init__(
+        self, ring: PinnedRing, max_rows: int, max_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        self._ring, self.page_size, self.max_pages = ring, page_size, max_pages
+        self._segment = self.segment(max_rows)
+        self._device = torch.zeros(5 * self._segment, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def segment(max_rows: int) -> int:
+        """Words per segment: room for an indptr, 128-byte aligned."""
+        return (max_rows + 1 + 31) // 32 * 32
+
+    def upload(
+        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int
+    ) -> PinnedEntry:
+        """Stage rows and copy them to the device; q_lens None means one query token per row.
+
+        Rows beyond len(slots) are padding: slot -1, one token of page 0.
+        """
+        entry, given, segment = self._ring.next(), len(slots), self._segment
+        qo, kv, last, lens, ids = (entry.array[i * segment :] for i in range(5))
+        lens[:given], lens[given:rows] = kv_lens, 1
+        ids[:given], ids[given:rows] = slots, -1
+        pages = (lens[:rows] + (self.page_size - 1)) // self.page_size
+        last[:rows] = lens[:rows] - (pages - 1) * self.page_size
+        kv[0] = qo[0] = 0
+        np.cumsum(pages, out=kv[1 : rows + 1])
+        if q_lens is None:
+            qo[1 : rows + 1] = np.arange(1, rows + 1, dtype=np.int32)
+        else:
+            np.cumsum(q_lens, out=qo[1 : rows + 1])
+        entry.max_pages = int(pages.max())
+        if entry.max_pages > self.max_pages:
+            raise ValueError(
+                f"a sequence has {entry.max_pages} pages, the block table {self.max_pages} columns"
+            )
+        self._device.copy_(entry.words, non_blocking=True)
+        self._rows = rows
+        return entry
+
+    def gather(self, block_table: Tensor, entry: PinnedEntry, packed: bool) -> None:
+        """Write the uploaded rows' pages from block_table[slots, columns] (int32) to `indices`."""
+        block = min(1024, max(64, triton.next_power_of_2(entry.max_pages)))
+        _gather_pages[(self._rows, triton.cdiv(entry.max_pages, block))](
+            block_table,
+            self._device[4 * self._segment :],
+            self._device[3 * self._segment :],
+            self._device[self._segment :],
+            self.indices,
+            block_table.stride(0),
+            self.max_pages,
+            PAGE=self.page_size,
+            PACKED=packed,
+            BLOCK=block,
+            num_warps=2,
+        )
+
+    def _part(self, index: int, length: int) -> Tensor:
+        return self._device[index * self._segment : index * self._segment + length]
+
+    def qo_indptr(self, rows: int) -> Tensor:
+        return self._part(0, rows + 1)
+
+    def kv_indptr(self, rows: int) -> Tensor:
+        return self._part(1, rows + 1)
+
+    def last_page_len(self, rows: int) -> Tensor:
+        return self._part(2, rows)
+
+    def kv_lens(self, rows: int) -> Tensor:
+        return self._part(3, rows)
+
+    def table(self, rows: int) -> Tensor:
+        """[rows, max_pages] int32; columns past a row's pages hold stale page numbers."""
+        return self.indices[: rows * self.max_pages].view(rows, self.max_pages)
