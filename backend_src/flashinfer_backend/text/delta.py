@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids to text, whole or chunk by chunk without state.
+
+Both kinds of vocabularies that language models use write a stream of bytes: a byte-level BPE token
+is some bytes, a SentencePiece token is the UTF-8 of its text or, as `<0xE2>`, a single byte. So an
+id is looked up in a table of bytes, and the only state between two chunks is the incomplete
+character at the end of what was sent. UTF-8 resynchronises at every lead byte and a character has
+at most four bytes: the last three bytes sent say what that state is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os.path
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+CONTEXT_IDS = 8
+REPLACEMENT = "\ufffd"
+MAX_PENDING_BYTES = 3
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+PER_BYTE = "flashinfer_backend.replace_each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(PER_BYTE, _replace_each_byte)
+
+
+class DeltaDecoder:
+    """Text of token ids, exactly as `Tokenizer.decode` writes it.
+
+    The deltas of any split of a sequence into chunks, each with the last <= 8 ids before it as
+    context, concatenate to the text of the whole sequence. Exceptions:
+
+    * A context of 8 ids that write nothing (skipped special tokens, ids outside the vocabulary)
+      says nothing about the text before: a character interrupted by 8 of them in a row is lost, and
+      after 8 of them at the very start a leading space is kept. A context of the last 3 ids that
+      write something would do.
+    * SentencePiece spells unusual characters as runs of byte tokens. `Tokenizer.decode` replaces
+      every byte of a run that is not valid UTF-8 as a whole, including its valid characters before
+      the fault, which a stream has already sent. The deltas replace only the bytes at fault.
+    * Decoders other than ByteLevel, the SentencePiece family (Replace, ByteFallback, Fuse, Strip of
+      at most one leading character) and Metaspace are streamed as the difference of two decodes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pieces: list[bytes] | None = None  # id -> bytes; None: the decoder is of another kind
+        self._first: dict[int, bytes] = {}  # where a piece differs as the first one of a sequence
+        self._errors = "replace"
+        self._fill_tables()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a whole sequence. Raises ValueError for a negative id."""
+        _refuse_negative(ids)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=self._skip_special_tokens)
+
+    def delta(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
+        """Text that `new_ids` add after `context_ids`, the last ids before them (all, if fewer than 8).
+
+        An incomplete character at the end is held back for the next chunk unless `last`. Raises
+        ValueError for a negative id.
+        """
+        _refuse_negative(context_ids)
+        _refuse_negative(new_ids)
+        pieces = self._pieces
+        if pieces is None:
+            return self._difference(context_ids, new_ids, last)
+        size = len(pieces)
+        new = [pieces[i] for i in new_ids if i < size]
+        if self._first and len(context_ids) < CONTEXT_IDS and not self._writing(context_ids):
+            written = self._writing(new_ids)
+            if written:
+                new = [self._first.get(written[0], pieces[written[0]]), *[pieces[i] for i in written[1:]]]
+        data = b"".join(new)
+        if context_ids:
+            data = self._pending(context_ids) + data
+        return codecs.utf_8_decode(data, self._errors, last)[0]
+
+    def writes_all(self, ids: Sequence[int]) -> bool:
+        """Whether every one of `ids` shows in the text: none is a skipped special or unknown token."""
+        return len(self._writing(ids)) == len(ids)
+
+    def _writing(self, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that write something."""
+        pieces = self._pieces
+        if pieces is None:
+            return [i for i in ids if self.decode([i])]
+        return [i for i in ids if 0 <= i < len(pieces) and pieces[i]]
+
+    def _pending(self, context_ids: Sequence[int]) -> bytes:
+        """The bytes of an incomplete character at the end of the context."""
+        pieces = self._pieces
+        assert pieces is not None
+        tail = b""
+        for i in reversed(context_ids):
+            if i < len(pieces):
+                tail = pieces[i] + tail
+                if len(tail) >= MAX_PENDING_BYTES:
+                    break
+        if not tail or tail[-1] < 0x80:
+            return b""
+        tail = tail[-MAX_PENDING_BYTES:]
+        return tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
+
+    def _difference(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
+        sent = self.decode(context_ids).rstrip(REPLACEMENT)
+        full = self.decode([*context_ids, *new_ids])
+        text = full[len(os.path.commonprefix([sent, full])) :]
+        return text if last else text.rstrip(REPLACEMENT)
+
+    def _fill_tables(self) -> None:
+        tokenizer = self._tokenizer
+        steps = _decoder_steps(tokenizer)
+        kinds = [step["type"] for step in steps]
+        tokens = [tokenizer.id_to_token(i) for i in range(vocabulary_size(tokenizer))]
+        if self._skip_special_tokens:
+            special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+            tokens = [None if token in special else token for token in tokens]
+        if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+            self._pieces = [b"" if token is None else _byte_level_piece(token) for token in tokens]
+        elif kinds == ["Metaspace"]:
+            mark, at_start = steps[0]["replacement"], steps[0]["prepend_scheme"] == "never"
+            self._pieces = [(token or "").replace(mark, " ").encode() for token in tokens]
+            if not at_start:
+                self._first = {
+                    i: token.replace(mark, "").encode() for i, token in enumerate(tokens) if token and mark in token
+                }
+        elif _is_sentencepiece(steps):
+            self._errors = PER_BYTE
+            replaced = [(s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"]
+            spells_bytes = "ByteFallback" in kinds
+            self._pieces = [_sentencepiece_piece(token or "", replaced, spells_bytes) for token in tokens]
+            if kinds[-1] == "Strip" and steps[-1]["start"]:
+                strip = steps[-1]["content"].encode()
+                self._first = {
+                    i: piece[len(strip) :] for i, piece in enumerate(self._pieces) if piece.startswith(strip)
+                }
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """1 + the largest token id, added tokens included."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _refuse_negative(ids: Sequence[int]) -> None:
+    if ids and min(ids) < 0:
+        raise ValueError(f"token id {min(ids)} is negative; ids should be 0 or more")
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict]:
+    """The decoder's steps in order, nested sequences flattened; none for a tokenizer without decoder."""
+    if tokenizer.decoder is None:
+        return []
+    todo = [json.loads(tokenizer.decoder.__getstate__())]
+    steps = []
+    while todo:
+        step = todo.pop(0)
+        if step["type"] == "Sequence":
+            todo = step["decoders"] + todo
+        else:
+            steps.append(step)
+    return steps
+
+
+def _is_sentencepiece(steps: list[dict]) -> bool:
+    kinds = [step["type"] for step in steps]
+    rest = [kind for kind in kinds if kind != "Replace"]
+    literal = all("String" in step["pattern"] for step in steps if step["type"] == "Replace")
+    if not kinds or not literal or kinds[: len(kinds) - len(rest)] != ["Replace"] * (len(kinds) - len(rest)):
+        return False
+    if rest[:1] == ["ByteFallback"]:
+        rest = rest[1:]
+    if rest == ["Fuse", "Strip"]:
+        return steps[-1]["start"] <= 1 and steps[-1]["stop"] == 0
+    return rest in ([], ["Fuse"])
+
+
+def _sentencepiece_piece(token: str, replaced: list[tuple[str, str]], spells_bytes: bool) -> bytes:
+    for pattern, content in replaced:
+        token = token.replace(pattern, content)
+    if spells_bytes and _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.encode()
+
+
+def _byte_characters() -> dict[int, str]:
+    """Translation of byte-level BPE's printable characters to the characters U+0000..U+00FF of their
+    bytes (GPT-2's bytes_to_unicode, inverted). Other Latin-1 characters go outside Latin-1."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {b: REPLACEMENT for b in range(0x100)}
+    table.update({b: chr(b) for b in printable})
+    unprintable = [b for b in range(0x100) if b not in printable]
+    table.update({0x100 + n: chr(b) for n, b in enumerate(unprintable)})
+    return table
+
+
+_BYTE_CHARACTERS = _byte_characters()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    # An added token may hold characters that stand for no byte; then all of it is plain text.
+    try:
+        return token.translate(_BYTE_CHARACTERS).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder's tokenizer: text to ids, and the ids with a role."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from flashinfer_backend.text.delta import vocabulary_size
+
+# Where a role's token may be named (by text) or given (by id), most specific first.
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+ID_FILES = ("generation_config.json", "config.json")
+
+
+class TextTokenizer:
+    """Encodes text.
+
+    backend: the `tokenizers.Tokenizer`. vocab_size: 1 + the largest id. eos_id, bos_id, pad_id:
+    token ids, None where the folder names none; a missing pad token is the eos token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load from `folder`: tokenizer.json, else whatever transformers reads.
+
+        Raises FileNotFoundError or ValueError saying which file is missing or unreadable.
+        """
+        self.backend = _load_backend(folder)
+        # Lengths are the caller's business: nothing is cut or filled up here.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size = vocabulary_size(self.backend)
+        self.eos_id = self._role_id(folder, "eos")
+        self.bos_id = self._role_id(folder, "bos")
+        self.pad_id = self._role_id(folder, "pad")
+        if self.pad_id is None:
+            self.pad_id = self.eos_id
+        self._encode_batch = getattr(self.backend, "encode_batch_fast", self.backend.encode_batch)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text, uncut. add_special_tokens: with the tokens that the tokenizer puts around
+        a text, such as bos."""
+        encodings = self._encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def _role_id(self, folder: Path, role: str) -> int | None:
+        for file in TOKEN_FILES:
+            token = _read_json(folder / file).get(f"{role}_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and self.backend.token_to_id(content) is not None:
+                return self.backend.token_to_id(content)
+        for file in ID_FILES:
+            ids = _read_json(folder / file).get(f"{role}_token_id")
+            for value in ids if isinstance(ids, list) else [ids]:
+                if isinstance(value, int) and value >= 0:
+                    return value
+        return None
+
+
+def _load_backend(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no tokenizer folder {folder}")
+    from transformers import AutoTokenizer  # heavy, and needed for folders without tokenizer.json only
+
+    try:
+        backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
+    except Exception as error:
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and transformers reads no tokenizer there: {error}"
+        ) from error
+    if backend is None:
+        raise ValueError(
+            f"the tokenizer in {folder} exists in Python only; save it as tokenizer.json "
+            "(transformers: save_pretrained of its fast variant)"
+        )
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} should hold a JSON object")
+    return content
