@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels: argmax or Gumbel-max sampling in one pass over the logits, noise keyed by an integer hash."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _block_best(
+    logits,
+    temperature,
+    seed,
+    position,
+    best_score,
+    best_id,
+    vocab,
+    stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    gdc_wait()
+    gdc_launch_dependents()
+    score = tl.load(logits + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    heat = tl.load(temperature + row)
+    if heat > 0:
+        key = tl.load(seed + row)
+        h = _mix((key & 0xFFFFFFFF).to(tl.uint32))
+        h = _mix(h ^ ((key >> 32) & 0xFFFFFFFF).to(tl.uint32))
+        h = _mix(h ^ tl.load(position + row).to(tl.uint32, bitcast=True))
+        bits = _mix(h ^ token.to(tl.uint32))
+        u = (bits >> 9).to(tl.float32) * (2.0**-23) + 2.0**-24
+        # libdevice, not tl.log: the fast logarithm is wrong by more than 1 - u near u = 1.
+        score = score / heat - libdevice.log(-libdevice.log(u))
+        score = tl.where(inside, score, float("-inf"))
+    best, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_score + row * BLOCKS + block, best)
+    tl.store(best_id + row * BLOCKS + block, block * BLOCK + index)
+
+
+@triton.jit
+def _row_best(best_score, best_id, out, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    gdc_wait()
+    gdc_launch_dependents()
+    score = tl.load(best_score + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    index = tl.argmax(score, axis=0, tie_break_left=True)
+    tl.store(out + row, tl.load(best_id + row * BLOCKS + index))
+
+
+def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """See ops.torch_ops.sample: logits[R, V], temperature[R] f32, seed[R] int64, position[R] int32 -> int32[R]."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, _BLOCK)
+    score = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _block_best[(rows, blocks)](
+        logits,
+        temperature,
+        seed,
+        position,
+        score,
+        ids,
+        vocab,
+        logits.stride(0),
+        BLOCK=_BLOCK,
+        BLOCKS=blocks,
+        num_warps=8,
+        launch_pdl=True,
+    )
+    padded = triton.next_power_of_2(blocks)
+    _row_best[(rows,)](score, ids, out, BLOCKS=blocks, PADDED=padded, num_warps=1, launch_pdl=True)
+    return out
