@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Layer, Transformer
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -61,6 +61,7 @@ def destinations(model: Transformer) -> dict[str, Tensor]:
     if not config.tie_word_embeddings:
         targets["lm_head.weight"] = model.lm_head
     for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
         targets[f"{prefix}.input_layernorm.weight"] = layer.input_norm
         targets[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
@@ -74,7 +75,7 @@ def destinations(model: Transformer) -> dict[str, Tensor]:
         if layer.qkv_bias is not None:
             for part, rows in zip("qkv", layer.qkv_bias.split((q_rows, kv_rows, kv_rows)), strict=True):
                 targets[f"{prefix}.self_attn.{part}_proj.bias"] = rows
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             targets[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
             targets[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
     return targets

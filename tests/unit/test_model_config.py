@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json parsing and rotary tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import make_checkpoint
+from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
+from flashinfer_backend.models.transformer import Transformer, rope_cos_sin, rope_inv_freq
+from flashinfer_backend.ops import torch_ops
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# As Llama 3.1 8B was published, with the keys of transformers 4.
+LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def parse(path: Path, generation: dict | None = None, **changes) -> ModelConfig:
+    raw = {key: value for key, value in (LLAMA31 | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_pretrained(path)
+
+
+def test_published_config(tmp_path):
+    config = parse(tmp_path, generation={"eos_token_id": [128009, 7]})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers) == (32, 8, 128, 32)
+    assert (config.dtype, config.rope_theta, config.bos_token_id) == ("bfloat16", 500000.0, 128000)
+    assert config.eos_token_ids == (128009, 7, 128001, 128008)
+    assert not (config.qkv_bias or config.qk_norm or config.tie_word_embeddings)
+
+
+def test_new_and_old_rope_keys_mean_the_same(tmp_path):
+    old = parse(tmp_path)
+    new_keys = LLAMA31["rope_scaling"] | {"rope_theta": 500000.0}
+    assert parse(tmp_path, rope_parameters=new_keys, rope_scaling=..., rope_theta=...) == old
+    linear = parse(tmp_path, rope_scaling={"type": "linear", "factor": 4.0})
+    assert linear.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    plain = parse(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10.0}, rope_scaling=...)
+    assert (plain.rope_theta, plain.rope_scaling) == (10.0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; supported: Llama",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "supported: default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config 'awq'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
+        ({"intermediate_size": ...}, "has no 'intermediate_size'"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path, **changes)
+
+
+def test_broken_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_sliding_window_limits_the_sequence_length(tmp_path):
+    path = make_checkpoint("mistral", tmp_path / "mistral", sliding_window=40)
+    config = ModelConfig.from_pretrained(path)
+    Transformer(config, torch_ops, "float32", "cpu", max_seq_len=40)
+    with pytest.raises(UnsupportedModelError, match=r"max_seq_len 41 .* sliding_window 40"):
+        Transformer(config, torch_ops, "float32", "cpu", max_seq_len=41)
+    with pytest.raises(ValueError, match="above the checkpoint's max_position_embeddings 512"):
+        config.check_max_seq_len(513)
+
+
+@pytest.mark.parametrize(("use", "window"), [(False, None), (True, 40)])
+def test_qwen_window_counts_only_where_used(tmp_path, use, window):
+    options = {"use_sliding_window": use, "sliding_window": 40, "max_window_layers": 1}
+    path = make_checkpoint("qwen2", tmp_path, **options)
+    assert ModelConfig.from_pretrained(path).sliding_window == window
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA31["rope_scaling"]])
+def test_rope_frequencies_match_transformers(tmp_path, scaling):
+    config = parse(tmp_path, rope_scaling=scaling)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    if scaling is None:
+        expected = 500000.0 ** (-torch.arange(0, 128, 2) / 128)
+    else:
+        expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
+    torch.testing.assert_close(rope_inv_freq(config), expected, rtol=1e-6, atol=0)
+
+
+def test_rope_table_holds_cosines_then_sines(tmp_path):
+    table = rope_cos_sin(parse(tmp_path, rope_scaling=None), 50)
+    assert table.shape == (50, 128) and table.dtype == torch.float32
+    angle = 49 * 500000.0 ** (-2 * 3 / 128)
+    assert table[49, 3].item() == pytest.approx(math.cos(angle), abs=1e-5)
+    assert table[49, 64 + 3].item() == pytest.approx(math.sin(angle), abs=1e-5)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, loader and paged attention against Hugging Face transformers, float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import KINDS, make_checkpoint
+from flashinfer_backend.attention import torch_paged
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.engine.step import AttentionBatch
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import WeightsError, load_weights
+from flashinfer_backend.ops import torch_ops
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PAGE = 16
+
+
+def load(model_dir: Path, dtype: str = "float32") -> Transformer:
+    model = Transformer(ModelConfig.from_pretrained(model_dir), torch_ops, dtype, "cpu")
+    load_weights(model, model_dir)
+    return model
+
+
+def attention_batch(num_decode, q_lens, kv_lens, slots, table) -> AttentionBatch:
+    host = [np.array(values, dtype=np.int32) for values in (q_lens, kv_lens, slots)]
+    return AttentionBatch(num_decode, *host, table, torch.from_numpy(host[2]))
+
+
+class Paged:
+    """Drives a Transformer over paged caches without a scheduler.
+
+    Pages are given out in random order, unwritten cache is NaN and unused table entries are far out of range.
+    """
+
+    def __init__(self, model: Transformer, num_slots: int = 4, max_pages: int = 12) -> None:
+        config = model.config
+        shape = (num_slots * max_pages, PAGE, config.num_kv_heads, config.head_dim)
+        self.model = model
+        self.caches = [
+            tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv")
+            for _ in range(config.num_layers)
+        ]
+        self.attention = TorchPagedAttention(
+            self.caches, config.num_heads, config.num_kv_heads, config.head_dim, PAGE
+        )
+        self.lens = [0] * num_slots
+        self.table = torch.full((num_slots, max_pages), 2**30, dtype=torch.int32)
+        self.free = torch.randperm(len(self.table) * max_pages, generator=torch.manual_seed(0)).tolist()
+
+    def step(self, work: list[tuple[int, list[int]]], num_decode: int = 0) -> list[Tensor]:
+        """Run rows of (slot, new tokens), the first num_decode as decodes -> logits[q_len, V] per row."""
+        positions, slot_mapping = [], []
+        for slot, new in work:
+            for position in range(self.lens[slot], self.lens[slot] + len(new)):
+                if position % PAGE == 0:
+                    self.table[slot, position // PAGE] = self.free.pop()
+                positions.append(position)
+                slot_mapping.append(int(self.table[slot, position // PAGE]) * PAGE + position % PAGE)
+            self.lens[slot] += len(new)
+        slots, q_lens = [slot for slot, _ in work], [len(new) for _, new in work]
+        kv_lens = [self.lens[slot] for slot in slots]
+        self.attention.plan(attention_batch(num_decode, q_lens, kv_lens, slots, self.table))
+        int32 = {"dtype": torch.int32}
+        ids = torch.tensor([token for _, new in work for token in new], **int32)
+        hidden = self.model(
+            ids,
+            torch.tensor(positions, **int32),
+            torch.tensor(slot_mapping, **int32),
+            self.caches,
+            self.attention,
+        )
+        return list(self.model.logits(hidden).split(q_lens))
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def pair(request, tmp_path_factory):
+    """The same checkpoint in transformers and here."""
+    path = make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return theirs, load(path)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def their_logits(theirs, ids: list[int]) -> Tensor:
+    return theirs(torch.tensor([ids])).logits[0]
+
+
+def test_logits_match_transformers(pair):
+    theirs, ours = pair
+    ids = prompt(150)
+    expected = their_logits(theirs, ids)
+    (whole,) = Paged(ours).step([(2, ids)])
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
+    paged = Paged(ours)
+    pieces = [paged.step([(1, ids[a:b])])[0] for a, b in [(0, 37), (37, 38), (38, 130)]]
+    pieces += [paged.step([(1, [token])], num_decode=1)[0] for token in ids[130:]]
+    torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
+    """Two sequences decode together for 64 tokens; the second joins in chunks while the first decodes."""
+    theirs, ours = pair
+    prompts = [prompt(9, seed=1), prompt(75, seed=2)]
+    paged = Paged(ours)
+    first = paged.step([(0, prompts[0])])[0][-1].argmax().item()
+    outputs: list[list[int]] = [[first], []]
+    for a, b in [(0, 20), (20, 75)]:
+        decode, chunk = paged.step([(0, [outputs[0][-1]]), (3, prompts[1][a:b])], num_decode=1)
+        outputs[0].append(decode[-1].argmax().item())
+    outputs[1].append(chunk[-1].argmax().item())
+    while len(outputs[1]) < 64:
+        rows = paged.step([(0, [outputs[0][-1]]), (3, [outputs[1][-1]])], num_decode=2)
+        for output, row in zip(outputs, rows, strict=True):
+            output.append(row[-1].argmax().item())
+    for ids, output in zip(prompts, outputs, strict=True):
+        # Each id must be the argmax of transformers' logits after the prompt and the ids before it.
+        expected = their_logits(theirs, ids + output)[len(ids) - 1 : -1].argmax(-1).tolist()
+        assert output[:64] == expected[:64]
+        assert len(set(output)) > 8
+
+
+def test_bfloat16_stays_near_transformers(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    ids = prompt(60)
+    (ours,) = Paged(load(path, "bfloat16")).step([(0, ids)])
+    assert ours.dtype == torch.bfloat16
+    error = (ours.float() - their_logits(theirs, ids).float()).abs()
+    assert error.max() < 0.25 and error.mean() < 0.03  # the logits' standard deviation is 1.2
+
+
+# Paged attention
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Lower-right causal softmax attention in float64: q[q, Hq, D], k and v [kv, Hkv, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v).float()
+
+
+@pytest.mark.parametrize("query_block", [1024, 8])
+def test_paged_attention_matches_dense(monkeypatch, query_block):
+    monkeypatch.setattr(torch_paged, "_QUERY_BLOCK", query_block)
+    generator = torch.manual_seed(0)
+    q_lens, kv_lens, slots = [1, 1, 1, 1, 30, 30, 1], [17, 160, 1, 150, 30, 101, 12], [5, 0, 3, 6, 1, 2, 4]
+    heads, kv_heads, dim, pages = 6, 2, 16, 80
+    caches = [tuple(torch.full((pages, PAGE, kv_heads, dim), torch.nan) for _ in "kv") for _ in range(2)]
+    table = torch.full((7, 11), -(2**30), dtype=torch.int32)
+    free = torch.randperm(pages, generator=generator).tolist()
+    dense = {}
+    for slot, kv_len in zip(slots, kv_lens, strict=True):
+        for page in range(-(-kv_len // PAGE)):
+            table[slot, page] = free.pop()
+        where = [int(table[slot, i // PAGE]) * PAGE + i % PAGE for i in range(kv_len)]
+        for layer, pair_of_caches in enumerate(caches):
+            for name, cache in zip("kv", pair_of_caches, strict=True):
+                dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)
+                cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name]
+    attention = TorchPagedAttention(caches, heads, kv_heads, dim, PAGE)
+    attention.plan(attention_batch(4, q_lens, kv_lens, slots, table))
+    for layer in range(2):
+        q = torch.randn(sum(q_lens), heads, dim, generator=generator)
+        out = torch.full_like(q, torch.nan)
+        attention.run(layer, q, out)
+        for slot, rows, got in zip(slots, q.split(q_lens), out.split(q_lens), strict=True):
+            expected = dense_attention(rows, dense[slot, layer, "k"], dense[slot, layer, "v"])
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+# Loader
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return make_checkpoint("llama", tmp_path / "llama")
+
+
+def edit_tensors(path: Path, edit) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(K_PROJ), f"lacks tensors.*{K_PROJ}"),
+        (
+            lambda t: t.update({"model.layers.9.mlp.x": torch.ones(2)}),
+            r"does not account for.*layers\.9\.mlp\.x",
+        ),
+        (lambda t: t.update({K_PROJ: torch.ones(3, 64)}), r"k_proj.weight has shape \[3, 64\].*\[32, 64\]"),
+        (lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)}), "k_proj.weight is I8; only F32, F16, BF16"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(checkpoint, edit, message):
+    edit_tensors(checkpoint, edit)
+    with pytest.raises(WeightsError, match=message):
+        load(checkpoint)
+
+
+def test_stored_rotary_frequencies_are_not_unexpected(checkpoint):
+    edit_tensors(
+        checkpoint, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    load(checkpoint)
+
+
+def test_tied_checkpoint_may_store_the_same_head_but_no_other(tmp_path):
+    path = make_checkpoint("llama-tied", tmp_path)
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    model = load(path)
+    assert model.lm_head is model.embed_tokens
+    edit_tensors(path, lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(WeightsError, match=r"lm_head.weight differs"):
+        load(path)
+
+
+def test_missing_files_are_named(checkpoint, tmp_path):
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="only safetensors checkpoints"):
+        load(checkpoint)
+    sharded = make_checkpoint("llama-sharded", tmp_path / "sharded")
+    shards = sorted(sharded.glob("*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=shards[1].name):
+        load(sharded)
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_weights_need_no_gradient_and_keep_their_dtype(checkpoint):
+    model = load(checkpoint, "bfloat16")
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad and parameter.dtype == torch.bfloat16, name
+
+
+def test_dummy_weights(checkpoint):
+    config = ModelConfig.from_pretrained(checkpoint)
+    models = [Transformer(config, torch_ops, torch.float32, "cpu") for _ in range(3)]
+    for model, seed in zip(models, [5, 5, 6], strict=True):
+        load_weights(model, "/nonexistent", load_format="dummy", seed=seed)
+    gate_up = [model.layers[0].gate_up for model in models]
+    assert torch.equal(gate_up[0], gate_up[1]) and not torch.equal(gate_up[0], gate_up[2])
+    assert gate_up[0].std().item() == pytest.approx(config.initializer_range, rel=0.1)
+    assert bool((models[0].layers[1].post_norm == 1).all())
+    with pytest.raises(ValueError, match=r"load_format 'npz' is unknown; known: auto, dummy"):
+        load_weights(models[0], checkpoint, load_format="npz")

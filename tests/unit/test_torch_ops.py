@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference operations that a model's parity with transformers does not pin down by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flashinfer_backend.ops import torch_ops
+
+MASK = 0xFFFFFFFF
+
+
+def mix(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x7FEB352D & MASK
+    x ^= x >> 15
+    x = x * 0x846CA68B & MASK
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+def test_hash_bits_are_those_of_the_definition(seed):
+    positions = [0, 1, 2**31 - 1]
+    bits = torch_ops.sample_hash(torch.tensor([seed] * 3), torch.tensor(positions, dtype=torch.int32), 7)
+    h = mix(mix(seed & MASK) ^ (seed >> 32 & MASK))
+    assert bits.tolist() == [[mix(mix(h ^ position) ^ token) for token in range(7)] for position in positions]
+
+
+def test_noise_is_finite_for_all_extreme_bits():
+    noise = torch_ops.gumbel_noise(torch.tensor([0, 511, 512, 2**31, 2**32 - 512, 2**32 - 1]))
+    assert bool(noise.isfinite().all())
+    assert noise[-1] > 16 and noise[0] < -2.8
+
+
+def rows(count: int, temperature: float, seed: int = 7):
+    return (
+        torch.full((count,), temperature),
+        torch.full((count,), seed, dtype=torch.int64),
+        torch.arange(count, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_samples_follow_the_softmax(temperature):
+    count = 20000
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    ids = torch_ops.sample(logits.expand(count, -1), *rows(count, temperature))
+    expected = (logits / temperature).softmax(-1)
+    frequency = ids.bincount(minlength=5) / count
+    assert ids.dtype == torch.int32
+    # Five standard deviations of a binomial frequency.
+    assert bool(((frequency - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt()).all())
+
+
+def test_neighbouring_seeds_draw_independently():
+    logits = torch.zeros(2000, 10)
+    draws = [torch_ops.sample(logits, *rows(2000, 1.0, seed=seed)) for seed in (1, 2)]
+    assert (draws[0] == draws[1]).float().mean().item() == pytest.approx(0.1, abs=0.035)
+
+
+def test_a_row_samples_the_same_whatever_its_batch():
+    logits = torch.randn(6, 300, generator=torch.manual_seed(0))
+    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 3.0, 1.0])
+    seed = torch.tensor([3, 3, -9, 1, 5, 2**40])
+    position = torch.tensor([0, 4, 9, 7, 4, 100], dtype=torch.int32)
+    together = torch_ops.sample(logits, temperature, seed, position)
+    order = torch.tensor([4, 2, 5, 0, 1, 3])
+    permuted = torch_ops.sample(logits[order], temperature[order], seed[order], position[order])
+    alone = [
+        torch_ops.sample(*(x[i : i + 1] for x in (logits, temperature, seed, position))) for i in range(6)
+    ]
+    assert torch.equal(permuted, together[order])
+    assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("other_temperature", [0.0, 1.0])
+def test_greedy_takes_the_lowest_of_equal_ids(other_temperature):
+    logits = torch.zeros(2, 50)
+    logits[0, [9, 30, 49]] = 4.0
+    temperature = torch.tensor([0.0, other_temperature])
+    ids = torch_ops.sample(logits, temperature, torch.tensor([1, 1]), torch.tensor([0, 0], dtype=torch.int32))
+    assert ids[0] == 9
+
+
+def test_banned_logits_are_never_sampled():
+    logits = torch.full((500, 8), -torch.inf)
+    logits[:, 5] = -3.0
+    for temperature in (0.0, 1.0):
+        assert bool((torch_ops.sample(logits, *rows(500, temperature)) == 5).all())
+
+
+def test_rms_norm_is_float32_inside():
+    x = torch.full((1, 4), 300.0, dtype=torch.float16)  # 300 squared is above float16's largest number
+    normed = torch_ops.rms_norm(x, torch.full((4,), 2.0, dtype=torch.float16), 1e-5)
+    assert normed.dtype == torch.float16
+    assert normed.tolist() == [[2.0] * 4]
+
+
+def test_store_touches_only_its_slots():
+    generator = torch.manual_seed(0)
+    k_cache, v_cache = torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8)
+    qkv = torch.randn(2, 4 * 8, generator=generator)
+    table = torch.cat((torch.ones(9, 4), torch.zeros(9, 4)), dim=1)  # the identity rotation
+    slots = torch.tensor([11, 2], dtype=torch.int32)
+    positions = torch.tensor([8, 0], dtype=torch.int32)
+    q = torch_ops.rope_and_store(
+        qkv, positions, table, k_cache, v_cache, slots, None, None, 1e-6, num_heads=2, num_kv_heads=1
+    )
+    torch.testing.assert_close(q, qkv[:, :16].view(2, 2, 8))
+    for cache, start in ((k_cache, 16), (v_cache, 24)):
+        torch.testing.assert_close(cache.view(12, 8)[[11, 2]], qkv[:, start : start + 8])
+        assert cache.view(12, 8).any(dim=1).nonzero().flatten().tolist() == [2, 11]
