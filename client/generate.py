@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates text from a running server and prints it as it arrives.
+
+python -m client.generate "The quick brown fox" --max-tokens 64
+python -m client.generate --grpc --url localhost:8001 --temperature 0.8 --seed 7 "Once upon a time"
+echo "a long prompt" | python -m client.generate -
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from client.wire import EventSplitter
+
+# option -> (tensor of the ensemble, Triton dtype)
+NUMBERS = {
+    "temperature": ("temperature", "FP32"),
+    "top_k": ("top_k", "INT32"),
+    "top_p": ("top_p", "FP32"),
+    "seed": ("seed", "UINT64"),
+    "min_tokens": ("min_tokens", "INT32"),
+    "repetition_penalty": ("repetition_penalty", "FP32"),
+    "presence_penalty": ("presence_penalty", "FP32"),
+    "frequency_penalty": ("frequency_penalty", "FP32"),
+}
+
+
+class ServerError(RuntimeError):
+    """The server refused the request, failed during it, or was not reached; the message says which."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m client.generate", description="Generate text, streamed.")
+    p.add_argument("prompt", help="the prompt, or - to read it from standard input")
+    p.add_argument("--url", help="default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001")
+    p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
+    p.add_argument("--model", default="ensemble")
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, help="0: greedy")
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--seed", type=int)
+    p.add_argument("--min-tokens", type=int)
+    p.add_argument("--repetition-penalty", type=float)
+    p.add_argument("--presence-penalty", type=float)
+    p.add_argument("--frequency-penalty", type=float)
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop word; may be repeated")
+    p.add_argument(
+        "--bad", action="append", default=[], metavar="TEXT", help="forbidden word; may be repeated"
+    )
+    p.add_argument("--no-stream", action="store_true", help="wait for the whole answer")
+    p.add_argument(
+        "--timing", action="store_true", help="print time to first chunk and chunks/s to standard error"
+    )
+    p.add_argument("--timeout", type=float, default=300.0, help="seconds without an answer before giving up")
+    args = p.parse_args(argv)
+    if args.url is None:
+        args.url = "127.0.0.1:8001" if args.grpc else "http://127.0.0.1:8000"
+    return args
+
+
+def request_fields(args: argparse.Namespace, prompt: str) -> dict[str, tuple[Any, str]]:
+    """Ensemble input name -> (value or list of words, Triton dtype); options not given are left to the
+    server."""
+    fields: dict[str, tuple[Any, str]] = {
+        "text_input": (prompt, "BYTES"),
+        "max_tokens": (args.max_tokens, "INT32"),
+        "stream": (not args.no_stream, "BOOL"),
+        "exclude_input_in_output": (True, "BOOL"),
+    }
+    for option, (name, dtype) in NUMBERS.items():
+        if (value := getattr(args, option)) is not None:
+            fields[name] = (value, dtype)
+    for name, words in (("stop_words", args.stop), ("bad_words", args.bad)):
+        if words:
+            fields[name] = (words, "BYTES")
+    return fields
+
+
+def stream_http(
+    url: str, model: str, fields: dict[str, tuple[Any, str]], timeout: float
+) -> Generator[str, None, None]:
+    """Text deltas over HTTP generate_stream; closing the iterator closes the connection, which cancels the
+    request."""
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/v2/models/{model}/generate_stream",
+        data=json.dumps({name: value for name, (value, _) in fields.items()}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            splitter = EventSplitter()
+            while data := response.read1(65536):
+                for payload in splitter.feed(data):
+                    event = json.loads(payload)
+                    if "error" in event:
+                        raise ServerError(str(event["error"]))
+                    text = event["text_output"]
+                    yield text if isinstance(text, str) else "\n".join(text)
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+    except OSError as error:
+        raise ServerError(f"{url}: {error}") from None
+
+
+def stream_grpc(
+    url: str, model: str, fields: dict[str, tuple[Any, str]], timeout: float
+) -> Generator[str, None, None]:
+    """Text deltas over gRPC ModelStreamInfer; closing the iterator cancels the request."""
+    import numpy as np
+    import tritonclient.grpc as triton
+
+    numpy_types = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
+    inputs = []
+    for name, (value, dtype) in fields.items():
+        if dtype == "BYTES":
+            words = value if isinstance(value, list) else [value]
+            array = np.array([[w.encode() for w in words]], dtype=object)
+        else:
+            array = np.array([[value]], dtype=numpy_types[dtype])
+        inputs.append(triton.InferInput(name, list(array.shape), dtype))
+        inputs[-1].set_data_from_numpy(array)
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client = triton.InferenceServerClient(url)
+    try:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        while True:
+            try:
+                result, error = answers.get(timeout=timeout)
+            except queue.Empty:
+                raise ServerError(f"{url}: no answer within {timeout:g} s") from None
+            if error is not None:
+                raise ServerError(str(error))
+            response = result.get_response()
+            if response.outputs:
+                yield "\n".join(t.decode() for t in result.as_numpy("text_output").reshape(-1))
+            if response.parameters["triton_final_response"].bool_param:
+                return
+    finally:
+        client.stop_stream(cancel_requests=True)
+        client.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    start = time.monotonic()
+    first, chunks = 0.0, 0
+    stream = (stream_grpc if args.grpc else stream_http)(
+        args.url, args.model, request_fields(args, prompt), args.timeout
+    )
+    try:
+        for text in stream:
+            chunks += 1
+            first = first or time.monotonic() - start
+            print(text, end="", flush=True)
+    except ServerError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        stream.close()
+        print("\ncancelled", file=sys.stderr)
+        return 130
+    print()
+    if args.timing:
+        rate = (chunks - 1) / (time.monotonic() - start - first) if chunks > 1 else 0.0
+        print(f"first chunk {first * 1e3:.1f} ms, {chunks} chunks, {rate:.1f} chunks/s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

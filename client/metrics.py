@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of one request and their summary over a run, with the definitions of `vllm bench serve`.
+
+TTFT: request sent to first chunk. ITL: time between consecutive chunks (a chunk may hold several tokens).
+TPOT: (latency - TTFT) / (output tokens - 1), for requests of at least two output tokens. Latency: request
+sent to last chunk. Output tokens per second: output tokens of all completed requests over the run's duration,
+which reaches from the run's beginning (the clock that arrivals are scheduled on) to the end of the last
+request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class RequestRecord:
+    """One request. Times in seconds: scheduled, start and end since the run began, the others since
+    `start`."""
+
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    scheduled: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+    ttft: float = 0.0
+    first_text: float | None = None
+    latency: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    chunks: int = 0
+    reported_tokens: int | None = None
+    error: str | None = None
+    text: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None for a one-token answer."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    def set_chunk_times(
+        self, start: float, times: list[float], first_text: float | None, run_start: float
+    ) -> None:
+        """Fills the timing fields from absolute chunk times of one clock."""
+        self.start = start - run_start
+        self.chunks = len(times)
+        if times:
+            self.ttft = times[0] - start
+            self.latency = times[-1] - start
+            self.itl = [later - earlier for earlier, later in pairwise(times)]
+        self.first_text = None if first_text is None else first_text - start
+
+
+def _spread(name: str, seconds: list[float]) -> dict[str, float | None]:
+    """mean, std, median, P90 and P99 in milliseconds, each under `<which>_<name>_ms`; None without values."""
+    keys = [f"mean_{name}_ms", f"std_{name}_ms", f"median_{name}_ms", f"p90_{name}_ms", f"p99_{name}_ms"]
+    if not seconds:
+        return dict.fromkeys(keys)
+    ms = np.asarray(seconds) * 1e3
+    values = [ms.mean(), ms.std(), *np.percentile(ms, PERCENTILES)]
+    return {key: round(float(value), 4) for key, value in zip(keys, values, strict=True)}
+
+
+def summarise(records: list[RequestRecord]) -> dict[str, Any]:
+    """Summary of a run; failed requests count only under `failed` and `errors` (message -> how many)."""
+    done = [r for r in records if r.error is None]
+    errors: dict[str, int] = {}
+    for r in records:
+        if r.error is not None:
+            errors[r.error] = errors.get(r.error, 0) + 1
+    duration = max((r.end for r in records), default=0.0)
+    output_tokens = sum(r.output_tokens for r in done)
+    prompt_tokens = sum(r.prompt_tokens for r in done)
+    chunks = sum(r.chunks for r in done)
+
+    def rate(count: int) -> float:
+        return round(count / duration, 3) if duration > 0 else 0.0
+
+    summary: dict[str, Any] = {
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "errors": errors,
+        "duration_s": round(duration, 4),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_s": rate(len(done)),
+        "output_tokens_per_s": rate(output_tokens),
+        "total_tokens_per_s": rate(prompt_tokens + output_tokens),
+        "chunks": chunks,
+        "chunks_per_s": rate(chunks),
+        "requests_with_checked_length": sum(r.reported_tokens is not None for r in done),
+        "requests_with_fewer_chunks_than_tokens": sum(r.chunks < r.output_tokens for r in done),
+    }
+    summary |= _spread("ttft", [r.ttft for r in done])
+    summary |= _spread("tpot", [r.tpot for r in done if r.tpot is not None])
+    summary |= _spread("itl", [gap for r in done for gap in r.itl])
+    summary |= _spread("latency", [r.latency for r in done])
+    summary |= _spread("first_text", [r.first_text for r in done if r.first_text is not None])
+    # How late the client sent what was due: large values mean that the client, not the server, was measured.
+    summary |= _spread("send_delay", [r.start - r.scheduled for r in records])
+    return summary
+
+
+def request_columns(records: list[RequestRecord], with_itl: bool = False) -> dict[str, list[Any]]:
+    """Every request's numbers as columns, ordered by index; times in seconds, rounded to a microsecond."""
+    rows = []
+    for r in sorted(records, key=lambda r: r.index):
+        row = asdict(r)
+        del row["text"]
+        if not with_itl:
+            del row["itl"]
+        rows.append(row)
+
+    def tidy(value: Any) -> Any:
+        if isinstance(value, float):
+            return round(value, 6)
+        return [round(v, 6) for v in value] if isinstance(value, list) else value
+
+    return {key: [tidy(row[key]) for row in rows] for key in rows[0]} if rows else {}
+
+
+def format_table(summary: dict[str, Any], title: str) -> str:
+    """The summary as an aligned text table for a terminal."""
+    lines = [title, "-" * max(len(title), 48)]
+    for key in ("completed", "failed", "duration_s", "prompt_tokens", "output_tokens", "requests_per_s",
+                "output_tokens_per_s", "total_tokens_per_s", "chunks_per_s"):  # fmt: skip
+        lines.append(f"{key:<28}{summary[key]:>16}")
+    lines.append(f"{'ms':<14}" + "".join(f"{w:>10}" for w in ("mean", "median", "P90", "P99")))
+    for name in ("ttft", "tpot", "itl", "latency", "first_text", "send_delay"):
+        values = [summary[f"{which}_{name}_ms"] for which in ("mean", "median", "p90", "p99")]
+        lines.append(f"{name:<14}" + "".join(f"{'-':>10}" if v is None else f"{v:>10.2f}" for v in values))
+    if "busiest_worker_cpu" in summary:
+        share = f"{summary['busiest_worker_cpu']:.0%}"
+        lines.append(f"busiest of {summary['client_workers']} workers used {share} of a core")
+    for message, count in sorted(summary["errors"].items(), key=lambda item: -item[1]):
+        lines.append(f"FAILED {count} x: {message}")
+    return "\n".join(lines)

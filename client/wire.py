@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two streaming wire forms: request bodies, server-sent events, and what a finished stream says.
+
+Both forms answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output`,
+has no end marker, and reports a later failure in-band as `{"error": ...}`. OpenAI's `/v1/completions` sends
+`choices`, a chunk with `usage` when asked, and ends with `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+BACKENDS = ("triton", "openai")
+DEFAULT_ENDPOINTS = {"triton": "/v2/models/{model}/generate_stream", "openai": "/v1/completions"}
+DEFAULT_MODELS = {"triton": "ensemble", "openai": "model"}
+
+# Larger than any vocabulary: never sampled, so a sequence runs to its full length.
+END_ID_OUTSIDE_VOCABULARY = 1048576
+
+
+def request_body(
+    backend: str,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    *,
+    ignore_eos: bool = True,
+    check_tokens: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON body of one greedy streaming request; `extra` is laid over it last.
+
+    check_tokens asks a Triton ensemble for `num_output_tokens` in every chunk; OpenAI servers always report
+    usage.
+    """
+    body: dict[str, Any]
+    if backend == "triton":
+        body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0.0}
+        if ignore_eos:
+            body |= {"end_id": END_ID_OUTSIDE_VOCABULARY, "min_length": max_tokens}
+        if check_tokens:
+            body["return_num_output_tokens"] = True
+    elif backend == "openai":
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if ignore_eos:
+            body["ignore_eos"] = True
+    else:
+        raise ValueError(f"unknown backend {backend!r}; it is one of {', '.join(BACKENDS)}")
+    return body | (extra or {})
+
+
+class EventSplitter:
+    """Cuts a byte stream, however TCP split it, into the payloads of its complete `data:` lines."""
+
+    def __init__(self) -> None:
+        self.tail = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Payloads (without `data:` and surrounding blanks) of the lines that `data` completes."""
+        lines = (self.tail + data if self.tail else data).split(b"\n")
+        self.tail = lines.pop()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+@dataclass
+class StreamSummary:
+    """What one stream held. Times are those of the reads that completed each chunk, in the caller's clock."""
+
+    chunk_times: list[float] = field(default_factory=list)
+    first_text_time: float | None = None
+    text: str = ""
+    reported_tokens: int | None = None  # `usage`, or `num_output_tokens` summed; None if neither was sent
+    error: str | None = None
+
+
+def read_stream(
+    backend: str, reads: Iterable[tuple[float, bytes]], max_tokens: int, exact: bool
+) -> StreamSummary:
+    """Reads a whole recorded stream: (time, bytes) of every read, in order.
+
+    exact says that the request ignored its end token, so that exactly max_tokens tokens were due. A stream
+    without chunks, with an in-band error, with something that is no chunk of this wire form, cut off before
+    its end, or with another number of tokens than was due (where the server reports it) has `error` set.
+    """
+    summary = StreamSummary()
+    pieces: list[str] = []
+    splitter = EventSplitter()
+    finished = False
+    for time, data in reads:
+        for payload in splitter.feed(data):
+            if payload == b"[DONE]":
+                finished = True
+                continue
+            try:
+                event = json.loads(payload)
+            except ValueError:
+                summary.error = f"chunk is not JSON: {payload[:200]!r}"
+                break
+            text = _read_event(backend, event, summary)
+            if summary.error is not None:
+                break
+            if text is None:
+                continue
+            summary.chunk_times.append(time)
+            pieces.append(text)
+            if text and summary.first_text_time is None:
+                summary.first_text_time = time
+        if summary.error is not None:
+            break
+    summary.text = "".join(pieces)
+    if summary.error is None:
+        summary.error = _length_error(backend, summary, splitter.tail, finished, max_tokens, exact)
+    return summary
+
+
+def _read_event(backend: str, event: Any, summary: StreamSummary) -> str | None:
+    """The text of a chunk, or None for an event that is no chunk (usage); sets summary.error for a
+    failure."""
+    if not isinstance(event, dict):
+        summary.error = f"chunk is not a JSON object: {str(event)[:200]}"
+        return None
+    if "error" in event:
+        error = event["error"]
+        message = error.get("message", error) if isinstance(error, dict) else error
+        summary.error = f"in-band error: {str(message)[:500]}"
+        return None
+    if backend == "triton":
+        if "text_output" not in event:
+            summary.error = f"chunk has no text_output: {str(event)[:200]}"
+            return None
+        if "num_output_tokens" in event:
+            summary.reported_tokens = (summary.reported_tokens or 0) + int(event["num_output_tokens"])
+        return str(event["text_output"])
+    if event.get("usage"):
+        summary.reported_tokens = int(event["usage"]["completion_tokens"])
+    if "choices" not in event:
+        summary.error = f"chunk has no choices: {str(event)[:200]}"
+        return None
+    return str(event["choices"][0].get("text") or "") if event["choices"] else None
+
+
+def _length_error(
+    backend: str, summary: StreamSummary, tail: bytes, finished: bool, max_tokens: int, exact: bool
+) -> str | None:
+    chunks, tokens = len(summary.chunk_times), summary.reported_tokens
+    if tail.strip():
+        return f"stream ended inside an event: {tail[:200]!r}"
+    if chunks == 0:
+        return "stream ended without a chunk"
+    if backend == "openai" and not finished:
+        return f"stream ended early, without [DONE], after {chunks} chunks"
+    if tokens is not None and (tokens != max_tokens if exact else tokens > max_tokens):
+        return f"stream held {tokens} tokens, {max_tokens} were due"
+    # One more than tokens: a server may close with an empty chunk.
+    if chunks > max_tokens + 1:
+        return f"stream held {chunks} chunks for at most {max_tokens} tokens"
+    return None
