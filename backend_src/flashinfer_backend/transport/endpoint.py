@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stub's end of the link to the engine: one thread owns the ZeroMQ socket.
+
+Other threads hand it messages through a queue and an eventfd. The same thread watches the engine's
+pidfd, so an engine that dies is noticed within a wake-up, and attaches to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.peers import PeerSocket
+from flashinfer_backend.transport.supervisor import (
+    RESTART_ATTEMPTS,
+    EngineRecord,
+    EngineStartError,
+    Supervisor,
+)
+
+RETRY_S = 0.1
+ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
+ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
+
+
+class EngineDown(RuntimeError):
+    """There is no engine to submit to at the moment."""
+
+
+class Sink(Protocol):
+    """Takes what the engine sends for one sequence; called on the link's thread, must not block."""
+
+    def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
+        """A token (or NO_TOKEN) and a finish code; nothing follows a code other than RUNNING."""
+
+    def on_failure(self, message: str, unavailable: bool) -> None:
+        """The sequence ends without result; `unavailable`: trying again may help."""
+
+
+class Endpoint:
+    """The link of one stub. Handles are made here; a sequence is known until its end."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        on_status: Callable[[protocol.Status], None] = lambda status: None,
+        on_stop: Callable[[str], None] = lambda request_id: None,
+        on_replaced: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_stop: a stop request for this id reached some stub of the model. on_replaced: this stub,
+        and no other, has just started a new engine in place of a dead one."""
+        self._supervisor = supervisor
+        self._on_status, self._on_stop, self._on_replaced = on_status, on_stop, on_replaced
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards _up and _sinks
+        self._up = False
+        self._sinks: dict[int, Sink] = {}
+        self._last_id = 0
+        self._outbox: deque[bytes] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._settled = threading.Event()  # ready for the first time, or failed to get there
+        self._error: Exception | None = None
+        self.status: protocol.Status | None = None
+        with rundir.locked(supervisor.run_dir):
+            self._peers = PeerSocket(supervisor.run_dir)
+        self._thread = threading.Thread(target=self._run, name="engine link", daemon=True)
+        self._thread.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether an engine is there and ready."""
+        return self._up
+
+    def wait_ready(self) -> protocol.Status:
+        """The engine's first status. Raises EngineStartError when it cannot start."""
+        self._settled.wait()
+        if self._error is not None:
+            raise self._error
+        assert self.status is not None
+        return self.status
+
+    def submit(
+        self, sink: Sink, prompt: bytes, params: protocol.SamplingParams, share_prompt_with: int = 0
+    ) -> int:
+        """Hands a sequence to the engine and returns its handle. Raises EngineDown."""
+        with self._lock:
+            if not self._up:
+                raise EngineDown(ENGINE_DOWN)
+            self._last_id = local_id = self._last_id % 0x7FFFFFFF + 1
+            handle = protocol.make_handle(self._pid, local_id)
+            self._sinks[local_id] = sink
+            self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, share_prompt_with)))
+        os.eventfd_write(self._wake, 1)
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        """Asks the engine to end a sequence; its sink gets FINISHED_CANCELLED if it still runs."""
+        self._outbox.append(protocol.encode(protocol.Cancel(handle)))
+        os.eventfd_write(self._wake, 1)
+
+    def tell_stop(self, request_id: str) -> None:
+        """Has every stub of the model, this one included, called back with on_stop(request_id)."""
+        self._peers.tell_all(request_id.encode())
+
+    def close(self) -> None:
+        """Ends the link; open sequences fail. The engine goes with the last stub of the model."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._peers.close()
+        self._supervisor.leave()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        try:
+            while not self._closing:
+                record, replaced = self._supervisor.attach()
+                if record is not None:
+                    if replaced:
+                        self._on_replaced()
+                    self._serve(context, record)
+                elif not self._settled.is_set() and self._supervisor.failed_attempts() >= RESTART_ATTEMPTS:
+                    raise EngineStartError(
+                        f"the engine process ended {RESTART_ATTEMPTS} times in a row\n"
+                        + self._supervisor.log_tail()
+                    )
+                else:
+                    time.sleep(RETRY_S)
+        except Exception as error:
+            self._error = error
+            if self._settled.is_set():  # else wait_ready() raises it
+                traceback.print_exc()
+        finally:
+            self._go_down(f"The model is being unloaded. {self._error or ''}".rstrip())
+            self._settled.set()
+            context.destroy(linger=200)
+
+    def _serve(self, context: zmq.Context, record: EngineRecord) -> None:
+        """Exchanges messages with one engine until it ends or the stub leaves."""
+        try:
+            pidfd = os.pidfd_open(record.pid)
+        except ProcessLookupError:
+            return
+        # A new socket, and so a new identity, for each engine: nothing meant for another one is sent.
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(protocol.socket_address(self._supervisor.run_dir))
+            socket.send(protocol.encode(protocol.Hello(self._pid, wants_status=True)))
+            poller = zmq.Poller()
+            for readable in (socket, self._wake, pidfd, self._peers.fileno()):
+                poller.register(readable, zmq.POLLIN)
+            while not self._closing:
+                ready = dict(poller.poll())
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                    while self._outbox:
+                        socket.send(self._outbox.popleft())
+                if socket in ready:
+                    self._receive(socket)
+                if self._peers.fileno() in ready:
+                    for message in self._peers.receive():
+                        self._on_stop(message.decode())
+                if pidfd in ready:
+                    self._receive(socket)  # what the engine sent before it ended still counts
+                    self._go_down(ENGINE_LOST)
+                    return
+            socket.send(protocol.encode(protocol.Goodbye(self._pid)))
+        finally:
+            os.close(pidfd)
+            socket.close(linger=200)
+
+    def _receive(self, socket: zmq.Socket) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                kind, payload, *rest = socket.recv_multipart(zmq.NOBLOCK)
+                if kind == protocol.TOKENS:
+                    self._deliver(payload, rest)
+                elif kind == protocol.FAILURE:
+                    failure = protocol.decode_failure(payload)
+                    sink = self._forget(protocol.split_handle(failure.handle)[1])
+                    if sink is not None:
+                        sink.on_failure(failure.message, failure.queue_full)
+                elif kind == protocol.STATUS:
+                    self._take_status(protocol.decode_status(payload))
+                else:
+                    raise ValueError(f"the engine sent a message of unknown kind {kind!r}")
+
+    def _deliver(self, payload: bytes, rest: list[bytes]) -> None:
+        extras = {e.local_id: e for e in protocol.decode_extras(rest[0])} if rest else {}
+        sinks = self._sinks
+        for local_id, token, code in protocol.unpack_tokens(payload).tolist():
+            sink = sinks.get(local_id) if code == protocol.RUNNING else self._forget(local_id)
+            if sink is not None:
+                sink.on_token(token, code, extras.get(local_id))
+
+    def _take_status(self, status: protocol.Status) -> None:
+        self.status = status
+        if not self._up:
+            self._supervisor.mark_ready(status.pid)
+            with self._lock:
+                self._up = True
+            self._settled.set()
+        self._on_status(status)
+
+    def _forget(self, local_id: int) -> Sink | None:
+        with self._lock:
+            return self._sinks.pop(local_id, None)
+
+    def _go_down(self, message: str) -> None:
+        with self._lock:
+            self._up = False
+            sinks, self._sinks = self._sinks, {}
+            self._outbox.clear()
+        for sink in sinks.values():
+            sink.on_failure(message, True)

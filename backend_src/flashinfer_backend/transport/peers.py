@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stubs of one model know each other by the sockets in `<run dir>/stubs/`, named by their pid.
+
+A `stop` request reaches any stub, not the one that runs the request it means, so its id is told to
+all of them in one datagram each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+from flashinfer_backend.transport.rundir import process_alive
+
+
+class PeerSocket:
+    """This stub's datagram socket; it exists as long as the stub takes part."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "stubs" / f"{os.getpid()}.sock"
+        self._path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(self._path))
+        # Sends on its own socket: a full queue at the other end is waited for, reading never waits.
+        self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sender.settimeout(1.0)
+
+    def fileno(self) -> int:
+        """For poll()."""
+        return self._socket.fileno()
+
+    def tell_all(self, message: bytes) -> None:
+        """Sends `message` to every stub, this one included."""
+        for path in self._path.parent.glob("*.sock"):
+            # A stub that has died or just leaves runs no request that could be meant.
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                self._sender.sendto(message, str(path))
+
+    def receive(self) -> list[bytes]:
+        """Every message that has arrived."""
+        messages = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                messages.append(self._socket.recv(65536))
+        return messages
+
+    def close(self) -> None:
+        """Takes this stub off the list."""
+        self._sender.close()
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
+def living_stubs(run_dir: Path) -> list[int]:
+    """pids of the stubs that take part; entries of dead ones are removed."""
+    pids = []
+    for path in (run_dir / "stubs").glob("*.sock"):
+        pid = int(path.stem)
+        if process_alive(pid):
+            pids.append(pid)
+        else:
+            path.unlink(missing_ok=True)
+    return pids

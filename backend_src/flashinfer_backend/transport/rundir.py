@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run directory: where the stubs of one model of one server meet their engine.
+
+`paths.run_dir` names it. It holds the engine's socket, its log and its record (supervisor.py), and one
+datagram socket per stub (peers.py). Nothing in it outlives the server; what a server leaves behind
+that was killed together with its engine is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+# A unix socket's address holds 107 bytes; the longest name in a run directory is "stubs/<pid>.sock".
+_LONGEST_RUN_DIR = 107 - len("/stubs/4194304.sock")
+
+
+def create(run_dir: Path) -> None:
+    """Makes the run directory, readable by this user only, and removes those of dead servers."""
+    if len(str(run_dir)) > _LONGEST_RUN_DIR:
+        raise ValueError(
+            f"run directory {run_dir} is longer than {_LONGEST_RUN_DIR} characters, too long for a unix"
+            " socket; set XDG_RUNTIME_DIR to a shorter path or shorten the model's name"
+        )
+    user_dir = run_dir.parent
+    user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if user_dir.stat().st_uid != os.getuid():
+        raise PermissionError(f"{user_dir} belongs to another user; remove it or set XDG_RUNTIME_DIR")
+    user_dir.chmod(0o700)
+    for other in user_dir.iterdir():
+        pid = other.name.partition("-")[0]
+        if pid.isdigit() and not process_alive(int(pid)):
+            shutil.rmtree(other, ignore_errors=True)
+    (run_dir / "stubs").mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def remove(run_dir: Path) -> None:
+    """Removes the run directory, and the user's directory around it when that was the last one."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        run_dir.parent.rmdir()
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory's lock, creating the directory when it is not there.
+
+    The last stub removes the directory while it holds the lock, so whoever waited for the lock may
+    get that of a removed file and must look again.
+    """
+    path = run_dir / "lock"
+    while True:
+        try:
+            create(run_dir)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # removed between the two calls
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    yield
+                    return
+        finally:
+            os.close(fd)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it has ended (a zombie has).
+
+    Together with the pid it names a process for good, since pids are used again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process with this pid runs (a zombie does not)."""
+    return start_ticks(pid) is not None

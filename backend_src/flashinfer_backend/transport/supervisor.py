@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the engine process, exactly once, whichever of a model's stubs comes first.
+
+The stubs share no memory, only the run directory: `engine.json` there is the record of the engine
+that was started last, read and written under the directory's lock. Whoever finds the recorded
+engine dead starts the next one; that is the same act at load time and after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.peers import living_stubs
+
+LOG_TAIL_LINES = 20
+RESTART_ATTEMPTS = 5  # while a model is reloaded after a crash; see EngineStartError
+LONGEST_DELAY_S = 30.0
+STABLE_AFTER_S = 60.0  # an engine that lived so long does not count as a failed attempt
+STOP_TIMEOUT_S = 5.0
+
+
+class EngineStartError(RuntimeError):
+    """The engine ended before it was ready; the text ends with the last lines of its log."""
+
+
+class EngineRecord(msgspec.Struct):
+    """An engine process. Times are those of time.monotonic(), which all processes share."""
+
+    pid: int
+    start_ticks: int
+    started_at: float
+    ready: bool = False
+    died_at: float = 0.0  # 0: nobody has found it dead yet
+    failures: int = 0  # engines in a row, this one included once it is dead, that did not live long
+    ever_ready: bool = False  # whether an engine in this run directory has ever been ready
+
+    @property
+    def alive(self) -> bool:
+        return rundir.start_ticks(self.pid) == self.start_ticks
+
+
+class Supervisor:
+    """One stub's hand on the engine of its model."""
+
+    def __init__(
+        self, run_dir: Path, server_pid: int, config: bytes, command: list[str] | None = None
+    ) -> None:
+        """`config`: EngineConfig as JSON, the engine's --config file."""
+        self.run_dir = run_dir
+        self._server_pid = server_pid
+        self._config = config
+        self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._record_path = run_dir / "engine.json"
+
+    def attach(self) -> tuple[EngineRecord | None, bool]:
+        """(the living engine, whether this call replaced a dead one); starts one when there is none.
+
+        No engine is returned while the delay between two attempts runs: call again. Raises
+        EngineStartError when starting has failed too often: at the first failure where no engine has
+        ever been ready, so that a model with a wrong setting fails to load at once.
+        """
+        self.reap()
+        with rundir.locked(self.run_dir):
+            record = self._read()
+            if record is None:
+                return self._start(EngineRecord(0, 0, 0.0)), False
+            if record.alive:
+                return record, False
+            now = time.monotonic()
+            if not record.died_at:
+                record.died_at = now
+                stable = record.ready and now - record.started_at > STABLE_AFTER_S
+                record.failures = 1 if stable else record.failures + 1
+                self._write(record)
+            if not record.ever_ready:
+                raise EngineStartError(f"the engine process ended before it was ready\n{self.log_tail()}")
+            delay = 0.0 if record.failures == 1 else min(0.5 * 2 ** (record.failures - 2), LONGEST_DELAY_S)
+            if now < record.died_at + delay:
+                return None, False
+            return self._start(record), True
+
+    def failed_attempts(self) -> int:
+        """How many engines in a row ended without having lived long."""
+        record = self._read()
+        return record.failures if record else 0
+
+    def mark_ready(self, pid: int) -> None:
+        """Notes that the engine with this pid has reported ready."""
+        with rundir.locked(self.run_dir):
+            record = self._read()
+            if record and record.pid == pid and not record.ready:
+                record.ready = record.ever_ready = True
+                self._write(record)
+
+    def leave(self) -> None:
+        """Ends this stub's part; with the last stub of the model go the engine and the run directory.
+
+        The stub's peer socket must be closed before. Waits at most about STOP_TIMEOUT_S.
+        """
+        with rundir.locked(self.run_dir):
+            if living_stubs(self.run_dir):
+                return
+            record = self._read()
+            if record and record.alive:
+                _stop(record)
+            self.reap()
+            rundir.remove(self.run_dir)
+
+    def reap(self) -> None:
+        """Collects ended children of this stub, so that they do not stay as zombies."""
+        self._children = [child for child in self._children if child.poll() is None]
+
+    def log_tail(self) -> str:
+        """The engine's own last log lines."""
+        try:
+            text = (self.run_dir / "engine.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return "(it left no log)"
+        return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+
+    def _start(self, previous: EngineRecord) -> EngineRecord:
+        config_path = self.run_dir / "config.json"
+        config_path.write_bytes(self._config)
+        log_path = self.run_dir / "engine.log"
+        log_path.unlink(missing_ok=True)
+        # tee lets the log appear in tritonserver's output and survives the stub that started it. In a
+        # session of their own, both are spared the terminal's Ctrl-C: the engine ends with the server.
+        tee = subprocess.Popen(["tee", "-i", "-a", log_path], stdin=subprocess.PIPE, start_new_session=True)
+        assert tee.stdin is not None
+        engine = subprocess.Popen(
+            [
+                *self._command,
+                *("--run-dir", str(self.run_dir)),
+                *("--server-pid", str(self._server_pid)),
+                *("--config", str(config_path)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=tee.stdin,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        tee.stdin.close()
+        self._children += [tee, engine]
+        record = EngineRecord(
+            pid=engine.pid,
+            start_ticks=rundir.start_ticks(engine.pid) or -1,
+            started_at=time.monotonic(),
+            failures=previous.failures,
+            ever_ready=previous.ever_ready,
+        )
+        self._write(record)
+        return record
+
+    def _read(self) -> EngineRecord | None:
+        with contextlib.suppress(FileNotFoundError):
+            return msgspec.json.decode(self._record_path.read_bytes(), type=EngineRecord)
+        return None
+
+    def _write(self, record: EngineRecord) -> None:
+        temporary = self._record_path.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.replace(self._record_path)
+
+
+def _stop(record: EngineRecord) -> None:
+    for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, 1.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, number)
+        deadline = time.monotonic() + timeout
+        while record.alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _python() -> str:
+    """The interpreter to run the engine with. A stub embeds Python; sys.executable then is the one it
+    found on PATH, or empty."""
+    if os.path.basename(sys.executable).startswith("python"):
+        return sys.executable
+    found = shutil.which("python3")
+    if found is None:
+        raise EngineStartError("no python3 on PATH to start the engine with; put the environment's bin first")
+    return found
