@@ -53,12 +53,13 @@ def unpack_chunk_context(row: np.ndarray) -> ChunkContext:
     values: list[int] = row.tolist()
     if len(values) < HEADER or values[0] != VERSION:
         raise ValueError(
-            f"CHUNK_CONTEXT row is {values[:HEADER]}; it should be [{VERSION}, handle, flags, max_chars, ids...]"
+            f"CHUNK_CONTEXT row begins with {values[:HEADER]}; it should be [{VERSION}, handle, flags, "
+            "max_chars, ids...]"
         )
     _, handle, flags, max_chars = values[:HEADER]
     if flags & ~KNOWN_FLAGS or max_chars < NO_LIMIT or len(values) > HEADER + CONTEXT_IDS:
         raise ValueError(
-            f"CHUNK_CONTEXT row has flags {flags}, max_chars {max_chars} and {len(values) - HEADER} ids; flags "
-            f"should lie in 0..{KNOWN_FLAGS}, max_chars be at least {NO_LIMIT}, ids at most {CONTEXT_IDS}"
+            f"CHUNK_CONTEXT row has flags {flags}, max_chars {max_chars} and {len(values) - HEADER} ids; "
+            f"flags should be 0..{KNOWN_FLAGS}, max_chars at least {NO_LIMIT}, ids at most {CONTEXT_IDS}"
         )
     return ChunkContext(handle, flags, max_chars, values[HEADER:])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import os.path
 import re
 from collections.abc import Sequence
 
@@ -114,7 +113,8 @@ class DeltaDecoder:
     def _difference(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
         sent = self.decode(context_ids).rstrip(REPLACEMENT)
         full = self.decode([*context_ids, *new_ids])
-        text = full[len(os.path.commonprefix([sent, full])) :]
+        same = next((n for n, (a, b) in enumerate(zip(sent, full, strict=False)) if a != b), len(sent))
+        text = full[same:]
         return text if last else text.rstrip(REPLACEMENT)
 
     def _fill_tables(self) -> None:
@@ -128,12 +128,11 @@ class DeltaDecoder:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
             self._pieces = [b"" if token is None else _byte_level_piece(token) for token in tokens]
         elif kinds == ["Metaspace"]:
-            mark, at_start = steps[0]["replacement"], steps[0]["prepend_scheme"] == "never"
+            mark = steps[0]["replacement"]
             self._pieces = [(token or "").replace(mark, " ").encode() for token in tokens]
-            if not at_start:
-                self._first = {
-                    i: token.replace(mark, "").encode() for i, token in enumerate(tokens) if token and mark in token
-                }
+            if steps[0]["prepend_scheme"] != "never":
+                marked = [(i, token) for i, token in enumerate(tokens) if token and mark in token]
+                self._first = {i: token.replace(mark, "").encode() for i, token in marked}
         elif _is_sentencepiece(steps):
             self._errors = PER_BYTE
             replaced = [(s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"]

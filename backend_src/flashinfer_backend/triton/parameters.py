@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The string parameters of a Triton model's config.pbtxt."""
+
+from __future__ import annotations
+
+import json
+
+TRUE_WORDS = ("true", "1")
+FALSE_WORDS = ("false", "0")
+
+
+def read_parameters(model_config: str) -> dict[str, str]:
+    """Parameters of a model configuration (JSON, as Triton hands it to initialize()). Those that are
+    empty or still an unfilled `${...}` count as unset and are left out."""
+    parameters = json.loads(model_config).get("parameters", {})
+    texts = {name: value["string_value"].strip() for name, value in parameters.items()}
+    return {name: text for name, text in texts.items() if text and not text.startswith("${")}
+
+
+def required_parameter(parameters: dict[str, str], name: str, meaning: str) -> str:
+    """A parameter that has no default. Raises ValueError when it is unset."""
+    if name not in parameters:
+        raise ValueError(f"parameter {name} is not set; it should be {meaning}")
+    return parameters[name]
+
+
+def flag_parameter(parameters: dict[str, str], name: str, default: bool) -> bool:
+    """A boolean parameter: true, false, 1 or 0 in any case. Raises ValueError for anything else."""
+    text = parameters.get(name, str(default)).lower()
+    if text not in TRUE_WORDS + FALSE_WORDS:
+        raise ValueError(f"parameter {name} is {parameters[name]!r}; it should be true or false")
+    return text in TRUE_WORDS

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deltas of any split of a sequence concatenate to the tokenizers library's own decode."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder, vocabulary_size
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import KINDS, TEXT, byte_level, sentencepiece, word_level
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+PER_KIND = pytest.mark.parametrize("kind", sorted(KINDS))
+
+
+def decoder_of(kind: str, skip: bool = True) -> DeltaDecoder:
+    return DeltaDecoder(KINDS[kind](), skip_special_tokens=skip)
+
+
+DECODERS = {(kind, skip): decoder_of(kind, skip) for kind in KINDS for skip in (True, False)}
+
+
+def streamed(decoder: DeltaDecoder, ids: list[int], cuts: list[int], flush_alone: bool = False) -> str:
+    """The concatenated deltas of `ids` cut before the given positions. With flush_alone an empty
+    last chunk ends the stream, as when it ends with the end token."""
+    edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    text = ""
+    for begin, end in itertools.pairwise(edges):
+        last = end == len(ids) and not flush_alone
+        text += decoder.delta(ids[max(0, begin - CONTEXT_IDS) : begin], ids[begin:end], last)
+    if flush_alone or not ids:
+        text += decoder.delta(ids[-CONTEXT_IDS:], [], True)
+    return text
+
+
+def no_long_gap(ids: list[int], decoder: DeltaDecoder) -> bool:
+    """Whether fewer than 6 ids in a row write nothing: what a context of 8 is promised to bridge."""
+    shown = [decoder.writes_all([i]) for i in ids]
+    return all(any(shown[n : n + 6]) for n in range(len(ids) - 5))
+
+
+words = st.sampled_from(sorted({word for line in TEXT for word in line.split()}))
+any_text = st.one_of(st.text(max_size=60), st.lists(words, max_size=15).map(" ".join))
+cut_lists = st.lists(st.integers(1, 200), max_size=40)
+
+
+@PER_KIND
+@settings(max_examples=150, deadline=None)
+@given(text=any_text, cuts=cut_lists, skip=st.booleans(), special=st.booleans(), flush_alone=st.booleans())
+def test_deltas_of_text(kind, text, cuts, skip, special, flush_alone):
+    decoder = DECODERS[kind, skip]
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text, add_special_tokens=special).ids
+    full = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert decoder.decode(ids) == full
+    assert streamed(decoder, ids, cuts, flush_alone) == full
+    assert streamed(decoder, ids, list(range(len(ids))), flush_alone) == full
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), cuts=cut_lists, skip=st.booleans(), flush_alone=st.booleans())
+def test_deltas_of_random_ids(kind, data, cuts, skip, flush_alone):
+    decoder = DECODERS[kind, skip]
+    size = vocabulary_size(KINDS[kind]())
+    ids = data.draw(st.lists(st.integers(0, size + 3), max_size=40).filter(lambda x: no_long_gap(x, decoder)))
+    assert streamed(decoder, ids, cuts, flush_alone) == KINDS[kind]().decode(ids, skip_special_tokens=skip)
+
+
+def reference_with_byte_tokens(tokenizer: Tokenizer, ids: list[int], skip: bool) -> tuple[str, bool]:
+    """What a SentencePiece stream should say for any ids: as the full decode, but within a run of
+    byte tokens only the bytes at fault are replaced. And whether some run is not valid UTF-8."""
+    text, run, invalid = "", b"", False
+    shown = []
+    for i in ids:
+        token = tokenizer.id_to_token(i)
+        if token is not None and not (skip and token in ("<s>", "</s>", "<pad>", "<|turn|>", "<unk>")):
+            shown.append(token)
+    for token in [*shown, None]:
+        if token is not None and len(token) == 6 and token.startswith("<0x"):
+            run += bytes([int(token[3:5], 16)])
+            continue
+        while run:
+            for length in (1, 2, 3, 4):
+                try:
+                    text += run[:length].decode()
+                    run = run[length:]
+                    break
+                except UnicodeDecodeError:
+                    pass
+            else:
+                text, run, invalid = text + REPLACEMENT, run[1:], True
+        text += (token or "").replace("▁", " ")
+    return text, invalid
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), cuts=cut_lists, skip=st.booleans(), strip=st.booleans())
+def test_deltas_of_random_byte_tokens(data, cuts, skip, strip):
+    tokenizer = sentencepiece(strip)
+    decoder = DECODERS["sentencepiece" if strip else "sentencepiece_no_strip", skip]
+    byte_ids = st.sampled_from(
+        [tokenizer.token_to_id(f"<0x{b:02X}>") for b in bytes.fromhex("20 41 80 9F C3 E2 ED F0 FF")]
+    )
+    some = st.one_of(byte_ids, byte_ids, st.integers(0, vocabulary_size(tokenizer) + 3))
+    ids = data.draw(st.lists(some, max_size=30).filter(lambda x: no_long_gap(x, decoder)))
+    expected, invalid = reference_with_byte_tokens(tokenizer, ids, skip)
+    if strip:
+        expected = expected.removeprefix(" ")
+    assert streamed(decoder, ids, cuts) == expected
+    if not invalid:
+        assert expected == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_every_utf8_fault_is_replaced_as_the_library_does():
+    tokenizer = byte_level()
+    decoder = DECODERS["byte_level", True]
+    byte_id = {decoder._pieces[i]: i for i in range(3, 259)}
+    edges = bytes.fromhex("41 80 8F 90 9F A0 BF C1 C2 E0 E1 ED EF F0 F1 F4 F5")
+    for row in itertools.product(edges, repeat=3):
+        ids = [byte_id[bytes([b])] for b in row]
+        assert streamed(decoder, ids, [1, 2]) == tokenizer.decode(ids)
+
+
+def test_an_incomplete_character_is_held_and_flushed():
+    tokenizer = byte_level()
+    decoder = DECODERS["byte_level", True]
+    ids = tokenizer.encode("a🦊", add_special_tokens=False).ids
+    assert len(ids) > 2, "the fox should not be a token of its own"
+    head = [decoder.delta(ids[:n], [ids[n]], False) for n in range(len(ids) - 1)]
+    assert head == ["a"] + [""] * (len(ids) - 2)
+    assert decoder.delta(ids[:-1], ids[-1:], False) == "🦊"
+    assert decoder.delta(ids[:-1], [], True) == REPLACEMENT
+
+
+def test_leading_space_goes_only_at_the_start():
+    tokenizer = sentencepiece()
+    decoder = DECODERS["sentencepiece", True]
+    start, the = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("▁the")
+    assert decoder.delta([], [the], False) == "the"
+    assert decoder.delta([start], [the], False) == "the"
+    assert decoder.delta([the], [the], False) == " the"
+    assert decoder.delta([the, start], [start, the], False) == " the"
+
+
+def test_context_may_begin_inside_a_character():
+    tokenizer = sentencepiece()
+    decoder = DECODERS["sentencepiece", True]
+    ids = tokenizer.encode("東京は日本の首都", add_special_tokens=False).ids
+    text = "".join(decoder.delta(ids[max(0, n - CONTEXT_IDS) : n], [ids[n]], False) for n in range(len(ids)))
+    assert len(ids) > 2 * CONTEXT_IDS
+    assert text == "東京は日本の首都"
+
+
+def test_a_run_of_bytes_with_a_fault_keeps_its_valid_characters():
+    """Where the library's decode replaces the whole run: documented in DeltaDecoder."""
+    tokenizer = sentencepiece()
+    ids = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in (0xC3, 0xA9, 0xFF)]
+    assert tokenizer.decode(ids) == REPLACEMENT * 3
+    assert streamed(DECODERS["sentencepiece", True], ids, [1, 2]) == "é" + REPLACEMENT
+
+
+def test_another_decoder_is_streamed_by_difference():
+    tokenizer = word_level()
+    decoder = DeltaDecoder(tokenizer)
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
+    generator = random.Random(0)
+    for _ in range(20):
+        cuts = sorted(generator.sample(range(1, len(ids)), 3))
+        assert streamed(decoder, ids, cuts) == tokenizer.decode(ids)
+
+
+def test_a_negative_id_is_refused():
+    decoder = DECODERS["byte_level", True]
+    for call in (lambda: decoder.delta([], [-1], False), lambda: decoder.delta([-2], [], True)):
+        with pytest.raises(ValueError, match="negative"):
+            call()
+    with pytest.raises(ValueError, match="negative"):
+        decoder.decode([5, -1])
