@@ -6,7 +6,7 @@ slice of `q` and `out`. The wrappers' `plan` is bypassed for the module call ben
 lengths with Python's max() and allocate; the module call costs tens of microseconds and never synchronises.
 
 Stream order is what makes sharing buffers safe: metadata of step N + 1 is copied behind step N's kernels on
-the same stream. Only pinned host memory can be overwritten too early, so it comes from a ring guarded by events.
+the same stream. Only pinned host memory can be overwritten too early: it comes from a ring guarded by events.
 """
 
 from __future__ import annotations

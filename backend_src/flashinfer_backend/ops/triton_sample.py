@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels: argmax or Gumbel-max sampling in one pass over the logits, noise keyed by an integer hash."""
+"""Triton kernels: argmax or Gumbel-max sampling in one pass over the logits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _row_best(best_score, best_id, out, BLOCKS: tl.constexpr, PADDED: tl.constex
 
 
 def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """See ops.torch_ops.sample: logits[R, V], temperature[R] f32, seed[R] int64, position[R] int32 -> int32[R]."""
+    """See ops.torch_ops.sample: the same choice, from the same noise bits. logits may be bfloat16."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     score = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer attention against plain torch over the same pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.engine.step import AttentionBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HEADS = [(32, 8), (28, 4), (16, 8), (32, 32)]
+DIM, PAGE, MAX_SEQS, MAX_PAGES, LAYERS = 128, 16, 64, 300, 2
+
+
+class Setup:
+    """Random caches, a random block table over distinct pages, and both implementations."""
+
+    def __init__(self, heads: int, kv_heads: int, decode_backend: str = "auto", seed: int = 0):
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+        torch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.heads = heads
+        self.pages = 4000
+        shape = (self.pages, PAGE, kv_heads, DIM)
+        self.caches = [
+            tuple(torch.randn(shape, device="cuda").bfloat16() for _ in "kv") for _ in range(LAYERS)
+        ]
+        self.table = torch.zeros(MAX_SEQS, MAX_PAGES, dtype=torch.int32, device="cuda")
+        self.attention = FlashInferAttention(
+            self.caches, heads, kv_heads, DIM, PAGE, MAX_SEQS, MAX_PAGES, decode_backend
+        )
+        wide = [tuple(cache.float() for cache in pair) for pair in self.caches]
+        self.reference = TorchPagedAttention(wide, heads, kv_heads, DIM, PAGE)
+
+    def batch(self, q_lens, kv_lens) -> AttentionBatch:
+        rows = len(q_lens)
+        slots = self.rng.permutation(MAX_SEQS)[:rows].astype(np.int32)
+        pages = iter(self.rng.permutation(np.arange(1, self.pages)))
+        table = np.zeros((MAX_SEQS, MAX_PAGES), dtype=np.int32)
+        for slot, kv_len in zip(slots, kv_lens, strict=True):
+            count = -(-int(kv_len) // PAGE)
+            table[slot, :count] = [next(pages) for _ in range(count)]
+        self.table.copy_(torch.from_numpy(table))
+        q_lens = np.array(q_lens, dtype=np.int32)
+        num_decode = int(np.argmax(q_lens > 1)) if (q_lens > 1).any() else rows
+        return AttentionBatch(
+            num_decode,
+            q_lens,
+            np.array(kv_lens, dtype=np.int32),
+            slots,
+            self.table,
+            torch.from_numpy(slots).cuda(),
+        )
+
+    def query(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, self.heads, DIM, device="cuda").bfloat16()
+
+    def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
+        self.reference.plan(batch)
+        out = torch.empty_like(q, dtype=torch.float32)
+        self.reference.run(layer, q.float(), out)
+        return out
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    actual, expected = actual.float().flatten(1), expected.flatten(1)
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.isfinite().all() and error.max() < 1e-2, f"largest relative row error {error.max():.2e}"
+
+
+STEPS = {
+    "decode of one": ([1], [77]),
+    "decode": ([1] * 24, [1, 15, 16, 17, 32, 100, 255, 256, 257, 400, 33, 31] * 2),
+    "decode of one length": ([1] * 40, [256] * 40),
+    "skewed decode": ([1] * 16, [4000] + [50] * 15),
+    "prefill": ([100, 17, 640], [100, 17, 640]),
+    "long prefill": ([2048], [2048]),
+    "chunked prefill": ([512, 300], [1536, 4000]),
+    "short chunk over a long prefix": ([5], [4000]),
+    "mixed": ([1] * 9 + [300, 700, 2], [60, 900, 1, 16, 17, 3000, 5, 128, 129, 300, 1700, 34]),
+}
+
+
+def supported(kv_heads: int, heads: int, backend: str) -> bool:
+    return backend != "xqa" or heads // kv_heads == 4  # the other groups would be compiled at first use
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("backend", ["fa2", "xqa", "auto"])
+def test_eager_steps(heads, kv_heads, backend):
+    if not supported(kv_heads, heads, backend):
+        pytest.skip("not prebuilt")
+    setup = Setup(heads, kv_heads, backend)
+    for name, (q_lens, kv_lens) in STEPS.items():
+        batch = setup.batch(q_lens, kv_lens)
+        setup.attention.plan(batch)
+        for layer in range(LAYERS):
+            q = setup.query(sum(q_lens))
+            out = torch.full_like(q, float("nan"))
+            setup.attention.run(layer, q, out)
+            expected = setup.expected(batch, layer, q)
+            try:
+                assert_close(out, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, layer {layer}: {error}") from None
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("backend", ["fa2", "xqa", "auto"])
+def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
+    if not supported(kv_heads, heads, backend):
+        pytest.skip("not prebuilt")
+    setup = Setup(heads, kv_heads, backend)
+    for bucket in (32, 4):
+        q, out = setup.query(bucket), torch.empty(bucket, heads, DIM, device="cuda", dtype=torch.bfloat16)
+        state = setup.attention.graph_state(bucket)
+        state.run(0, q, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            state.run(0, q, out)
+        for rows, longest in ((bucket, 300), (bucket - 1, 4000 // bucket), (1, 4700), (bucket // 2, 40)):
+            batch = setup.batch([1] * rows, setup.rng.integers(1, longest, rows))
+            q.copy_(setup.query(bucket))
+            out.fill_(float("nan"))
+            state.plan(batch)
+            graph.replay()
+            assert_close(out[:rows], setup.expected(batch, 0, q[:rows]))
+            assert out.isfinite().all()
+
+
+def test_plans_do_not_overwrite_copies_in_flight():
+    """Many steps planned while the GPU is still busy with the first: each must see its own lengths."""
+    setup = Setup(32, 8, "fa2")
+    rows, steps = 16, 12
+    state = setup.attention.graph_state(rows)
+    batches, tables, queries = [], [], []
+    for _ in range(steps):
+        batches.append(setup.batch([1] * rows, setup.rng.integers(1, 240, rows)))
+        tables.append(setup.table.clone())
+        batches[-1].block_table = tables[-1]
+        queries.append(setup.query(rows))
+    expected = [setup.expected(batch, 0, q) for batch, q in zip(batches, queries, strict=True)]
+    outs = [torch.full_like(q, float("nan")) for q in queries]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for batch, q, out in zip(batches, queries, outs, strict=True):
+        state.plan(batch)
+        state.run(0, q, out)
+    for out, reference in zip(outs, expected, strict=True):
+        assert_close(out, reference)
+
+
+def test_refuses_what_it_cannot_do():
+    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+    caches = [(torch.zeros(2, 16, 8, 96, device="cuda").bfloat16(),) * 2]
+    with pytest.raises(ValueError, match="head_dim"):
+        FlashInferAttention(caches, 32, 8, 96, 16, 4, 4)
+    setup = Setup(32, 8)
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        setup.attention.graph_state(MAX_SEQS + 1)
+    state = setup.attention.graph_state(2)
+    with pytest.raises(ValueError, match="2 rows"):
+        state.plan(setup.batch([1] * 3, [5, 6, 7]))
