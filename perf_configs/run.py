@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs benchmark rows against one server after the other and writes results/<date>-<gpu>.json, .md and plots.
+
+    python -m perf_configs.run --model-dir DIR --sharegpt FILE                       everything, both servers
+    python -m perf_configs.run ... --server ours --rows a,b --url ours=http://127.0.0.1:8000   a server that
+    runs already python -m perf_configs.run --merge part1.json part2.json                        only merge
+    and draw
+
+Rows that do not fit into --time-limit any more are left out and named; run them in another call and merge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
+from client.load import Load, run_load
+from client.metrics import format_table, request_columns
+from perf_configs import plots, results
+from perf_configs.scenarios import Point, Scenario, read_scenarios
+from perf_configs.servers import ROOT, Running, ServerSpec, StartError, read_servers, serve, server_version
+
+WARM_UP_SEED = 1_000_003
+WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
+STOP_RESERVE = 20.0  # seconds kept back for stopping a server and writing results
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0])
+    p.add_argument(
+        "--model-dir", type=Path, help="checkpoint folder (config.json and tokenizer.json suffice)"
+    )
+    p.add_argument("--sharegpt", type=Path, help="ShareGPT-style JSON; needed by rows with that dataset")
+    p.add_argument("--server", default="ours,vllm", help="comma list of ours, vllm, in this order")
+    p.add_argument("--rows", default="", help="comma list (default: all)")
+    p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
+    p.add_argument("--profile", type=Path, default=ROOT / "perf_configs/profiles/h200-8b.toml")
+    p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
+    p.add_argument("--port", type=int, default=8300, help="HTTP port; the next two are used as well")
+    p.add_argument("--time-limit", type=float, default=570.0, help="seconds for the whole call")
+    p.add_argument("--workers", type=int, default=0, help="load generator processes (default: by cores)")
+    p.add_argument(
+        "--check-tokens", action="store_true", help="count every token of ours while measuring, too"
+    )
+    p.add_argument("--no-warm-up", action="store_true")
+    p.add_argument("--out", type=Path, default=ROOT / "perf_configs/results")
+    p.add_argument("--commit", default="", help="recorded with each run (default: asked of git)")
+    p.add_argument("--merge", type=Path, nargs="+", default=[], help="earlier results to take in")
+    p.add_argument("--step-times", type=Path, help="JSON of perf_configs/kernels/bench_step.py, to draw")
+    return p.parse_args(argv)
+
+
+class Benchmark:
+    """The state of one call: what is left of its time and the document it fills."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.deadline = time.monotonic() + args.time_limit - STOP_RESERVE
+        self.tokenizer = load_tokenizer(args.model_dir)
+        self.machine, facts = results.machine()
+        self.document: results.Document = {"machines": {self.machine: facts}, "runs": []}
+        self.left_out: list[str] = []
+        self.commit = args.commit or current_commit()
+        gpu = re.sub(r"[^a-z0-9]+", "-", str(facts["gpu"]).lower().replace("nvidia", "")).strip("-")
+        self.path = args.out / f"{datetime.date.today().isoformat()}-{gpu or 'none'}.json"
+        if self.path.exists():
+            self.document = results.merge([results.load(self.path), self.document])
+            self.document["machines"][self.machine] = facts
+
+    def remaining(self) -> float:
+        """Seconds left for measuring."""
+        return self.deadline - time.monotonic()
+
+    def prompts(self, scenario: Scenario, count: int, seed: int) -> list[Prompt]:
+        """The row's prompts: the same for every server."""
+        dataset = f"sharegpt:{self.args.sharegpt}" if scenario.dataset == "sharegpt" else scenario.dataset
+        return load_prompts(dataset, self.tokenizer, count, seed, **scenario.lengths)
+
+    def run_row(self, scenario: Scenario, spec: ServerSpec, running: Running) -> None:
+        """Warm-up, then every point of the row; each is in the result file once it is done."""
+        warm_up: dict[str, Any] = {}
+        if not self.args.no_warm_up:
+            prompts = self.prompts(scenario, scenario.warm_up_prompts, WARM_UP_SEED)
+            load = self.load(spec, running, scenario, Point(math.inf, len(prompts)), check_tokens=True)
+            summary = run_load(load, prompts).summary
+            warm_up = {key: summary[key] for key in WARM_UP_KEYS}
+            if warm_up["failed"]:
+                print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
+        for point in scenario.points:
+            prompts = self.prompts(scenario, point.num_prompts, scenario.seed)
+            load = self.load(spec, running, scenario, point, check_tokens=self.args.check_tokens)
+            started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            result = run_load(load, prompts)
+            title = f"row {scenario.row} ({scenario.title}), {spec.name}, rate {point.request_rate:g}"
+            print(format_table(result.summary, title), flush=True)
+            run = {
+                "server": spec.name,
+                "row": scenario.row,
+                "request_rate": None if math.isinf(point.request_rate) else point.request_rate,
+                "machine": self.machine,
+                "started": started,
+                "version": running.version,
+                "commit": self.commit,
+                "command": spec.command if running.start_seconds is not None else running.url,
+                "knobs": knob_options(self.args.knob) if spec.name == results.OURS else "",
+                "start_seconds": running.start_seconds,
+                "prompts_sha256": fingerprint(prompts),
+                "load": {k: v for k, v in vars(load).items() if k != "url" and v != math.inf},
+                "warm_up": warm_up,
+                "summary": result.summary,
+                "requests": request_columns(result.records),
+            }
+            self.document = results.merge([self.document, {"machines": {}, "runs": [run]}])
+            results.save(self.document, self.path)
+
+    def load(
+        self, spec: ServerSpec, running: Running, scenario: Scenario, point: Point, check_tokens: bool
+    ) -> Load:
+        """The load generator's settings for one point."""
+        return Load(
+            backend=spec.backend, url=running.url, model=spec.model, request_rate=point.request_rate,
+            max_concurrency=scenario.max_concurrency, seed=scenario.seed, workers=self.args.workers,
+            time_limit=max(5.0, self.remaining()), check_tokens=check_tokens,
+        )  # fmt: skip
+
+    def run_server(self, spec: ServerSpec, scenarios: dict[str, Scenario], url: str | None) -> None:
+        """Starts the server, or takes the one at url, and runs every row that fits."""
+        variables = {
+            "MODEL_DIR": str(self.args.model_dir.resolve()),
+            "PROFILE": str(self.args.profile.resolve()),
+            "KNOBS": knob_options(self.args.knob),
+        }
+        with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
+            server: Any
+            if url is not None:
+                server = nullcontext(Running(url.rstrip("/"), None, server_version(url.rstrip("/"), spec)))
+            else:
+                server = serve(spec, variables, Path(work), self.args.port, self.remaining())
+            with server as running:
+                print(
+                    f"{spec.name} {running.version} at {running.url}, start {running.start_seconds} s",
+                    flush=True,
+                )
+                for row, scenario in scenarios.items():
+                    if scenario.expected_seconds > self.remaining():
+                        self.left_out.append(f"{spec.name} row {row}")
+                        continue
+                    self.run_row(scenario, spec, running)
+
+
+def knob_options(knobs: Sequence[str]) -> str:
+    """`--set name=value ...` for build.py; each must have the form name=value without blanks."""
+    for knob in knobs:
+        if not re.fullmatch(r"\w+=[^\s'\"$`\\;&|<>()*?]*", knob):
+            raise ValueError(f"knob {knob!r} must have the form name=value")
+    return " ".join(f"--set {knob}" for knob in knobs)
+
+
+def current_commit() -> str:
+    """HEAD of this checkout, with + when files differ, or unknown."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def write_report(document: results.Document, path: Path, step_times: Path | None) -> None:
+    """The merged JSON, the Markdown table beside it, and plots of what the document holds."""
+    results.save(document, path)
+    table = results.markdown(document, read_scenarios())
+    path.with_suffix(".md").write_text(table, encoding="utf-8")
+    plots.draw(document, step_times, path.parent, path.stem)
+    print("\n".join(line for line in table.split("## All runs")[0].splitlines() if line))
+    print(f"written: {path}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.merge and args.model_dir is None:
+        document = results.merge(results.load(path) for path in args.merge)
+        newest = max(args.merge, key=lambda path: path.name)
+        write_report(document, args.out / newest.name, args.step_times)
+        return 0
+    scenarios, servers = read_scenarios(args.rows), read_servers()
+    chosen = [name.strip() for name in args.server.split(",")]
+    urls = dict(item.split("=", 1) for item in args.url)
+    if unknown := [name for name in [*chosen, *urls] if name not in servers]:
+        raise SystemExit(f"unknown server {', '.join(unknown)}; servers are {', '.join(servers)}")
+    if args.model_dir is None:
+        raise SystemExit("--model-dir is required: it names the checkpoint folder to serve")
+    if args.sharegpt is None and (rows := [r for r, s in scenarios.items() if s.dataset == "sharegpt"]):
+        raise SystemExit(f"--sharegpt is required by rows {', '.join(rows)}")
+    # A terminated benchmark still ends its servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    benchmark = Benchmark(args)
+    problems = []
+    for name in chosen:
+        try:
+            benchmark.run_server(servers[name], scenarios, urls.get(name))
+        except StartError as error:
+            problems.append(f"{name}: {error}")
+    for line in problems:
+        print(line, file=sys.stderr)
+    document = results.merge([*(results.load(path) for path in args.merge), benchmark.document])
+    write_report(document, benchmark.path, args.step_times)
+    if benchmark.left_out:
+        print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)
+    return 1 if problems or benchmark.left_out else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

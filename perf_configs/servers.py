@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a server as perf_configs/servers.toml says, waits until it is healthy, and ends it with all its
+children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+STOP_SECONDS = 30.0
+GPU_FREE_MIB = 4096
+
+
+class StartError(RuntimeError):
+    """A server could not be prepared or did not become healthy; the message ends with its last output."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """name is `ours` or `vllm`. prepare and command are bash scripts; health and version are paths of its
+    HTTP port."""
+
+    name: str
+    backend: str
+    health: str
+    version: str
+    command: str
+    start_seconds: float
+    prepare: str = ""
+    model: str | None = None
+
+
+def read_servers() -> dict[str, ServerSpec]:
+    """All servers of servers.toml by name."""
+    tables = tomllib.loads((Path(__file__).parent / "servers.toml").read_text(encoding="utf-8"))
+    return {name: ServerSpec(name=name, **table) for name, table in tables.items()}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A healthy server: its base URL, the seconds it took to start (None if it ran already) and what it calls
+    itself."""
+
+    url: str
+    start_seconds: float | None
+    version: str
+
+
+@contextmanager
+def serve(
+    spec: ServerSpec, variables: dict[str, str], work: Path, port: int, limit: float
+) -> Iterator[Running]:
+    """Prepares and starts the server, yields it once healthy and stops it. limit bounds preparation and
+    start, in seconds, beside the spec's own bound. Raises StartError."""
+    work.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | variables | {
+        "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
+        "PYTHON": sys.executable,
+    }  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    if _answers(url + spec.health):
+        raise StartError(f"{url}{spec.health} answers already; is another server running on port {port}?")
+    began = time.monotonic()
+    deadline = began + min(limit, spec.start_seconds)
+    log_path = work / f"{spec.name}.log"
+    with log_path.open("wb") as log:
+        if spec.prepare:
+            _prepare(spec, environment, log, log_path, deadline)
+        process = _spawn(spec.command, environment, log)
+        try:
+            while not _answers(url + spec.health):
+                if process.poll() is not None:
+                    raise StartError(f"{spec.name} ended with status {process.returncode}\n{tail(log_path)}")
+                if time.monotonic() > deadline:
+                    seconds = time.monotonic() - began
+                    raise StartError(f"{spec.name} not healthy after {seconds:.0f} s\n{tail(log_path)}")
+                time.sleep(0.25)
+            yield Running(url, round(time.monotonic() - began, 1), server_version(url, spec))
+        finally:
+            _stop(process)
+            wait_for_free_gpu()
+
+
+def server_version(url: str, spec: ServerSpec) -> str:
+    """What the server says about itself (`version` of its version path), or "unknown"."""
+    try:
+        with urllib.request.urlopen(url + spec.version, timeout=5) as response:
+            return str(json.load(response)["version"])
+    except (OSError, ValueError, KeyError):
+        return "unknown"
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def wait_for_free_gpu(seconds: float = 30.0) -> None:
+    """Waits until a stopped server's memory is back; without nvidia-smi returns at once."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        used = gpu_query("memory.used")
+        if not used or float(used.split()[0]) < GPU_FREE_MIB:
+            return
+        time.sleep(0.5)
+
+
+def gpu_query(fields: str) -> str:
+    """First GPU's line of `nvidia-smi --query-gpu=<fields>`, "" where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _prepare(
+    spec: ServerSpec, environment: dict[str, str], log: IO[bytes], log_path: Path, deadline: float
+) -> None:
+    process = _spawn(spec.prepare, environment, log)
+    try:
+        status = process.wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise StartError(f"preparing {spec.name} took too long\n{tail(log_path)}") from None
+    finally:
+        _stop(process)
+    if status != 0:
+        raise StartError(f"preparing {spec.name} ended with status {status}\n{tail(log_path)}")
+
+
+def _spawn(script: str, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # Its own process group, so that what it starts can be ended with it.
+    return subprocess.Popen(["bash", "-ec", script], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    """SIGTERM to the server, then SIGKILL to whatever of its group is left."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while it has members
+    process.wait(5)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
