@@ -31,7 +31,7 @@ class EngineCanceller:
         """Whether the message is on its way; False when the engine takes none (it can be tried again)."""
         if self._socket is None:
             self._socket = zmq.Context.instance().socket(zmq.DEALER)
-            self._socket.linger = 0
+            self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(protocol.socket_address(self._run_dir))
         try:
             self._socket.send(protocol.encode(protocol.Cancel(handle)), zmq.NOBLOCK)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop words in text, cut by tokens and chunks in any way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
+from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, stop_word_texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import KINDS, byte_level, sentencepiece
+
+DECODERS = {kind: DeltaDecoder(make()) for kind, make in KINDS.items()}
+BYTES = DECODERS["byte_level"]
+
+
+def ids_of(text: str, kind: str = "byte_level") -> list[int]:
+    return KINDS[kind]().encode(text, add_special_tokens=False).ids
+
+
+def letters(text: str) -> list[int]:
+    """Byte-level ids of ASCII text, one a character."""
+    return [byte_level().token_to_id(letter.replace(" ", "Ġ")) for letter in text]
+
+
+def feed_all(matcher: StopWordMatcher, chunks: list[list[int]]) -> StopMatch | None:
+    for chunk in chunks:
+        match = matcher.feed(chunk)
+        if match is not None:
+            return match
+    return None
+
+
+def first_match(text: str, words: list[str]) -> tuple[int, int, int] | None:
+    """(begin, end, word), by trying every end: the definition."""
+    for end in range(1, len(text) + 1):
+        ending = [(end - len(w), end, n) for n, w in enumerate(words) if w and text[:end].endswith(w)]
+        if ending:
+            return min(ending)
+    return None
+
+
+def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold_back: bool) -> str:
+    """What a client reads: each chunk through a stateless decoder, cut where a stop word says so."""
+    decoder = DECODERS[kind]
+    matcher = StopWordMatcher(words, decoder, hold_back=hold_back)
+    edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    text, sent = "", 0
+    for begin, end in itertools.pairwise(edges):
+        match = matcher.feed(ids[begin:end])
+        stop = end - matcher.held if match is None else end
+        last = match is not None
+        piece = decoder.delta(ids[max(0, sent - CONTEXT_IDS) : sent], ids[sent:stop], last)
+        if match is not None:
+            assert 0 < match.ids <= end - begin
+            assert match.end <= len(piece)
+            return text + piece[: match.begin if hold_back else match.end]
+        text, sent = text + piece, stop
+    return text + decoder.delta(ids[max(0, sent - CONTEXT_IDS) : sent], ids[sent:], True)
+
+
+small_text = st.text(alphabet="ab é京", max_size=25)
+small_words = st.lists(st.text(alphabet="ab é京", max_size=4), max_size=4)
+cut_lists = st.lists(st.integers(1, 40), max_size=20)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=200, deadline=None)
+@given(text=small_text, words=small_words, cuts=cut_lists, hold_back=st.booleans())
+def test_a_client_reads_up_to_the_first_stop_word(kind, text, words, cuts, hold_back):
+    ids = ids_of(text, kind)
+    full = DECODERS[kind].decode(ids)
+    # Within one feed the first word counts; a later feed cannot bring an earlier one.
+    expected = first_match(full, words)
+    if expected is not None:
+        full = full[: expected[0] if hold_back else expected[1]]
+    assert sent_text(words, kind, ids, cuts, hold_back) == full
+
+
+def test_a_word_inside_a_token_and_across_chunks():
+    token = next(i for i in range(300, 400) if len(BYTES.decode([i])) == 3)
+    inner = BYTES.decode([token])[1]
+    assert StopWordMatcher([inner], BYTES).feed([token]) == StopMatch(0, 1, 2, 1, 2, 1)
+    matcher = StopWordMatcher(["xx", "bcd"], BYTES)
+    assert matcher.feed(letters("ab")) is None
+    assert matcher.feed(letters("cde")) == StopMatch(1, -1, 2, 1, 4, 2)
+
+
+def test_the_first_complete_word_wins_and_of_two_the_longest():
+    assert feed_all(StopWordMatcher(["abcd", "bc"], BYTES), [letters("abcd")]).word == 1
+    assert feed_all(StopWordMatcher(["b", "ab"], BYTES), [letters("aab")])[:3] == (1, 1, 3)
+
+
+def test_empty_words_never_match_and_hold_nothing():
+    matcher = StopWordMatcher(["", ""], BYTES, hold_back=True)
+    assert matcher.feed(letters("abc")) is None
+    assert matcher.held == 0
+
+
+def test_what_may_begin_a_word_is_held():
+    matcher = StopWordMatcher(["aab", "xyz"], BYTES, hold_back=True)
+    held = []
+    for letter in letters("caxaa"):
+        assert matcher.feed([letter]) is None
+        held.append(matcher.held)
+    assert held == [0, 1, 1, 1, 2]
+    assert matcher.feed(letters("a")) is None
+    assert matcher.held == 2, "the first a of aaa can begin no stop word any more"
+    assert matcher.feed(letters("b")) == StopMatch(0, 0, 3, 4, 7, 1)
+
+
+def test_nothing_is_held_unless_asked():
+    matcher = StopWordMatcher(["ab"], BYTES)
+    assert matcher.feed(letters("a")) is None
+    assert matcher.held == 0
+
+
+def test_a_word_split_inside_a_character():
+    ids = ids_of("x京y")
+    assert len(ids) > 3
+    matcher = StopWordMatcher(["京"], BYTES)
+    assert [matcher.feed([i]) for i in ids[:-2]] == [None] * (len(ids) - 2)
+    assert matcher.feed(ids[-2:-1]) == StopMatch(0, 0, 1, 1, 2, 1)
+
+
+def test_behind_a_prompt_the_leading_space_stays():
+    tokenizer = sentencepiece()
+    the = tokenizer.token_to_id("▁the")
+    decoder = DECODERS["sentencepiece"]
+    assert StopWordMatcher([" the"], decoder).feed([the]) is None
+    assert StopWordMatcher([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
+
+
+def test_texts_of_words_given_as_ids():
+    turn = byte_level().token_to_id("<|turn|>")
+    words = [ids_of("stop"), [turn], [*ids_of("x"), turn], ids_of("\n\n")]
+    assert stop_word_texts(words, BYTES) == ["stop", "", "", "\n\n"]
+    shown = DeltaDecoder(byte_level(), skip_special_tokens=False)
+    assert stop_word_texts(words, shown) == ["stop", "<|turn|>", "x<|turn|>", "\n\n"]
