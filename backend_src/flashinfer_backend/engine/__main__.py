@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process: `python -m flashinfer_backend.engine`, started by an llm stub."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.server import EngineSocket
+from flashinfer_backend.engine.startup import start
+
+log = logging.getLogger("flashinfer_backend.engine")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.engine", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder for the socket")
+    parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
+    parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[engine] %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
+    try:
+        config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
+        core = start(config)
+        socket = EngineSocket(options.run_dir, options.server_pid)
+    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: setattr(socket, "closed", True))
+    loop = EngineLoop(core, socket)
+    try:
+        loop.run()
+    finally:
+        socket.close()
+    log.info("ended after %d steps", loop.iteration)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole decode steps as CUDA graphs, one per number of rows.
+
+A graph holds everything from the block-table update to the sampled token, so that a replay costs
+the host one upload, one attention plan and one launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flashinfer_backend.engine.staging import StagingRing
+from flashinfer_backend.engine.step import AttentionBatch, StepPlan
+
+if TYPE_CHECKING:
+    from flashinfer_backend.engine.runner import Runner
+
+COLUMNS = 8  # int32 values per row of a graph's input
+
+
+def default_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows to capture: dense where steps are short, so that little is padded."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+class DecodeGraphs:
+    """Captured decode steps; `replay` runs the smallest that fits."""
+
+    def __init__(self, runner: Runner, staging: StagingRing, sizes: list[int]) -> None:
+        self._runner = runner
+        self._staging = staging
+        self._sizes = sorted(set(sizes))
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._attention: dict[int, object] = {}
+        self._batches: dict[int, torch.Tensor] = {}
+        pool = None
+        for size in reversed(self._sizes):  # the largest first, so that the others fit its pool
+            pool = self._capture(size, pool)
+
+    @property
+    def largest(self) -> int:
+        return self._sizes[-1]
+
+    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay."""
+        rows = plan.num_decode
+        size = self._sizes[int(np.searchsorted(self._sizes, rows))]
+        self._staging.upload(self._columns(plan, size), self._inputs[size])
+        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))  # type: ignore[attr-defined]
+        self._graphs[size].replay()
+        tokens, logits = self._outputs[size]
+        return tokens[:rows], logits[:rows]
+
+    def _columns(self, plan: StepPlan, size: int) -> list[np.ndarray]:
+        """The graph's input: seeds [2 size], then seven columns [size]; padding rows are inert."""
+        runner, padding = self._runner, size - plan.num_decode
+        updates = plan.table_updates
+        dummy = runner.dummy_slot
+
+        def padded(column: np.ndarray, value: int, count: int = padding) -> list[np.ndarray]:
+            return [column.view(np.int32), np.full(count, value, np.int32)]
+
+        spare = size - len(updates)
+        return [
+            *padded(plan.seed, 0, 2 * padding),
+            *padded(plan.decode_slots, dummy),
+            *padded(plan.decode_positions, 0),
+            *padded(plan.temperature, 0),
+            *padded(plan.banned, -1),
+            *padded(updates[:, 0] * runner.max_pages + updates[:, 1], dummy * runner.max_pages, spare),
+            *padded(np.ascontiguousarray(updates[:, 2]), 0, spare),
+        ]
+
+    def _batch(self, slots: np.ndarray, positions: np.ndarray, size: int) -> AttentionBatch:
+        padding = size - len(slots)
+        ones = np.ones(padding, np.int32)
+        return AttentionBatch(
+            num_decode=size,
+            q_lens=np.ones(size, np.int32),
+            kv_lens=np.concatenate([positions + 1, ones]),
+            slots=np.concatenate([slots, ones * self._runner.dummy_slot]),
+            block_table=self._runner.block_table,
+            slots_device=self._inputs[size][2 * size : 3 * size],
+        )
+
+    def _capture(self, size: int, pool: tuple[int, int] | None) -> tuple[int, int]:
+        runner = self._runner
+        none = np.empty(0, np.int32)
+        empty = StepPlan(
+            decode_slots=none,
+            decode_positions=none,
+            prefill_slots=none,
+            prefill_starts=none,
+            prefill_lens=none,
+            prefill_tokens=none,
+            prefill_samples=np.empty(0, bool),
+            table_updates=np.empty((0, 3), np.int32),
+            sample_slots=none,
+            sample_epochs=np.empty(0, np.int64),
+            temperature=np.empty(0, np.float32),
+            seed=np.empty(0, np.uint64),
+            banned=none,
+        )
+        self._inputs[size] = torch.empty(COLUMNS * size, dtype=torch.int32, device=runner.device)
+        self._staging.upload(self._columns(empty, size), self._inputs[size])
+        attention = runner.attention.graph_state(size)
+        self._attention[size] = attention
+        attention.plan(self._batch(none, none, size))
+        with torch.inference_mode():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # warm-up outside the capture: lazy initialisation
+                self._step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._outputs[size] = self._step(size)
+        self._graphs[size] = graph
+        return graph.pool()
+
+    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is captured; reads only the static input and device state."""
+        runner, data = self._runner, self._inputs[size]
+        seed = data[: 2 * size].view(torch.int64)
+        slots, positions, temperature, banned, where, pages = data[2 * size :].split(size)
+        runner.block_table.view(-1)[where] = pages
+        hidden = runner.model(
+            runner.last_token[slots],
+            positions,
+            runner.slot_mapping(slots, positions),
+            runner.kv_caches,
+            self._attention[size],
+        )
+        logits = runner.model.logits(hidden)
+        runner.sampler.ban(logits, banned)
+        tokens = runner.ops.sample(logits, temperature.view(torch.float32), seed, positions + 1)
+        runner.last_token[slots] = tokens
+        return tokens, logits

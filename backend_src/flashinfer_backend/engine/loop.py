@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's loop: receive, plan, launch step N + 1, then read and send step N."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.results import Outcome, accept
+from flashinfer_backend.engine.runner import Launched
+from flashinfer_backend.engine.server import EngineSocket
+from flashinfer_backend.engine.startup import Core
+from flashinfer_backend.transport import protocol
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Serves the stubs that connect to `socket` until there is nobody left to serve."""
+
+    def __init__(self, core: Core, socket: EngineSocket) -> None:
+        self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
+        self.vocab_size = core.model_config.vocab_size
+        self.socket = socket
+        self.in_flight: deque[Launched] = deque()
+        self.iteration = 0
+        self.cancellations = 0
+        self.generated_tokens = 0
+        self.pages_reused = 0
+        self._last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
+        self._next_status = 0.0
+
+    def run(self) -> None:
+        """Until the server has gone or the last stub has said goodbye."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One turn; False when the engine should end."""
+        idle = not self.in_flight and not self.scheduler.requests
+        for message in self.socket.receive(timeout_ms=self.config.stats_check_period_ms if idle else 0):
+            self._handle(message)
+        if self.socket.closed:
+            return False
+        plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
+        if plan is not None:
+            self.iteration += 1
+            self._last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
+            self.in_flight.append(self.runner.launch(plan))
+        if self.in_flight and (plan is None or len(self.in_flight) > 1):
+            self._finish(self.in_flight.popleft())
+        self._send_status()
+        return True
+
+    def _handle(self, message: protocol.ToEngine) -> None:
+        if isinstance(message, protocol.Submit):
+            self._submit(message)
+        elif isinstance(message, protocol.Cancel):
+            request = self.scheduler.requests.get(message.handle)
+            if request is not None:
+                self.cancellations += 1
+                self.scheduler.release(request)
+                self._send_end(request, protocol.FINISHED_CANCELLED)
+        elif isinstance(message, protocol.Hello):
+            if message.wants_status:
+                self._next_status = 0.0
+        elif isinstance(message, protocol.Goodbye):
+            self._drop_stub(message.pid)
+
+    def _submit(self, message: protocol.Submit) -> None:
+        prompt = np.frombuffer(message.prompt, "<i4")
+        params = message.params
+        problem = None
+        if self.config.max_queue_size and len(self.scheduler.waiting) >= self.config.max_queue_size:
+            problem = (
+                f"Maximum queue size of {self.config.max_queue_size} has been reached, please try again later"
+            )
+        elif not len(prompt):
+            problem = "the prompt has no tokens; it should have at least one"
+        elif len(prompt) > self.config.max_input_len:
+            problem = (
+                f"Prompt length ({len(prompt)}) exceeds maximum input length ({self.config.max_input_len}). "
+                "Shorten the prompt, or raise max_input_len when building the model repository"
+            )
+        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
+        if problem is not None:
+            full = problem.startswith("Maximum queue size")
+            self.socket.send_failure(protocol.Failure(message.handle, problem, queue_full=full))
+            return
+        room = self.config.max_seq_len - len(prompt)
+        if params.max_tokens > room:
+            log.warning(
+                "request %d: max_tokens %d is cut to %d, what max_seq_len %d leaves after the prompt",
+                message.handle,
+                params.max_tokens,
+                room,
+                self.config.max_seq_len,
+            )
+        if params.end_id >= self.vocab_size:
+            params.end_id = -1  # accepted, and never matches
+        self.scheduler.submit(
+            Request(
+                handle=message.handle,
+                prompt=prompt,
+                params=params,
+                max_new=min(params.max_tokens, room),
+                share_prompt_with=message.share_prompt_with,
+                arrival_ns=time.time_ns(),
+            )
+        )
+
+    def _finish(self, launched: Launched) -> None:
+        """Read a step's tokens, send them, release what ended."""
+        outcome = accept(self.scheduler.table, launched.plan, launched.wait())
+        self.generated_tokens += int((outcome.tokens != protocol.NO_TOKEN).sum())
+        table = self.scheduler.table
+        requests = table.requests
+        for slot in outcome.slots[outcome.first].tolist():
+            requests[slot].first_token_ns = time.time_ns()  # type: ignore[union-attr]
+        extras = self._extras(launched, outcome)
+        owners = table.stub[outcome.slots]
+        local_ids = table.local_id[outcome.slots]
+        for pid in np.unique(owners).tolist():
+            mine = owners == pid
+            frame = protocol.pack_tokens(local_ids[mine], outcome.tokens[mine], outcome.codes[mine])
+            self.socket.send_tokens(pid, frame, extras.get(pid))
+        for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
+            request = requests[slot]
+            assert request is not None
+            self.pages_reused += request.reused_pages
+            self.scheduler.release(request)
+
+    def _extras(self, launched: Launched, outcome: Outcome) -> dict[int, list[protocol.RowExtras]]:
+        """What rows asked for beside their tokens, by stub pid."""
+        by_row: dict[int, protocol.RowExtras] = {}
+        table = self.scheduler.table
+
+        def extra(index: int) -> protocol.RowExtras:
+            return by_row.setdefault(index, protocol.RowExtras(int(table.local_id[outcome.slots[index]])))
+
+        for index in np.flatnonzero(outcome.codes != protocol.RUNNING).tolist():
+            request = table.requests[outcome.slots[index]]
+            if request is not None and request.params.perf_metrics:
+                request.last_token_ns = time.time_ns()
+                extra(index).perf = perf_of(request)
+        result: dict[int, list[protocol.RowExtras]] = {}
+        for index, row in by_row.items():
+            result.setdefault(int(table.stub[outcome.slots[index]]), []).append(row)
+        return result
+
+    def _send_end(self, request: Request, code: int) -> None:
+        pid, local_id = protocol.split_handle(request.handle)
+        frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
+        self.socket.send_tokens(pid, frame, None)
+
+    def _drop_stub(self, pid: int) -> None:
+        for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
+            self.scheduler.release(request)
+        self.socket.forget(pid)
+
+    def _send_status(self) -> None:
+        now = time.monotonic()
+        if now < self._next_status:
+            return
+        self._next_status = now + self.config.stats_check_period_ms / 1000
+        self.socket.send_status(self.status())
+
+    def status(self) -> protocol.Status:
+        """The engine's state as the metrics show it."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        prefill_rows, decode_rows, prefill_tokens = self._last_plan if scheduler.running else (0, 0, 0)
+        cuda = self.runner.device.type == "cuda"
+        return protocol.Status(
+            pid=self.socket.pid,
+            device=torch.cuda.get_device_name() if cuda else "cpu",
+            vocab_size=self.vocab_size,
+            max_seq_len=self.config.max_seq_len,
+            max_input_len=self.config.max_input_len,
+            max_num_seqs=self.config.max_num_seqs,
+            page_size=self.config.tokens_per_block,
+            pages_total=allocator.num_pages,
+            pages_used=allocator.num_pages - allocator.available,
+            pages_cached=allocator.cached,
+            requests_active=len(scheduler.requests),
+            requests_waiting=len(scheduler.waiting),
+            requests_running=len(scheduler.running),
+            prefill_rows=prefill_rows,
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
+            iteration=self.iteration,
+            preemptions=scheduler.preemptions,
+            cancellations=self.cancellations,
+            prompt_tokens=scheduler.prompt_tokens,
+            prompt_tokens_reused=scheduler.prompt_tokens_reused,
+            generated_tokens=self.generated_tokens,
+            pages_reused=self.pages_reused,
+            memory_gpu=torch.cuda.memory_reserved() if cuda else 0,
+            timestamp_ns=time.time_ns(),
+        )
+
+
+def perf_of(request: Request) -> protocol.Perf:
+    """Times and page counts of a request whose last token has been read."""
+    return protocol.Perf(
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=request.first_scheduled_ns,
+        first_token_ns=request.first_token_ns,
+        last_token_ns=request.last_token_ns,
+        new_pages=request.new_pages,
+        reused_pages=request.reused_pages,
+    )

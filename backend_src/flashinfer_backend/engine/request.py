@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence in the engine, and the per-slot arrays that a step works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashinfer_backend.transport.protocol import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence from submission to release. `slot` is -1 while it waits."""
+
+    handle: int
+    prompt: np.ndarray  # int32 [n]
+    params: SamplingParams
+    max_new: int  # max_tokens, or less where max_seq_len leaves less
+    share_prompt_with: int = 0
+    slot: int = -1
+    generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # kept over preemption
+    page_keys: list[bytes] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    reserved_pages: int = 0  # promised under guaranteed_no_evict, not yet allocated
+    registered_pages: int = 0
+    reused_pages: int = 0
+    new_pages: int = 0
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the plain greedy/temperature sampler does not do for this request."""
+        p = self.params
+        return bool(
+            (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0))
+            or p.repetition_penalty != 1.0
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.bad_words
+            or p.bias_ids
+            or p.guide_type
+            or p.log_probs
+            or p.generation_logits
+        )
+
+
+class SlotTable:
+    """Numpy state of running sequences, indexed by slot; the scheduler owns it.
+
+    A slot's epoch changes whenever its owner does, so results of a step that was in flight when
+    the owner left are recognised and dropped.
+    """
+
+    def __init__(self, slots: int, max_seq_len: int) -> None:
+        self.requests: list[Request | None] = [None] * slots
+        self.epoch = np.zeros(slots, np.int64)
+        self.tokens = np.empty((slots, max_seq_len + 1), np.int32)
+        self.known = np.zeros(slots, np.int32)  # tokens on the host: prompt and read outputs
+        self.computed = np.zeros(slots, np.int32)  # tokens whose KV is written by planned steps
+        self.prompt_len = np.zeros(slots, np.int32)
+        self.planned_outputs = np.zeros(slots, np.int32)  # outputs that planned steps will have made
+        self.max_new = np.zeros(slots, np.int32)
+        self.min_tokens = np.zeros(slots, np.int32)
+        self.end_id = np.full(slots, -1, np.int32)
+        self.temperature = np.zeros(slots, np.float32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.stub = np.zeros(slots, np.int64)  # pid of the submitting stub
+        self.local_id = np.zeros(slots, np.int32)
+        self.num_pages = np.zeros(slots, np.int32)
+        self.extras = np.zeros(slots, bool)
+        self.stops = np.zeros(slots, bool)  # has token-level stop sequences
+        self._free = list(range(slots - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def occupy(self, request: Request, page_count: int, computed: int) -> int:
+        """Give `request` a slot, with `computed` tokens already in its first pages."""
+        slot = self._free.pop()
+        params = request.params
+        tokens = request.generated
+        prompt_len = len(request.prompt)
+        known = prompt_len + len(tokens)
+        self.requests[slot] = request
+        self.tokens[slot, :prompt_len] = request.prompt
+        self.tokens[slot, prompt_len:known] = tokens
+        self.known[slot] = known
+        self.computed[slot] = computed
+        self.prompt_len[slot] = prompt_len
+        self.planned_outputs[slot] = len(tokens)
+        self.max_new[slot] = request.max_new
+        self.min_tokens[slot] = params.min_tokens
+        self.end_id[slot] = params.end_id
+        self.temperature[slot] = params.temperature
+        self.seed[slot] = params.seed
+        self.stub[slot] = request.handle >> 32
+        self.local_id[slot] = request.handle & 0x7FFFFFFF
+        self.num_pages[slot] = page_count
+        self.extras[slot] = request.needs_extras
+        self.stops[slot] = bool(params.stop_sequences)
+        request.slot = slot
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot; rows of steps in flight that still name it become stale."""
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is already free"
+        request.slot = -1
+        self.requests[slot] = None
+        self.epoch[slot] += 1
+        self._free.append(slot)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a step's sampled tokens in: which rows still count, what they end with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashinfer_backend.engine.request import SlotTable
+from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.transport import protocol
+
+
+@dataclass
+class Outcome:
+    """Rows of a step that still have their owner; arrays [n]."""
+
+    rows: np.ndarray  # index into the step's sampling rows
+    slots: np.ndarray  # int32
+    tokens: np.ndarray  # int32, NO_TOKEN where the end id was chosen
+    codes: np.ndarray  # int32, protocol's finish codes
+    first: np.ndarray  # bool, this is the sequence's first output
+
+
+def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
+    """Record the tokens (int32 [sampling rows]) of `plan` in `table`; releases nothing."""
+    rows = np.flatnonzero(table.epoch[plan.sample_slots] == plan.sample_epochs)
+    slots, tokens = plan.sample_slots[rows], tokens[rows].astype(np.int32)
+    table.tokens[slots, table.known[slots]] = tokens
+    table.known[slots] += 1
+    outputs = table.known[slots] - table.prompt_len[slots]
+    codes = np.where(outputs >= table.max_new[slots], protocol.FINISHED_LENGTH, protocol.RUNNING)
+    ended = tokens == table.end_id[slots]
+    codes[ended] = protocol.FINISHED_END_ID
+    for i in np.flatnonzero(table.stops[slots] & ~ended).tolist():
+        if _ends_with_stop_sequence(table, int(slots[i])):
+            codes[i] = protocol.FINISHED_STOP_WORDS
+    return Outcome(
+        rows=rows,
+        slots=slots,
+        tokens=np.where(ended, protocol.NO_TOKEN, tokens),
+        codes=codes.astype(np.int32),
+        first=outputs == 1,
+    )
+
+
+def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
+    request = table.requests[slot]
+    assert request is not None
+    known, start = int(table.known[slot]), int(table.prompt_len[slot])
+    for stop in request.params.stop_sequences:
+        if (
+            stop
+            and known - start >= len(stop)
+            and table.tokens[slot, known - len(stop) : known].tolist() == stop
+        ):
+            return True
+    return False

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs planned steps on the device.
+
+Device state is indexed by slot: block table and last token. One more row than there are slots
+serves as the dummy that padded rows of a CUDA graph use; its only page is page 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.graphs import DecodeGraphs
+from flashinfer_backend.engine.staging import ReadbackRing, StagingRing
+from flashinfer_backend.engine.step import AttentionBatch, StepPlan
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.sampling.sampler import Sampler, SamplingRows, StepExtras
+
+
+@dataclass
+class Launched:
+    """A step on its way; `wait()` gives the sampled tokens, int32 [sampling rows]."""
+
+    plan: StepPlan
+    wait: Callable[[], np.ndarray]
+    extras: StepExtras | None
+    context_logits: dict[int, torch.Tensor]  # slot -> float [chunk, vocab]
+
+
+class Runner:
+    """Owns the device: KV cache, block tables, last tokens, graphs."""
+
+    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, num_pages: int) -> None:
+        self.model, self.ops, self.device = model, ops, model.device
+        self.page_size = config.tokens_per_block
+        shape = (num_pages, self.page_size, model.config.num_kv_heads, model.config.head_dim)
+        self.kv_caches = [
+            (
+                torch.zeros(shape, dtype=model.dtype, device=self.device),
+                torch.zeros(shape, dtype=model.dtype, device=self.device),
+            )
+            for _ in range(model.config.num_layers)
+        ]
+        self.max_pages = -(-config.max_seq_len // self.page_size)
+        self.dummy_slot = config.max_num_seqs
+        rows = config.max_num_seqs + 1
+        self.block_table = torch.zeros((rows, self.max_pages), dtype=torch.int32, device=self.device)
+        self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.sampler = Sampler(ops, model.config.vocab_size, config, self.device)
+        self.attention = self._make_attention(config)
+        self._staging = StagingRing(16 * config.max_num_tokens, self.device)
+        self._readback = ReadbackRing(config.max_num_seqs, self.device)
+        self.graphs: DecodeGraphs | None = None
+
+    def _make_attention(self, config: EngineConfig) -> Any:
+        heads = self.model.config
+        shape = (self.kv_caches, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.page_size)
+        if config.attention_backend == "torch" or self.device.type == "cpu":
+            from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+
+            return TorchPagedAttention(*shape)
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+        return FlashInferAttention(
+            *shape,
+            max_num_seqs=config.max_num_seqs,
+            max_pages_per_seq=self.max_pages,
+            decode_backend=config.attention_backend,
+            dtype=self.model.dtype,
+        )
+
+    def capture_graphs(self, sizes: list[int]) -> None:
+        """Capture decode-only steps for the given numbers of rows."""
+        self.graphs = DecodeGraphs(self, self._staging, sizes)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Enqueue a step. Steps run in the order of their launches; nothing is waited for."""
+        if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
+            tokens, logits = self.graphs.replay(plan)
+            context_logits = {}
+            position = plan.decode_positions + 1
+        else:
+            logits, position, context_logits = self._forward(plan)
+            tokens = None
+        extras = None
+        if tokens is None or plan.extras:
+            rows = SamplingRows.upload(plan, position, self._staging)
+            tokens, extras = self.sampler.sample(logits, rows, plan)
+            self.last_token[rows.slots] = tokens
+        return Launched(plan, self._readback.download(tokens), extras, context_logits)
+
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray, dict[int, torch.Tensor]]:
+        """Eager step: (logits [sampling rows, V], positions of the sampled tokens, context logits)."""
+        slots = np.concatenate([plan.decode_slots, plan.prefill_slots])
+        q_lens = np.concatenate([np.ones(plan.num_decode, np.int32), plan.prefill_lens])
+        starts = np.concatenate([plan.decode_positions, plan.prefill_starts])
+        ends = np.cumsum(q_lens)
+        offsets = np.repeat(starts - (ends - q_lens), q_lens)
+        positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
+        samples = np.concatenate([np.ones(plan.num_decode, bool), plan.prefill_samples])
+        updates = plan.table_updates
+        data = self._staging.upload(
+            [
+                updates[:, 0] * self.max_pages + updates[:, 1],
+                updates[:, 2],
+                slots,
+                (ends - 1)[samples].astype(np.int32),
+                np.repeat(slots, q_lens),
+                positions,
+                plan.prefill_tokens,
+            ]
+        )
+        rows, tokens = len(slots), plan.num_tokens
+        sizes = [
+            len(updates),
+            len(updates),
+            rows,
+            int(samples.sum()),
+            tokens,
+            tokens,
+            len(plan.prefill_tokens),
+        ]
+        where, pages, row_slots, last_rows, token_slots, token_positions, prompt = data.split(sizes)
+        self.block_table.view(-1)[where] = pages
+        input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
+        slot_mapping = self.slot_mapping(token_slots, token_positions)
+        self.attention.plan(
+            AttentionBatch(
+                num_decode=plan.num_decode,
+                q_lens=q_lens,
+                kv_lens=starts + q_lens,
+                slots=slots,
+                block_table=self.block_table,
+                slots_device=row_slots,
+            )
+        )
+        hidden = self.model(input_ids, token_positions, slot_mapping, self.kv_caches, self.attention)
+        context_logits = {}
+        for row in plan.context_logits:
+            last = int(ends[plan.num_decode + row])
+            chunk = hidden[last - int(plan.prefill_lens[row]) : last]
+            context_logits[int(plan.prefill_slots[row])] = self.model.logits(chunk)
+        logits = self.model.logits(hidden[last_rows])
+        return logits, (starts + q_lens)[samples], context_logits
+
+    def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Cache slots (page * page size + offset), int32 [T], of tokens given by slot and position."""
+        pages = self.block_table[slots, positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses what each step computes: decodes first, then prompt chunks in arrival order.
+
+The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one
+token. A sequence that turns out to have ended leaves through `release`, and the rows that were
+planned for it meanwhile are recognised as stale by their epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.pages import PageAllocator
+from flashinfer_backend.engine.request import Request, SlotTable
+from flashinfer_backend.engine.step import StepPlan
+
+NO_SLOTS = np.empty(0, np.int32)
+
+
+class Scheduler:
+    """Owns the queue, the slot table and every sequence's pages."""
+
+    def __init__(self, config: EngineConfig, allocator: PageAllocator) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.table = SlotTable(config.max_num_seqs, config.max_seq_len)
+        self.requests: dict[int, Request] = {}  # every open request by handle
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by handle, in order of admission
+        self.prefilling: list[Request] = []
+        self.decoding = NO_SLOTS  # slots, in order of admission
+        self.reserved_pages = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.prompt_tokens_reused = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a new request. Its handle must not be open already."""
+        if request.handle in self.requests:
+            raise ValueError(f"handle {request.handle} is already in use by an open request")
+        self.requests[request.handle] = request
+        self.waiting.append(request)
+
+    def release(self, request: Request) -> None:
+        """The one way out, whether finished, cancelled or failed: frees slot and pages."""
+        del self.requests[request.handle]
+        if request.slot >= 0:
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self, in_flight: bool) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing to do, or if pages ran out and the steps
+        `in_flight` must be read first (they may free pages; preemption needs all tokens known)."""
+        updates: list[tuple[int, int, int]] = []
+        if not self._grow_decodes(updates, in_flight):
+            return None
+        decoding = self.decoding
+        limit = self.config.max_num_tokens
+        if len(decoding):
+            limit = min(limit, self.config.max_num_tokens_while_decoding)
+        chunks = self._plan_prefill(limit - len(decoding), updates)
+        if not len(decoding) and not chunks:
+            return None
+        return self._assemble(decoding, chunks, updates)
+
+    def _grow_decodes(self, updates: list[tuple[int, int, int]], in_flight: bool) -> bool:
+        """Give every decode the page its next token needs; False if results must be read first."""
+        table, size = self.table, self.config.tokens_per_block
+        while True:
+            slots = self.decoding
+            needy = slots[table.computed[slots] // size >= table.num_pages[slots]]
+            pages = self.allocator.allocate(len(needy))
+            if pages is not None:
+                break
+            if in_flight:
+                return False
+            self._preempt_newest()
+        for slot, page in zip(needy.tolist(), pages, strict=True):
+            request = table.requests[slot]
+            assert request is not None
+            updates.append((slot, len(request.pages), page))
+            request.pages.append(page)
+            request.new_pages += 1
+            if request.reserved_pages:
+                request.reserved_pages -= 1
+                self.reserved_pages -= 1
+        table.num_pages[needy] += 1
+        return True
+
+    def _plan_prefill(
+        self, budget: int, updates: list[tuple[int, int, int]]
+    ) -> list[tuple[Request, int, int]]:
+        """(request, start, length) chunks within `budget` tokens; admits waiting requests."""
+        chunks: list[tuple[Request, int, int]] = []
+        table = self.table
+        candidates = deque(self.prefilling)
+        while budget > 0:
+            if candidates:
+                request = candidates.popleft()
+            else:
+                admitted = self._admit(budget, updates)
+                if admitted is None:
+                    break
+                request = admitted
+            start = int(table.computed[request.slot])
+            length = min(int(table.known[request.slot]) - start, budget)
+            chunks.append((request, start, length))
+            budget -= length
+        return chunks
+
+    def _admit(self, budget: int, updates: list[tuple[int, int, int]]) -> Request | None:
+        """Move the oldest waiting request to a slot if slot, pages and budget allow."""
+        if not self.waiting or not self.table.free:
+            return None
+        request = self.waiting[0]
+        leader = self.requests.get(request.share_prompt_with)
+        if leader is not None and leader is not request and leader in self.prefilling:
+            return None  # its pages are registered only as its prompt is computed
+        tokens = np.concatenate([request.prompt, request.generated])
+        size = self.config.tokens_per_block
+        request.page_keys = self._prefix_keys(request, tokens)
+        reused = []
+        if not request.params.context_logits:
+            reused = self.allocator.match(request.page_keys[: (len(tokens) - 1) // size])
+        needed = -(-len(tokens) // size) - len(reused)
+        reserve = 0
+        if self.config.batch_scheduler_policy == "guaranteed_no_evict":
+            total = -(-(len(request.prompt) + request.max_new) // size)
+            reserve = max(0, total - len(reused) - needed)
+            headroom = reserve + self.reserved_pages
+        else:
+            headroom = len(self.running)  # each may ask for a page soon
+        fits_step = self.config.enable_chunked_context or len(tokens) - len(reused) * size <= budget
+        if needed + headroom > self.allocator.available or not fits_step:
+            self.allocator.release(reused)
+            return None
+        pages = self.allocator.allocate(needed)
+        assert pages is not None
+        self.waiting.popleft()
+        request.pages = reused + pages
+        request.registered_pages = len(reused)
+        request.reused_pages, request.new_pages = len(reused), len(pages)
+        request.reserved_pages = reserve
+        self.reserved_pages += reserve
+        if not request.first_scheduled_ns:
+            request.first_scheduled_ns = time.time_ns()
+            self.prompt_tokens += len(tokens)
+            self.prompt_tokens_reused += len(reused) * size
+        slot = self.table.occupy(request, len(request.pages), len(reused) * size)
+        updates.extend((slot, index, page) for index, page in enumerate(request.pages))
+        self.running[request.handle] = request
+        self.prefilling.append(request)
+        return request
+
+    def _prefix_keys(self, request: Request, tokens: np.ndarray) -> list[bytes]:
+        """Keys under which this request's full pages may be shared; none if it shares nothing."""
+        if self.allocator.reuse:
+            return self.allocator.prefix_keys(tokens)
+        if request.share_prompt_with:
+            return self.allocator.prefix_keys(tokens, parent=request.share_prompt_with.to_bytes(8, "little"))
+        return []
+
+    def _assemble(
+        self,
+        decoding: np.ndarray,
+        chunks: list[tuple[Request, int, int]],
+        updates: list[tuple[int, int, int]],
+    ) -> StepPlan:
+        table = self.table
+        positions = table.computed[decoding]
+        table.computed[decoding] += 1
+        prefill = np.array([(r.slot, start, n) for r, start, n in chunks], np.int32).reshape(-1, 3)
+        slots, starts, lens = prefill.T
+        samples = starts + lens == table.known[slots]
+        tokens = [table.tokens[r.slot, start : start + n] for r, start, n in chunks]
+        for request, start, length in chunks:
+            self._computed_prompt(request, start + length)
+        sampling = np.concatenate([decoding, slots[samples]])
+        outputs = table.planned_outputs[sampling]
+        banned = np.where(outputs < table.min_tokens[sampling], table.end_id[sampling], -1)
+        table.planned_outputs[sampling] += 1
+        extras = []
+        for row in np.flatnonzero(table.extras[sampling]).tolist():
+            request = table.requests[sampling[row]]
+            assert request is not None
+            extras.append((row, request.params))
+        plan = StepPlan(
+            decode_slots=decoding,
+            decode_positions=positions,
+            prefill_slots=slots,
+            prefill_starts=starts,
+            prefill_lens=lens,
+            prefill_tokens=np.concatenate(tokens) if tokens else NO_SLOTS,
+            prefill_samples=samples,
+            table_updates=np.array(updates, np.int32).reshape(-1, 3),
+            sample_slots=sampling,
+            sample_epochs=table.epoch[sampling],
+            temperature=table.temperature[sampling],
+            seed=table.seed[sampling],
+            banned=banned.astype(np.int32),
+            extras=extras,
+            context_logits=[i for i, (r, _, _) in enumerate(chunks) if r.params.context_logits],
+        )
+        # Sequences whose last token this step makes stay in their slots until it is read.
+        self.decoding = sampling[table.planned_outputs[sampling] < table.max_new[sampling]]
+        return plan
+
+    def _computed_prompt(self, request: Request, computed: int) -> None:
+        """Book a planned chunk. Pages are registered at once: whoever matches them runs later in
+        the stream, or in this step after its keys and values are stored."""
+        self.table.computed[request.slot] = computed
+        self._register(request, computed // self.config.tokens_per_block)
+        if computed == self.table.known[request.slot]:
+            self.prefilling.remove(request)
+
+    def _register(self, request: Request, pages: int) -> None:
+        for index in range(request.registered_pages, min(pages, len(request.page_keys))):
+            self.allocator.register(request.pages[index], request.page_keys[index])
+        request.registered_pages = max(request.registered_pages, pages)
+
+    def _preempt_newest(self) -> None:
+        """Send the newest running request back to the queue's head, to be recomputed."""
+        assert self.running, "pages ran out although nothing runs"
+        request = self.running[next(reversed(self.running))]
+        slot = request.slot
+        request.generated = self.table.tokens[slot, len(request.prompt) : self.table.known[slot]].copy()
+        self._vacate(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _vacate(self, request: Request) -> None:
+        """Take a running request off its slot and give its pages back."""
+        table, slot = self.table, request.slot
+        del self.running[request.handle]
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        self.decoding = self.decoding[self.decoding != slot]
+        if self.allocator.reuse:
+            # Only positions whose token is known: a step in flight may write beyond them.
+            valid = int(min(table.computed[slot], table.known[slot]))
+            parent = request.page_keys[-1] if request.page_keys else b""
+            tokens = table.tokens[slot, :valid]
+            request.page_keys += self.allocator.prefix_keys(tokens, len(request.page_keys), parent)
+            self._register(request, valid // self.config.tokens_per_block)
+        self.allocator.release(request.pages)
+        request.pages = []
+        self.reserved_pages -= request.reserved_pages
+        request.reserved_pages = 0
+        table.vacate(slot)

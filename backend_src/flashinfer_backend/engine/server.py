@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's end of the socket, and its watch over the processes it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from flashinfer_backend.transport import protocol
+
+log = logging.getLogger(__name__)
+
+LONELY_SECONDS = 10.0  # how long an engine whose stubs have all gone waits for another
+
+
+class EngineSocket:
+    """ROUTER socket bound in `run_dir`. A process that ends is noticed through its pidfd:
+    the server's end closes the engine, a stub's end is reported as that stub's Goodbye."""
+
+    def __init__(self, run_dir: Path, server_pid: int) -> None:
+        self.pid = os.getpid()
+        self.closed = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # a slow stub must not make the engine drop or wait
+        self._socket.rcvhwm = 0
+        self._socket.router_mandatory = True  # a stub that has left is an error we see, not a silent drop
+        self._path = run_dir / "engine.sock"
+        self._socket.bind(protocol.socket_address(run_dir))
+        self._server = os.pidfd_open(server_pid)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._server, zmq.POLLIN)
+        self._identity: dict[int, bytes] = {}  # by stub pid
+        self._pidfd: dict[int, int] = {}
+        self._watching: set[int] = set()  # stubs that want the status
+        self._lonely_since = time.monotonic()
+
+    def receive(self, timeout_ms: int) -> Iterator[protocol.ToEngine]:
+        """Messages that are here; waits up to `timeout_ms` for the first."""
+        events = dict(self._poller.poll(timeout_ms))
+        if self._server in events:
+            self.closed = True
+            return
+        if self._socket in events:
+            while True:
+                try:
+                    identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                except ValueError:
+                    log.error("dropped a message that has not exactly two frames")
+                    continue
+                message = self._decode(body)
+                if isinstance(message, protocol.Hello):
+                    self._greet(message, identity)
+                if message is not None:
+                    yield message
+        for pid, pidfd in list(self._pidfd.items()):
+            if pidfd in events:
+                log.warning("stub %d ended without a goodbye; its requests are dropped", pid)
+                yield protocol.Goodbye(pid)
+        if not self._pidfd and time.monotonic() - self._lonely_since > LONELY_SECONDS:
+            log.info("no stub has been connected for %.0f s: ending", LONELY_SECONDS)
+            self.closed = True
+
+    def _decode(self, body: bytes) -> protocol.ToEngine | None:
+        try:
+            return protocol.decode_to_engine(body)
+        except msgspec.DecodeError as error:
+            log.error("dropped a message that does not follow the protocol: %s", error)
+            return None
+
+    def _greet(self, hello: protocol.Hello, identity: bytes) -> None:
+        self._identity[hello.pid] = identity
+        if hello.wants_status:
+            self._watching.add(hello.pid)
+        if hello.pid not in self._pidfd:
+            with contextlib.suppress(ProcessLookupError):
+                self._pidfd[hello.pid] = os.pidfd_open(hello.pid)
+                self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
+
+    def forget(self, pid: int) -> None:
+        """A stub has left; the engine ends when no stub comes back for a while."""
+        self._identity.pop(pid, None)
+        self._watching.discard(pid)
+        pidfd = self._pidfd.pop(pid, None)
+        if pidfd is not None:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+        if not self._pidfd:
+            self._lonely_since = time.monotonic()
+
+    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowExtras] | None) -> None:
+        parts = [protocol.TOKENS, frame]
+        if extras:
+            parts.append(protocol.encode(extras))
+        self._send(pid, parts)
+
+    def send_failure(self, failure: protocol.Failure) -> None:
+        self._send(failure.handle >> 32, [protocol.FAILURE, protocol.encode(failure)])
+
+    def send_status(self, status: protocol.Status) -> None:
+        if self._watching:
+            body = protocol.encode(status)
+            for pid in list(self._watching):
+                self._send(pid, [protocol.STATUS, body])
+
+    def _send(self, pid: int, parts: list[bytes]) -> None:
+        identity = self._identity.get(pid)
+        if identity is None:
+            log.warning("a message for stub %d, which is not connected, is dropped", pid)
+            return
+        try:
+            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.warning("stub %d is unreachable (%s)", pid, error)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self._path.unlink(missing_ok=True)

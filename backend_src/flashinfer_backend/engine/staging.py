@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that a step's data crosses: one vector to the device, one vector back.
+
+On CUDA the buffers are pinned and copies asynchronous. A buffer is written again only after the
+event recorded behind its last copy has passed, so steps may be launched ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+DEPTH = 3  # a step being read, one running, one being prepared
+
+
+class StagingRing:
+    """int32 vectors from the host to the device."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._device = device
+        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
+        self._events: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._next = 0
+
+    def upload(self, parts: list[np.ndarray], target: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the concatenation of `parts` (int32 or 4-byte views) to the device: into `target`
+        int32 [n], or a new tensor. Grows the buffers if the step is larger than any before."""
+        index, self._next = self._next, (self._next + 1) % DEPTH
+        event = self._events[index]
+        if event is not None:
+            event.synchronize()
+        length = sum(len(part) for part in parts)
+        if length > len(self._buffers[index]):
+            pinned = self._device.type == "cuda"
+            self._buffers[index] = torch.empty(2 * length, dtype=torch.int32, pin_memory=pinned)
+        source = self._buffers[index][:length]
+        np.concatenate(parts, out=source.numpy())
+        if target is None:
+            target = torch.empty(length, dtype=torch.int32, device=self._device)
+        target.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            event = event or torch.cuda.Event()
+            event.record()
+            self._events[index] = event
+        return target
+
+
+class ReadbackRing:
+    """Small tensors from the device to the host."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._cuda = pinned
+        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
+        # A blocking event sleeps instead of spinning on the driver's lock.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
+        self._next = 0
+
+    def download(self, source: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start copying `source` (int32 [n]); the returned function waits and gives the array.
+        At most DEPTH - 1 downloads may be outstanding."""
+        index, self._next = self._next, (self._next + 1) % DEPTH
+        buffer = self._buffers[index][: len(source)]
+        buffer.copy_(source, non_blocking=True)
+        if not self._cuda:
+            return lambda: buffer.numpy().copy()
+        event = self._events[index]
+        event.record()
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            return buffer.numpy().copy()
+
+        return wait

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings an engine up: model, KV cache of the right size, warm kernels, captured graphs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from flashinfer_backend.engine.graphs import default_sizes
+from flashinfer_backend.engine.pages import PageAllocator
+from flashinfer_backend.engine.runner import Runner
+from flashinfer_backend.engine.scheduler import Scheduler
+from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.paths import resolve_model_dir
+
+log = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
+
+
+@dataclass
+class Core:
+    """A ready engine without its transport."""
+
+    config: EngineConfig  # every automatic value filled in
+    model_config: ModelConfig
+    scheduler: Scheduler
+    runner: Runner
+
+
+def start(config: EngineConfig) -> Core:
+    """Load the model and allocate everything. Raises ValueError or OSError with what to change."""
+    began = time.monotonic()
+    model_dir = resolve_model_dir(config.model_dir)
+    model_config = ModelConfig.from_pretrained(model_dir)
+    config = resolve_limits(config, model_config.max_position_embeddings)
+    device = _device(config)
+    if device.type == "cuda":
+        from flashinfer_backend.ops import cuda_ops as ops
+    else:
+        from flashinfer_backend.ops import torch_ops as ops  # type: ignore[no-redef]
+    dtype = _dtype(config, model_config, device)
+    model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
+    load_weights(model, model_dir, config.load_format)
+    log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
+
+    num_pages = _num_pages(config, model, ops)
+    tokens = (num_pages - 1) * config.tokens_per_block
+    if tokens < config.max_seq_len:
+        log.warning(
+            "the KV cache holds %d tokens: max_seq_len is %d instead of %d",
+            tokens,
+            tokens,
+            config.max_seq_len,
+        )
+        config = msgspec.structs.replace(
+            config, max_seq_len=tokens, max_input_len=min(config.max_input_len, tokens - 1)
+        )
+    runner = Runner(config, model, ops, num_pages)
+    allocator = PageAllocator(num_pages, config.tokens_per_block, config.enable_kv_cache_reuse)
+    _warm_up(config, runner)
+    log.info(
+        "KV cache of %d pages of %d tokens; ready after %.1f s",
+        num_pages - 1,
+        config.tokens_per_block,
+        time.monotonic() - began,
+    )
+    gc.collect()
+    gc.freeze()  # a full collection over the model's objects would show as a slow step
+    return Core(config, model_config, Scheduler(config, allocator), runner)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device; use device=cpu or auto")
+    if name == "cpu" and config.attention_backend in ("fa2", "xqa"):
+        raise ValueError(
+            f"attention_backend {config.attention_backend} needs a CUDA device; use auto or torch"
+        )
+    return torch.device(name)
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cpu":
+        return torch.float32  # what CPUs compute fast, and exactly enough to compare with
+    return torch.float16 if model_config.dtype == "float16" else torch.bfloat16
+
+
+def _num_pages(config: EngineConfig, model: Transformer, ops: object) -> int:
+    """Pages of the KV cache, the dummy page included."""
+    heads = model.config
+    element = torch.empty(0, dtype=model.dtype).element_size()
+    token_bytes = 2 * heads.num_layers * heads.num_kv_heads * heads.head_dim * element
+    page = config.tokens_per_block
+    most = -(-config.max_seq_len // page) * config.max_num_seqs
+    if model.device.type == "cpu":
+        pages = min(most, CPU_KV_BYTES // (token_bytes * page))
+    else:
+        free = _free_memory_after_largest_step(config, model)
+        pages = int(free * config.kv_cache_free_gpu_mem_fraction) // (token_bytes * page)
+    if config.max_tokens_in_paged_kv_cache:
+        pages = min(pages, -(-config.max_tokens_in_paged_kv_cache // page))
+    if pages < 1:
+        raise ValueError("no memory is left for the KV cache; use a smaller model or max_num_tokens")
+    return pages + 1
+
+
+def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) -> int:
+    """Bytes free beside weights and the activations of a step of max_num_tokens."""
+    torch.cuda.empty_cache()
+    hidden = torch.zeros(
+        (config.max_num_tokens, model.config.hidden_size), dtype=model.dtype, device=model.device
+    )
+    layer = model.layers[0]
+    gated = model.ops.norm_gate_up_silu(hidden, layer.post_norm, model.config.rms_norm_eps, layer.gate_up)
+    logits = model.logits(hidden[: config.max_num_seqs])
+    del hidden, gated, logits
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    # Attention workspaces, captured graphs and the CUDA context's growth.
+    return free - 3 * peak - (3 << 30)
+
+
+def _warm_up(config: EngineConfig, runner: Runner) -> None:
+    """Run every kind of step once, so that no request pays for compilation; capture graphs."""
+    if runner.device.type == "cuda":
+        longest = min(config.max_num_tokens, config.max_input_len)
+        for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
+            runner.launch(_prompt_plan(runner.dummy_slot, length)).wait()
+        if config.cuda_graph_batch_sizes != "none":
+            sizes = config.cuda_graph_batch_sizes
+            runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
+    runner.launch(_prompt_plan(runner.dummy_slot, 1)).wait()
+
+
+def _prompt_plan(slot: int, length: int) -> StepPlan:
+    """A prompt of zeros in the dummy slot, whose every page is page 0."""
+    one = np.ones(1, np.int32)
+    none = np.empty(0, np.int32)
+    return StepPlan(
+        decode_slots=none,
+        decode_positions=none,
+        prefill_slots=one * slot,
+        prefill_starts=one * 0,
+        prefill_lens=one * length,
+        prefill_tokens=np.zeros(length, np.int32),
+        prefill_samples=np.ones(1, bool),
+        table_updates=np.empty((0, 3), np.int32),
+        sample_slots=one * slot,
+        sample_epochs=np.zeros(1, np.int64),
+        temperature=np.zeros(1, np.float32),
+        seed=np.zeros(1, np.uint64),
+        banned=-one,
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of one engine step, passed explicitly from scheduler to runner to attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from flashinfer_backend.transport.protocol import SamplingParams
+
+
+@dataclass
+class StepPlan:
+    """What the scheduler decided for one step; host data only.
+
+    Rows are sequences: decode rows first (one token each), then prefill rows (a chunk each).
+    A prefill row samples only when its chunk reaches the end of the known tokens.
+    """
+
+    decode_slots: np.ndarray  # int32 [d]
+    decode_positions: np.ndarray  # int32 [d], position of the token each decode row feeds
+    prefill_slots: np.ndarray  # int32 [p]
+    prefill_starts: np.ndarray  # int32 [p], tokens already in the KV cache
+    prefill_lens: np.ndarray  # int32 [p]
+    prefill_tokens: np.ndarray  # int32 [sum(prefill_lens)]
+    prefill_samples: np.ndarray  # bool [p]
+    table_updates: np.ndarray  # int32 [n, 3]: (slot, index in the slot's block table, page)
+    # Sampling rows: all decode rows, then the prefill rows that sample.
+    sample_slots: np.ndarray  # int32 [s]
+    sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
+    temperature: np.ndarray  # float32 [s]
+    seed: np.ndarray  # uint64 [s]
+    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
+    extras: list[tuple[int, SamplingParams]] = field(default_factory=list)
+    context_logits: list[int] = field(default_factory=list)  # prefill rows whose logits are wanted
+
+    @property
+    def num_decode(self) -> int:
+        return len(self.decode_slots)
+
+    @property
+    def num_prefill(self) -> int:
+        return len(self.prefill_slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + len(self.prefill_tokens)
+
+
+@dataclass
+class AttentionBatch:
+    """One step as attention sees it: rows 0..num_decode have one query token and come first.
+
+    q_lens, kv_lens, slots: int32 [rows] on the host; kv_lens count this step's tokens.
+    block_table: int32 [slots, max pages] on the device, row = slot; slots_device: int32 [rows].
+    """
+
+    num_decode: int
+    q_lens: np.ndarray
+    kv_lens: np.ndarray
+    slots: np.ndarray
+    block_table: torch.Tensor
+    slots_device: torch.Tensor

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine in a thread, spoken to over its real socket."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import zmq
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.server import EngineSocket
+from flashinfer_backend.engine.startup import Core, start
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+
+TIMEOUT_S = 60
+
+
+class Client:
+    """A stub's side of the protocol, for one thread."""
+
+    def __init__(self, run_dir: Path, loop: EngineLoop, wants_status: bool = False) -> None:
+        self.loop = loop
+        self.pid = os.getpid()
+        self._next = 1
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(protocol.socket_address(run_dir))
+        self._socket.send(protocol.encode(protocol.Hello(self.pid, wants_status)))
+        self.tokens: dict[int, list[int]] = {}
+        self.code: dict[int, int] = {}
+        self.failure: dict[int, protocol.Failure] = {}
+        self.extras: dict[int, list[protocol.RowExtras]] = {}
+        self.statuses: list[protocol.Status] = []
+        self.thread: threading.Thread | None = None
+
+    def submit(self, prompt: list[int], params: SamplingParams, share_with: int | None = None) -> int:
+        local_id, self._next = self._next, self._next + 1
+        handle = protocol.make_handle(self.pid, local_id)
+        share = 0 if share_with is None else protocol.make_handle(self.pid, share_with)
+        data = np.array(prompt, "<i4").tobytes()
+        self._socket.send(protocol.encode(protocol.Submit(handle, data, params, share)))
+        self.tokens[local_id] = []
+        return local_id
+
+    def cancel(self, local_id: int) -> None:
+        self._socket.send(protocol.encode(protocol.Cancel(protocol.make_handle(self.pid, local_id))))
+
+    def goodbye(self) -> None:
+        self._socket.send(protocol.encode(protocol.Goodbye(self.pid)))
+
+    def receive(self, timeout_ms: int = 1000) -> None:
+        """Take in one message, if one comes."""
+        if not self._socket.poll(timeout_ms):
+            return
+        kind, body, *rest = self._socket.recv_multipart()
+        if kind == protocol.TOKENS:
+            for local_id, token, code in protocol.unpack_tokens(body).tolist():
+                assert local_id not in self.code, "tokens after the end of a sequence"
+                if token != protocol.NO_TOKEN:
+                    self.tokens[local_id].append(token)
+                if code != protocol.RUNNING:
+                    self.code[local_id] = code
+            for extra in protocol.decode_extras(rest[0]) if rest else []:
+                self.extras.setdefault(extra.local_id, []).append(extra)
+        elif kind == protocol.FAILURE:
+            failure = protocol.decode_failure(body)
+            self.failure[protocol.split_handle(failure.handle)[1]] = failure
+        elif kind == protocol.STATUS:
+            self.statuses.append(protocol.decode_status(body))
+
+    def wait(self, local_ids: list[int]) -> None:
+        """Until each has ended or failed."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(i not in self.code and i not in self.failure for i in local_ids):
+            assert time.monotonic() < deadline, "the engine did not finish in time"
+            assert self.thread and self.thread.is_alive(), "the engine's loop has ended"
+            self.receive()
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[list[int]]:
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids = [self.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        self.wait(ids)
+        assert not self.failure, self.failure
+        return [self.tokens[i] for i in ids]
+
+    def wait_idle(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.loop.scheduler.requests or self.loop.in_flight:
+            assert time.monotonic() < deadline, "requests were left over"
+            assert self.thread and self.thread.is_alive(), "the engine's loop has ended"
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Client]:
+    """Run `core`'s loop in a thread; on leaving, check that no slot and no page is left behind."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    socket = EngineSocket(run_dir, os.getpid())
+    loop = EngineLoop(core, socket)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    client = Client(run_dir, loop, wants_status)
+    client.thread = thread
+    try:
+        yield client
+        client.wait_idle()
+        allocator, table = core.scheduler.allocator, core.scheduler.table
+        assert allocator.available == allocator.num_pages, "pages leaked"
+        assert table.free == core.config.max_num_seqs, "slots leaked"
+        assert core.scheduler.reserved_pages == 0, "reservations leaked"
+    finally:
+        socket.closed = True
+        thread.join(TIMEOUT_S)
+        client.close()
+        socket.close()
+    assert not errors, errors
+
+
+def start_core(model_dir: Path, **settings: object) -> Core:
+    """An engine on the CPU in float32 with small limits unless `settings` say otherwise."""
+    values: dict[str, object] = {
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_num_tokens": 64,
+        "max_num_tokens_while_decoding": 64,
+        "max_seq_len": 256,
+    } | settings
+    return start(EngineConfig(model_dir=str(model_dir), **values))  # type: ignore[arg-type]

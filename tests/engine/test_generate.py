@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine against transformers: the same greedy ids however a request is scheduled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+from transformers import AutoModelForCausalLM
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama3-rope", tmp_path_factory.mktemp("llama3"))
+
+
+def make_prompts(count: int, longest: int = 100, vocab: int = 250) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[tuple[int, ...], list[int]]:
+    """transformers' own greedy continuations of the prompts below."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    result = {}
+    for prompt in make_prompts(12):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        result[tuple(prompt)] = out[0, len(prompt) :].tolist()
+    return result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_num_seqs": 1}, id="alone"),
+        pytest.param({"max_num_seqs": 12, "max_num_tokens": 512}, id="batched"),
+        pytest.param(
+            {"max_num_seqs": 12, "max_num_tokens": 16, "max_num_tokens_while_decoding": 16}, id="chunked"
+        ),
+        pytest.param({"max_num_seqs": 12, "max_tokens_in_paged_kv_cache": 400}, id="preempted"),
+        pytest.param(
+            {
+                "max_num_seqs": 12,
+                "max_tokens_in_paged_kv_cache": 400,
+                "batch_scheduler_policy": "guaranteed_no_evict",
+            },
+            id="no_evict",
+        ),
+        pytest.param(
+            {"max_num_seqs": 12, "tokens_per_block": 32, "enable_kv_cache_reuse": False}, id="page32"
+        ),
+        pytest.param(
+            {
+                "max_num_seqs": 12,
+                "enable_chunked_context": False,
+                "max_input_len": 128,
+                "max_num_tokens": 128,
+                "max_num_tokens_while_decoding": 128,
+            },
+            id="unchunked",
+        ),
+    ],
+)
+def test_greedy_ids_equal_transformers(checkpoint, expected, tmp_path, settings):
+    core = start_core(checkpoint, **settings)
+    small_cache = "max_tokens_in_paged_kv_cache" in settings
+    prompts = [list(prompt) for prompt in expected]
+    with serve(core, tmp_path) as client:
+        assert client.generate(prompts, GREEDY) == list(expected.values())
+        reused = core.scheduler.prompt_tokens_reused
+        assert client.generate(prompts, GREEDY) == list(expected.values())
+        if settings["max_num_seqs"] > 1 and settings.get("enable_kv_cache_reuse", True) and not small_cache:
+            assert core.scheduler.prompt_tokens_reused > reused, (
+                "the second round did not use the prefix cache"
+            )
+    preempts = small_cache and "batch_scheduler_policy" not in settings
+    assert bool(core.scheduler.preemptions) == bool(preempts)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "llama-sharded", "mistral", "qwen2", "qwen3"])
+def test_every_family_equals_transformers(kind, tmp_path):
+    folder = make_checkpoint(kind, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = make_prompts(4)
+    core = start_core(folder)
+    with serve(core, tmp_path / "run") as client:
+        produced = client.generate(prompts, GREEDY)
+    for prompt, tokens in zip(prompts, produced, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert tokens == out[0, len(prompt) :].tolist()
+
+
+def test_seeded_sampling_repeats_alone_and_among_64(checkpoint, tmp_path):
+    params = SamplingParams(max_tokens=24, temperature=0.9, seed=1234567890123)
+    filtered = SamplingParams(max_tokens=24, temperature=1.3, top_k=20, top_p=0.8, seed=99)
+    others = [SamplingParams(max_tokens=20 + i % 9, temperature=0.8, seed=i) for i in range(64)]
+    prompts = make_prompts(65, 30)
+    core = start_core(checkpoint, max_num_seqs=66, max_num_tokens_while_decoding=256, max_num_tokens=256)
+    with serve(core, tmp_path) as client:
+        alone = client.generate(prompts[:1], params)[0], client.generate(prompts[:1], filtered)[0]
+        crowd = client.generate([prompts[0], prompts[0], *prompts[1:]], [params, filtered, *others])
+        assert (crowd[0], crowd[1]) == alone
+        assert alone[0] != alone[1]
+        other_seed = SamplingParams(max_tokens=24, temperature=0.9, seed=1234567890124)
+        assert client.generate(prompts[:1], other_seed)[0] != alone[0]
+
+
+def test_end_id_length_and_min_tokens(checkpoint, expected, tmp_path):
+    prompt, continuation = next((p, c) for p, c in expected.items() if c[5] not in c[:5])
+    end_id = continuation[5]
+    core = start_core(checkpoint)
+    with serve(core, tmp_path) as client:
+        stopped = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=end_id))
+        longer = client.submit(
+            list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=end_id, min_tokens=9)
+        )
+        outside = client.submit(list(prompt), SamplingParams(max_tokens=7, temperature=0.0, end_id=1048576))
+        client.wait([stopped, longer, outside])
+        assert client.tokens[stopped] == continuation[:5]
+        assert client.code[stopped] == protocol.FINISHED_END_ID
+        assert end_id not in client.tokens[longer][:9] and len(client.tokens[longer]) >= 9
+        assert client.tokens[outside] == continuation[:7]
+        assert client.code[outside] == protocol.FINISHED_LENGTH
+
+
+def test_token_level_stop_sequence_stays_in_the_output(checkpoint, expected, tmp_path):
+    prompt, continuation = next(iter(expected.items()))
+    stop = continuation[3:5]
+    first = next(i for i in range(len(continuation)) if continuation[i : i + 2] == stop)
+    core = start_core(checkpoint)
+    with serve(core, tmp_path) as client:
+        params = SamplingParams(max_tokens=64, temperature=0.0, stop_sequences=[[], [249, 249, 249], stop])
+        one = client.submit(list(prompt), params)
+        client.wait([one])
+        assert client.tokens[one] == continuation[: first + 2]
+        assert client.code[one] == protocol.FINISHED_STOP_WORDS
+
+
+def test_output_is_cut_where_max_seq_len_ends(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_seq_len=40)
+    with serve(core, tmp_path) as client:
+        assert len(client.generate([[5] * 30], GREEDY)[0]) == 10
+
+
+def test_sequences_of_one_request_share_prompt_pages(checkpoint, tmp_path):
+    """Even with the prefix cache off; each continues on its own seed."""
+    core = start_core(checkpoint, enable_kv_cache_reuse=False)
+    prompt = list(range(3, 103))
+    with serve(core, tmp_path) as client:
+        leader = client._next
+        ids = [
+            client.submit(
+                prompt, SamplingParams(max_tokens=16, temperature=1.0, seed=i, perf_metrics=True), leader
+            )
+            for i in range(3)
+        ]
+        client.wait(ids)
+        assert len({tuple(client.tokens[i]) for i in ids}) == 3
+        reused = [client.extras[i][-1].perf.reused_pages for i in ids]
+        assert reused == [0, 6, 6]
+        single = client.generate([prompt], SamplingParams(max_tokens=16, temperature=1.0, seed=2))
+        assert single[0] == client.tokens[ids[2]]
+        assert core.scheduler.prompt_tokens_reused == 2 * 96

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cancellation, refusals, limits, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+
+LONG = SamplingParams(max_tokens=200, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_cancel_while_running_waiting_and_unknown(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_num_seqs=2)
+    with serve(core, tmp_path) as client:
+        ids = [client.submit([5, 6, 7], LONG) for _ in range(4)]
+        while len(client.tokens[ids[0]]) < 3:
+            client.receive()
+        client.cancel(ids[0])  # running
+        client.cancel(ids[3])  # waiting
+        client.cancel(12345)  # never existed
+        client.wait(ids)
+        assert [client.code[i] for i in ids] == [
+            protocol.FINISHED_CANCELLED,
+            protocol.FINISHED_LENGTH,
+            protocol.FINISHED_LENGTH,
+            protocol.FINISHED_CANCELLED,
+        ]
+        assert client.tokens[ids[1]] == client.tokens[ids[2]]
+        assert client.loop.cancellations == 2
+
+
+def test_cancel_storm_leaves_nothing_and_harms_nobody(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_num_seqs=8, max_tokens_in_paged_kv_cache=512)
+    prompts = [[3 + i] * (10 + 3 * i) for i in range(24)]
+    with serve(core, tmp_path) as client:
+        calm = client.generate(prompts[:1], SamplingParams(max_tokens=40, temperature=0.0))[0]
+        kept = client.submit(prompts[0], SamplingParams(max_tokens=40, temperature=0.0))
+        ids = [client.submit(prompt, LONG) for prompt in prompts]
+        for i, victim in enumerate(ids):
+            client.cancel(victim)
+            if i % 3 == 0:
+                client.receive(5)
+        client.wait([kept, *ids])
+        assert client.tokens[kept] == calm
+
+
+def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
+    core = start_core(checkpoint)
+    with serve(core, tmp_path) as client:
+        client.submit([5, 6, 7], LONG)
+        client.receive()
+        client.goodbye()
+        client.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "no tokens"),
+        ([5] * 60, r"Prompt length (60) exceeds maximum input length (50)"),
+        ([5, 100000], "0..255"),
+        ([-1], "0..255"),
+    ],
+)
+def test_refused_prompts_say_why(checkpoint, tmp_path, prompt, message):
+    core = start_core(checkpoint, max_input_len=50)
+    with serve(core, tmp_path) as client:
+        good = client.submit([5, 6, 7], SamplingParams(max_tokens=5, temperature=0.0))
+        bad = client.submit(prompt, LONG)
+        client.wait([good, bad])
+        assert message in client.failure[bad].message
+        assert len(client.tokens[good]) == 5
+
+
+def test_full_queue_is_refused(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_num_seqs=1, max_queue_size=2)
+    with serve(core, tmp_path) as client:
+        first = client.submit([5, 6, 7], LONG)
+        while not client.tokens[first]:
+            client.receive()
+        ids = [client.submit([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0)) for _ in range(4)]
+        client.wait([first, *ids])
+        assert sorted(i for i in ids if i in client.failure) == ids[2:]
+        assert "Maximum queue size of 2" in client.failure[ids[3]].message
+
+
+def test_status_counts_pages_and_requests(checkpoint, tmp_path):
+    core = start_core(checkpoint, enable_kv_cache_reuse=False)
+    with serve(core, tmp_path, wants_status=True) as client:
+        one = client.submit([5] * 33, LONG)
+        client.wait([one])
+        busy = [s for s in client.statuses if s.requests_running]
+        assert busy and all(s.pages_used >= 3 for s in busy)
+        deadline = time.monotonic() + 10
+        while client.statuses[-1].requests_active and time.monotonic() < deadline:
+            client.receive()
+        last = client.statuses[-1]
+        assert (last.pages_used, last.requests_active, last.generated_tokens) == (0, 0, 200)
+
+
+def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
+    core = start_core(checkpoint)
+    with serve(core, tmp_path) as client:
+        client._socket.send(b"\xff\x00garbage")
+        client._socket.send_multipart([b"a", b"b", b"c"])
+        assert len(client.generate([[5]], SamplingParams(max_tokens=3, temperature=0.0))[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_seq_len": 4096}, "at most that"),
+        ({"max_input_len": 256, "max_seq_len": 256}, "max_seq_len - 1"),
+        ({"tokens_per_block": 24}, "16, 32, 64 or 128"),
+        ({"max_num_tokens_while_decoding": 4}, "leave nothing for prompts"),
+        (
+            {"enable_chunked_context": False, "max_num_tokens": 64, "max_num_seqs": 8},
+            "enable_chunked_context",
+        ),
+        ({"kv_cache_free_gpu_mem_fraction": 1.5}, "(0, 1]"),
+    ],
+)
+def test_contradicting_limits_are_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        resolve_limits(EngineConfig(model_dir="x", **settings), 1024)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"model_dir": "m", "max_num_seqs": "many"}, "max_num_seqs"),
+        ({"model_dir": "m", "enable_kv_cache_reuse": "maybe"}, "true or false"),
+        ({"model_dir": "m", "attention_backend": "fa9"}, "attention_backend"),
+        ({"max_num_seqs": "4"}, "model_dir"),
+    ],
+)
+def test_bad_parameters_are_named(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_parameters(parameters)
+
+
+def test_parameters_are_parsed():
+    config = EngineConfig.from_parameters(
+        {
+            "model_dir": "m",
+            "max_num_seqs": "12",
+            "max_seq_len": "auto",
+            "enable_kv_cache_reuse": "FALSE",
+            "cuda_graph_batch_sizes": "1,2,8",
+            "max_input_len": "${max_input_len}",
+            "unrelated": "x",
+        }
+    )
+    assert (config.max_num_seqs, config.max_seq_len, config.enable_kv_cache_reuse) == (12, 0, False)
+    assert config.cuda_graph_batch_sizes == [1, 2, 8]
+
+
+def test_engine_process_ends_with_its_server(checkpoint, tmp_path):
+    """The real process: it serves while the "server" lives and leaves no socket behind."""
+    (tmp_path / "engine.json").write_text(
+        f'{{"model_dir": "{checkpoint}", "device": "cpu", "max_seq_len": 128}}'
+    )
+    server = subprocess.Popen(["sleep", "60"])
+    engine = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "flashinfer_backend.engine",
+            "--run-dir",
+            str(tmp_path),
+            "--server-pid",
+            str(server.pid),
+            "--config",
+            str(tmp_path / "engine.json"),
+        ]
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "engine.sock").exists():
+            assert engine.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        server.kill()
+        server.wait()
+        assert engine.wait(10) == 0
+        assert not (tmp_path / "engine.sock").exists()
+    finally:
+        for process in (server, engine):
+            process.kill()
+            process.wait()
