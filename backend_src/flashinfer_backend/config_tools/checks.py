@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knobs that contradict each other or the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.paths import resolve_model_dir
+
+DEFAULT_MAX_SEQ_LEN = 32768
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+
+def check(values: dict[str, str]) -> list[str]:
+    """Problems of a complete set of values (settings.complete), each with what would be right."""
+    problems: list[str] = []
+    model = _check_checkpoint(values, problems)
+    _check_tokenizer(values, problems)
+    _check_lengths(values, model, problems)
+    _check_batches(values, problems)
+    _check_device(values, model, problems)
+    return problems
+
+
+def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfig | None:
+    name = values["model_dir"]
+    try:
+        folder = resolve_model_dir(name)
+    except FileNotFoundError as error:
+        problems.append(f"model_dir={name}: {error}")
+        return None
+    if values["load_format"] != "dummy":
+        problem = _weights_problem(folder)
+        if problem:
+            problems.append(f"model_dir={name}: {problem}; load_format=dummy runs without weights")
+    try:
+        return ModelConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        problems.append(f"model_dir={name}: {error}")
+        return None
+
+
+def _weights_problem(folder: Path) -> str | None:
+    if (folder / WEIGHT_FILES[0]).is_file():
+        return None
+    index = folder / WEIGHT_FILES[1]
+    if not index.is_file():
+        other = " (only other formats: convert them)" if list(folder.glob("*.bin")) else ""
+        return f"has no weights: expected {' or '.join(WEIGHT_FILES)}{other}"
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return f"{index.name} is not an index of safetensors files: it has no weight_map"
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    return f"lacks {', '.join(missing)}, which {index.name} names" if missing else None
+
+
+def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
+    name = values["tokenizer_dir"]
+    try:
+        folder = resolve_model_dir(name)
+    except FileNotFoundError as error:
+        if name != values["model_dir"]:
+            problems.append(f"tokenizer_dir={name}: {error}")
+        return
+    if not (folder / TOKENIZER_FILE).is_file():
+        problems.append(f"tokenizer_dir={name}: has no {TOKENIZER_FILE}; name a folder which has one")
+
+
+def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
+    limit = model.max_position_embeddings if model else None
+    if values["max_seq_len"] == "auto":
+        max_seq_len = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+        shown = f"max_seq_len (auto: {max_seq_len})"
+    else:
+        max_seq_len = int(values["max_seq_len"])
+        shown = f"max_seq_len={max_seq_len}"
+    if model:
+        try:
+            model.check_max_seq_len(max_seq_len)
+        except ValueError as error:
+            problems.append(f"max_seq_len={values['max_seq_len']}: {error}")
+    if values["max_input_len"] == "auto":
+        max_input_len = max_seq_len - 1
+        input_shown = f"max_input_len (auto: {max_input_len})"
+    else:
+        max_input_len = int(values["max_input_len"])
+        input_shown = f"max_input_len={max_input_len}"
+        if max_input_len >= max_seq_len:
+            problems.append(
+                f"max_input_len={max_input_len} should be at most {max_seq_len - 1}: {shown} has to hold the "
+                "prompt and at least one new token"
+            )
+    num_seqs = int(values["max_num_seqs"])
+    budget, busy_budget = int(values["max_num_tokens"]), int(values["max_num_tokens_while_decoding"])
+    if busy_budget < num_seqs:
+        problems.append(
+            f"max_num_tokens_while_decoding={busy_budget} should be at least max_num_seqs={num_seqs}: each "
+            "running sequence takes one token of every step"
+        )
+    if busy_budget > budget:
+        problems.append(
+            f"max_num_tokens_while_decoding={busy_budget} should be at most max_num_tokens={budget}, the "
+            "budget of a step in which nothing streams"
+        )
+    if values["enable_chunked_context"] == "false" and max_input_len > budget:
+        problems.append(
+            f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
+            f"since a prompt of {input_shown} tokens has to fit one step; or set a smaller max_input_len"
+        )
+    if values["max_tokens_in_paged_kv_cache"] != "auto":
+        cache = int(values["max_tokens_in_paged_kv_cache"])
+        if cache < max_seq_len:
+            problems.append(
+                f"max_tokens_in_paged_kv_cache={cache} should be at least {max_seq_len}, or max_seq_len at "
+                f"most {cache}: a sequence of {shown} tokens could never finish"
+            )
+
+
+def _check_batches(values: dict[str, str], problems: list[str]) -> None:
+    largest = int(values["triton_max_batch_size"])
+    too_large = [n for n in values["preferred_batch_size"].split(",") if int(n) > largest]
+    if too_large:
+        problems.append(
+            f"preferred_batch_size={','.join(too_large)} should be at most triton_max_batch_size={largest}"
+        )
+    if values["cuda_graph_batch_sizes"] not in ("auto", "none"):
+        num_seqs = int(values["max_num_seqs"])
+        too_large = [n for n in values["cuda_graph_batch_sizes"].split(",") if int(n) > num_seqs]
+        if too_large:
+            problems.append(
+                f"cuda_graph_batch_sizes={','.join(too_large)} should be at most max_num_seqs={num_seqs}: "
+                "larger batches do not occur"
+            )
+
+
+def _check_device(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
+    backend, dtype = values["attention_backend"], values["dtype"]
+    graphs = values["cuda_graph_batch_sizes"]
+    if values["device"] == "cpu":
+        if backend in ("fa2", "xqa"):
+            problems.append(
+                f"attention_backend={backend} needs a GPU: with device=cpu it should be torch or auto"
+            )
+        if dtype in ("bfloat16", "float16"):
+            problems.append(f"dtype={dtype} needs a GPU: with device=cpu it should be float32 or auto")
+        if graphs not in ("auto", "none"):
+            problems.append(
+                f"cuda_graph_batch_sizes={graphs} needs a GPU: with device=cpu it should be none or auto"
+            )
+        return
+    if backend in ("fa2", "xqa"):
+        if dtype == "float32":
+            problems.append(
+                f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "
+                "attention_backend=torch"
+            )
+        if model and model.head_dim not in FLASHINFER_HEAD_DIMS:
+            problems.append(
+                f"attention_backend={backend} has head_dim {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, and "
+                f"the checkpoint's is {model.head_dim}: set attention_backend=torch"
+            )
+    if backend == "torch" and graphs not in ("auto", "none"):
+        problems.append(
+            f"cuda_graph_batch_sizes={graphs} needs FlashInfer's attention: with attention_backend=torch it "
+            "should be none or auto"
+        )

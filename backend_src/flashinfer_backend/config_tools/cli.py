@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of build.py."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+from flashinfer_backend.config_tools import checks, output, patch, settings
+from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, Knob
+from flashinfer_backend.config_tools.trt_names import FOREIGN
+
+EXIT_REFUSED = 2
+
+
+def main(model_repo: Path, argv: list[str] | None = None) -> int:
+    """Run build.py on the defaults in `model_repo`. Returns the exit status; 2 = refused, nothing written."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.list_knobs:
+        print(markdown_table() if args.markdown else text_table(), end="")
+        return 0
+    if args.markdown:
+        parser.error("--markdown belongs to --list-knobs")
+    if args.output is None:
+        parser.error("--output DIR is needed")
+    problems: list[str] = []
+    values = _values(args, problems)
+    _check_places(args.llm_name, args.output, model_repo, problems)
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        print(f"build.py: nothing was written, {len(problems)} to correct:\n{listed}", file=sys.stderr)
+        return EXIT_REFUSED
+    command = _command(args)
+    files = patch.render(model_repo, values, args.llm_name, command)
+    if args.diff:
+        defaults = patch.render(model_repo, settings.complete({}), LLM, "python3 build.py")
+        print(output.diff(args.output, defaults, files), end="")
+    else:
+        try:
+            output.replace_folder(args.output, output.with_record(files, command))
+        except OSError as error:
+            print(f"build.py: cannot write {args.output}: {error}", file=sys.stderr)
+            return EXIT_REFUSED
+        print(f"{args.output}: ready for tritonserver --model-repository")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="build.py", description="Write a deployable model repository: model_repo with knobs set."
+    )
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder, the same as --set model_dir=DIR")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write, new or built before")
+    parser.add_argument("--profile", metavar="FILE", type=Path, help="TOML file with a [knobs] table")
+    parser.add_argument(
+        "--set", metavar="KNOB=VALUE", nargs="+", action="extend", default=[],
+        help="set knobs; wins over the profile",
+    )  # fmt: skip
+    parser.add_argument(
+        "--llm-name", metavar="NAME", default=LLM,
+        help="name of the llm model (default: llm); clients of TensorRT-LLM's own model use tensorrt_llm",
+    )  # fmt: skip
+    parser.add_argument("--diff", action="store_true", help="show what would change, write nothing")
+    parser.add_argument("--list-knobs", action="store_true", help="show all knobs")
+    parser.add_argument("--markdown", action="store_true", help="with --list-knobs: as docs/knobs.md")
+    return parser
+
+
+def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
+    """A value for every knob; meaningful only while there are no problems."""
+    pairs = settings.split_assignments(args.set, problems)
+    if args.model is not None:
+        pairs.insert(0, ("model_dir", args.model))
+    chosen = {}
+    if args.profile is not None:
+        from_file = settings.read_profile(args.profile, problems)
+        chosen = settings.parse_pairs(from_file, f"profile {args.profile}", problems)
+    chosen |= settings.parse_pairs(pairs, "--set", problems)
+    values = settings.complete(chosen)
+    problems += checks.check(values)
+    return values
+
+
+def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[str]) -> None:
+    taken = [model for model in MODELS if model != LLM]
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", llm_name) or llm_name in taken:
+        problems.append(
+            f"--llm-name {llm_name}: should be of letters, digits, _ - and ., and not {' or '.join(taken)}"
+        )
+    if model_repo.resolve() in (target.resolve(), *target.resolve().parents):
+        problems.append(f"--output {target}: lies in the defaults' own folder {model_repo}; name another")
+    elif reason := output.obstacle(target):
+        problems.append(f"--output {reason}")
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command in one line, without --output: what a build contains does not depend on where it is."""
+    words = ["python3", "build.py"]
+    if args.model is not None:
+        words += ["--model", args.model]
+    if args.profile is not None:
+        words += ["--profile", str(args.profile)]
+    if args.set:
+        words += ["--set", *args.set]
+    if args.llm_name != LLM:
+        words += ["--llm-name", args.llm_name]
+    return " ".join(shlex.join(words).split("\n"))
+
+
+def _row(knob: Knob) -> tuple[str, str, str, str, str, str]:
+    models = ", ".join(dict.fromkeys(model for model, _ in knob.places))
+    names = [knob.name] if knob.in_trt else []
+    names += knob.aliases
+    return knob.name, knob.default, knob.expected(), models, ", ".join(names) or "-", knob.meaning
+
+
+def text_table() -> str:
+    """All knobs, for a terminal."""
+    blocks = []
+    for knob in KNOBS:
+        name, default, expected, models, trt_name, meaning = _row(knob)
+        blocks.append(
+            f"{name} = {default}\n"
+            + textwrap.fill(meaning, 100, initial_indent="    ", subsequent_indent="    ")
+            + f"\n    values: {expected}\n    models: {models}   TensorRT-LLM: {trt_name}\n"
+        )
+    return "\n".join(blocks)
+
+
+def markdown_table() -> str:
+    """docs/knobs.md."""
+    lines = [
+        "<!-- Generated by: python3 build.py --list-knobs --markdown > docs/knobs.md -->",
+        "# Knobs",
+        "",
+        "Set with `python3 build.py --set knob=value ...` or in the `[knobs]` table of a TOML file "
+        "(`--profile FILE`); `--set` wins.",
+        "Each is written to config.pbtxt of the models named; `model_repo/` holds the defaults. Values that "
+        "contradict each other or the checkpoint are refused.",
+        "Booleans may be written true, True, TRUE, 1 and false, False, FALSE, 0.",
+        "",
+        "| knob | default | values | models | name in TensorRT-LLM | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(_row(knob))} |" for knob in KNOBS]
+    lines += [
+        "",
+        "## TensorRT-LLM's other names",
+        "",
+        "These are accepted where they ask for what happens anyway, and refused otherwise.",
+        "",
+        "| name | accepted | why nothing else |",
+        "|---|---|---|",
+    ]
+    for name, foreign in FOREIGN.items():
+        lines.append(f"| {name} | {', '.join(foreign.accepted) or '-'} | {foreign.hint} |")
+    return "\n".join(lines) + "\n"

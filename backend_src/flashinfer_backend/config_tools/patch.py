@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts knob values into the protobufs of model_repo and renders the files of a deployable repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.message import Message
+from tritonclient.grpc import model_config_pb2
+
+from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, POST
+
+HEADER = """\
+# Generated; edit the knobs, not this file: the next build refuses to overwrite a changed one.
+#   {command}
+"""
+
+
+def load_templates(model_repo: Path) -> dict[str, Any]:
+    """ModelConfig of each model of a repository with the default names."""
+    return {
+        model: text_format.Parse(
+            (model_repo / model / "config.pbtxt").read_text(encoding="utf-8"), model_config_pb2.ModelConfig()
+        )
+        for model in MODELS
+    }
+
+
+def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str) -> None:
+    """Set every knob of a complete set of values in the ModelConfigs, and the llm model's name, in place."""
+    for knob in KNOBS:
+        for model, field in knob.places:
+            set_field(configs[model], field, values[knob.name])
+    configs[LLM].name = llm_name
+    set_field(configs[POST], "parameters.llm_model_name", llm_name)
+    for step in configs["ensemble"].ensemble_scheduling.step:
+        if step.model_name == LLM:
+            step.model_name = llm_name
+
+
+def set_field(config: Any, field: str, text: str) -> None:
+    """Set the field at a dotted path (see Knob.places) from its text.
+
+    Raises KeyError for a parameter and IndexError for a repeated message that the config does not have:
+    the templates hold every knob, so that a deployed file differs from them in values only.
+    """
+    *path, name = field.split(".")
+    if path == ["parameters"]:
+        if name not in config.parameters:
+            raise KeyError(f"{config.name} has no parameter {name}")
+        config.parameters[name].string_value = text
+        return
+    message: Any = config
+    for part in path:
+        message = getattr(message, part)
+        if not isinstance(message, Message):
+            message = message[0]
+    value = getattr(message, name)
+    if isinstance(value, bool):
+        setattr(message, name, text == "true")
+    elif isinstance(value, int):
+        setattr(message, name, int(text))
+    else:
+        value[:] = [int(part) for part in text.split(",")]
+
+
+def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str) -> dict[str, bytes]:
+    """Content of each file of the repository, by path relative to it. Equal arguments give equal bytes."""
+    configs = load_templates(model_repo)
+    apply(configs, values, llm_name)
+    files = {}
+    for model, config in configs.items():
+        folder = llm_name if model == LLM else model
+        text = HEADER.format(command=command) + "\n" + text_format.MessageToString(config)
+        files[f"{folder}/config.pbtxt"] = text.encode()
+        for path in sorted((model_repo / model / "1").iterdir()):
+            if path.is_file():
+                files[f"{folder}/1/{path.name}"] = path.read_bytes()
+    return files

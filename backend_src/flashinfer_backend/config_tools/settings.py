@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the user wrote to one value for every knob. Problems are collected, not raised one by one."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS
+from flashinfer_backend.config_tools.trt_names import FOREIGN
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
+    """(knob, value as text) pairs of the [knobs] table of a TOML file."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"profile {path}: cannot be read: {error.strerror}")
+        return []
+    except ValueError as error:
+        problems.append(f"profile {path}: is not valid TOML: {error}")
+        return []
+    knobs = data.pop("knobs", None)
+    if data or not isinstance(knobs, dict):
+        found = f"; found also {', '.join(sorted(data))}" if data else ""
+        problems.append(f"profile {path}: should hold one table, [knobs]{found}")
+        return []
+    pairs = []
+    for name, value in knobs.items():
+        text = _toml_text(value)
+        if text is None:
+            problems.append(
+                f"profile {path}: {name} should be a string, number, boolean or list of integers, "
+                f"not {type(value).__name__}"
+            )
+        else:
+            pairs.append((name, text))
+    return pairs
+
+
+def _toml_text(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float | str):
+        return str(value)
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return ",".join(map(str, value))
+    return None
+
+
+def split_assignments(assignments: Iterable[str], problems: list[str]) -> list[tuple[str, str]]:
+    """(knob, value) pairs of "knob=value" texts."""
+    pairs = []
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if equals:
+            pairs.append((name.strip(), value.strip()))
+        else:
+            problems.append(f"--set {assignment}: should be knob=value")
+    return pairs
+
+
+def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[str]) -> dict[str, str]:
+    """Checked values by knob name. Unknown names, bad values and a knob set twice are problems."""
+    values: dict[str, str] = {}
+    for name, text in pairs:
+        if name in FOREIGN:
+            refusal = FOREIGN[name].refusal(text.strip())
+            if refusal:
+                problems.append(f"{source}: {name}={text}: {refusal}")
+            continue
+        if name not in BY_NAME:
+            problems.append(f"{source}: unknown knob {name!r}{_did_you_mean(name)}")
+            continue
+        knob = BY_NAME[name]
+        try:
+            value = knob.parse(text)
+        except ValueError as error:
+            problems.append(f"{source}: {name}={text}: {error}{_instead(knob.name, text)}")
+            continue
+        if values.setdefault(knob.name, value) != value:
+            problems.append(f"{source}: {name}={text}: already set to {values[knob.name]}; set it once")
+    return values
+
+
+def complete(chosen: dict[str, str]) -> dict[str, str]:
+    """A value for every knob: the chosen ones, defaults, and for two knobs what follows from others."""
+    values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
+    if values["tokenizer_dir"] == "auto":
+        values["tokenizer_dir"] = values["model_dir"]
+    if values["preferred_batch_size"] == "auto":
+        values["preferred_batch_size"] = values["triton_max_batch_size"]
+    return values
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name, [*BY_NAME, *FOREIGN], n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else "; --list-knobs shows all"
+
+
+def _instead(name: str, text: str) -> str:
+    """What to add where a refused value has a meaning in TensorRT-LLM."""
+    if name == "batching_strategy" and text.lower() == "v1":
+        return "; static batching is not supported"
+    return ""
