@@ -39,6 +39,8 @@ class EngineDown(RuntimeError):
 class Sink(Protocol):
     """Takes what the engine sends for one sequence; called on the link's thread, must not block."""
 
+    handle: int  # set by submit() before anything can arrive
+
     def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
         """A token (or NO_TOKEN) and a finish code; nothing follows a code other than RUNNING."""
 
@@ -97,7 +99,7 @@ class Endpoint:
             if not self._up:
                 raise EngineDown(ENGINE_DOWN)
             self._last_id = local_id = self._last_id % 0x7FFFFFFF + 1
-            handle = protocol.make_handle(self._pid, local_id)
+            sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
             self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, share_prompt_with)))
         os.eventfd_write(self._wake, 1)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The llm model: token ids in, token ids out. A thin adapter between Triton and the engine process."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.paths import resolve_model_dir, run_dir
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.endpoint import Endpoint, EngineDown
+from flashinfer_backend.transport.supervisor import Supervisor
+from flashinfer_backend.triton.outputs import Place
+from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
+from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
+from flashinfer_backend.triton.responder import Responder
+from flashinfer_backend.triton.sequence import Sequence
+
+DRAIN_S = 5.0  # how long a reload waits for errors of open requests to be sent
+REQUEST_TYPES = ("context_and_generation",)
+
+
+class TritonPythonModel:
+    """Triton's interface."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Starts the engine or attaches to it. Raises what is wrong with the settings or the engine."""
+        import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
+
+        self._pb = pb_utils
+        self._name = args["model_name"]
+        self._parameters = read_parameters(args["model_config"])
+        model_config = json.loads(args["model_config"])
+        config = EngineConfig.from_parameters(self._parameters)
+        server_pid = os.getppid()  # tritonserver starts its stubs itself
+        period_ms = int(self._parameters.get("cancellation_check_period_ms", "100"))
+        self._responder = Responder(pb_utils, period_ms / 1000)
+        supervisor = Supervisor(run_dir(server_pid, self._name), server_pid, msgspec.json.encode(config))
+        self._endpoint = self._responder.endpoint = Endpoint(
+            supervisor, on_stop=self._responder.stop, on_replaced=self._reload_soon
+        )
+        try:
+            status = self._endpoint.wait_ready()
+        except Exception:
+            self.finalize()
+            raise
+        self._limits = Limits(
+            vocab_size=status.vocab_size,
+            max_input_len=status.max_input_len,
+            decoupled=model_config.get("model_transaction_policy", {}).get("decoupled", False),
+            default_exclude_input=flag_parameter(self._parameters, "exclude_input_in_output", False),
+            guided_decoding=config.guided_decoding_backend != "none",
+        )
+
+    def is_ready(self) -> bool:
+        """Asked by newer servers for the model's readiness."""
+        return self._endpoint.up
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hands the requests to the engine; sender threads answer them."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._accept(request, sender)
+            except ValueError as error:
+                self._responder.refuse(sender, str(error), self._pb.TritonError.INVALID_ARG)
+            except EngineDown as error:
+                self._responder.refuse(sender, str(error), self._pb.TritonError.UNAVAILABLE)
+
+    def finalize(self) -> None:
+        """Leaves the engine, which ends with the last instance."""
+        self._endpoint.close()
+        self._responder.close()
+
+    def _accept(self, request: Any, sender: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if is_stop(tensors):
+            self._stop(request, sender)
+            return
+        _check_type(request.parameters())
+        rows = parse_request(tensors, self._limits)
+        opened, schedule = self._responder.open(
+            sender, request.request_id(), set(request.requested_output_names())
+        )
+        for index, row in enumerate(rows):
+            for number in range(row.num_return_sequences):
+                place = Place(
+                    batch_index=index if len(rows) > 1 else None,
+                    sequence_index=number if row.num_return_sequences > 1 else None,
+                )
+                opened.sequences.append(Sequence(opened, row, place, schedule))
+        opened.remaining = len(opened.sequences)
+        try:
+            self._submit(opened.sequences)
+        except EngineDown as error:
+            self._responder.drop(opened, str(error), self._pb.TritonError.UNAVAILABLE)
+
+    def _submit(self, sequences: list[Sequence]) -> None:
+        first: Sequence | None = None
+        for sequence in sequences:
+            row, number = sequence.row, sequence.place.sequence_index or 0
+            params = sequence.match_stop_words(self._decoder) if row.stop_words else row.params
+            if number:
+                # Sequences of one prompt differ by their seed alone.
+                params = msgspec.structs.replace(params, seed=(params.seed + number) % 2**64)
+            else:
+                first = sequence
+            shared = first.handle if number and first is not None else 0
+            self._endpoint.submit(sequence, row.prompt.tobytes(), params, shared)
+
+    def _stop(self, request: Any, sender: Any) -> None:
+        request_id = request.request_id()
+        if not request_id:
+            raise ValueError(
+                "Trying to stop a request but request ID is not provided; send the id of the request to stop"
+            )
+        self._endpoint.tell_stop(request_id)
+        final = self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if self._limits.decoupled:
+            sender.send(flags=final)
+        else:  # exactly one response is due
+            sender.send(self._pb.InferenceResponse(output_tensors=[]), flags=final)
+
+    @cached_property
+    def _decoder(self) -> DeltaDecoder:
+        folder = self._parameters.get("tokenizer_dir", self._parameters["model_dir"])
+        return DeltaDecoder(TextTokenizer(resolve_model_dir(folder)).backend)
+
+    def _reload_soon(self) -> None:
+        threading.Thread(target=self._reload, name="reload", daemon=True).start()
+
+    def _reload(self) -> None:
+        """Has Triton reload the model, so that it and the ensemble report not ready until the new engine
+        is: servers without is_ready() know no other way. Possible under explicit model control only;
+        otherwise the model goes on as it is, with an error for each request until the engine is back.
+        """
+        pb, log = self._pb, self._pb.Logger
+        try:
+            pb.unload_model(self._name)
+        except Exception as error:
+            log.log_warn(f"the engine is restarted while {self._name} goes on reporting ready: {error}")
+            return
+        # load_model() keeps the interpreter to itself until the new instances are ready.
+        deadline = time.monotonic() + DRAIN_S
+        while not self._responder.idle and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            pb.load_model(self._name)
+        except Exception as error:
+            log.log_error(f"{self._name} cannot be loaded again after its engine ended: {error}")
+
+
+def _check_type(parameters: str) -> None:
+    """Refuses a request for disaggregated serving (a request parameter, not a tensor)."""
+    if "request_type" not in parameters:
+        return
+    kind = json.loads(parameters).get("request_type", REQUEST_TYPES[0])
+    if kind not in REQUEST_TYPES:
+        raise ValueError(f"request_type is {kind!r}; only {REQUEST_TYPES[0]} is supported")

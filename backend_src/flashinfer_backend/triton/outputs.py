@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a response of the llm model holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, pack_chunk_context
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton.requests import Row
+
+FINISH_REASONS = {
+    protocol.FINISHED_END_ID: "stop",
+    protocol.FINISHED_STOP_WORDS: "stop",
+    protocol.FINISHED_LENGTH: "length",
+    protocol.FINISHED_CANCELLED: "cancelled",
+}
+
+
+@dataclass
+class Chunk:
+    """New ids of a sequence that go out in one response. `code`: other than RUNNING in the last one.
+    `max_chars`: where postprocessing cuts the chunk's text."""
+
+    ids: list[int]
+    code: int = protocol.RUNNING
+    max_chars: int = NO_LIMIT
+    extras: list[protocol.RowExtras] = field(default_factory=list)
+
+    @property
+    def last(self) -> bool:
+        return self.code != protocol.RUNNING
+
+
+@dataclass
+class Place:
+    """Which of a request's sequences a response belongs to; None where the request has only one."""
+
+    batch_index: int | None = None
+    sequence_index: int | None = None
+
+
+def chunk_outputs(
+    row: Row, place: Place, handle: int, chunk: Chunk, context_ids: list[int], cum_log_prob: float
+) -> dict[str, np.ndarray]:
+    """Tensors by output name, each with a leading batch dimension of 1.
+
+    A row that does not stream is answered with one chunk, in which the prompt comes first unless the
+    row excludes it. `context_ids`: ids sent before. `cum_log_prob`: sum over the sequence so far.
+    """
+    ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
+    if not row.streaming:
+        flags |= WHOLE
+        if not row.exclude_input:
+            ids = [*row.prompt.tolist(), *ids]
+    outputs = {
+        "output_ids": np.array([[ids]], dtype=np.int32),
+        "sequence_length": np.array([[len(ids)]], dtype=np.int32),
+        "chunk_context": pack_chunk_context(handle, flags, max_chars, context_ids),
+    }
+    if chunk.last:
+        outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
+    for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):
+        if index is not None:
+            outputs[name] = _integer(index)
+    if row.return_num_input_tokens:
+        outputs["num_input_tokens"] = _integer(len(row.prompt))
+    if row.return_num_output_tokens:
+        outputs["num_output_tokens"] = _integer(len(chunk.ids))
+    _add_extras(outputs, row, chunk, cum_log_prob)
+    return outputs
+
+
+def _add_extras(outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float) -> None:
+    params, extras = row.params, chunk.extras
+    if params.log_probs:
+        log_probs = [e.log_prob for e in extras if e.log_prob is not None][: len(chunk.ids)]
+        outputs["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
+        outputs["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
+    if params.generation_logits:
+        rows = [_logits(e.generation_logits, 1)[0] for e in extras if e.generation_logits is not None]
+        if rows:
+            outputs["generation_logits"] = np.stack(rows)[None, None, : len(chunk.ids)]
+    for extra in extras:
+        if extra.context_logits is not None:
+            outputs["context_logits"] = _logits(extra.context_logits, len(row.prompt))[None]
+        if extra.perf is not None:
+            outputs.update(perf_outputs(extra.perf))
+
+
+def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
+    """Times and KV page counts of a finished sequence."""
+    return {
+        "kv_cache_alloc_new_blocks": _integer(perf.new_pages),
+        "kv_cache_reused_blocks": _integer(perf.reused_pages),
+        "kv_cache_alloc_total_blocks": _integer(perf.new_pages + perf.reused_pages),
+        "arrival_time_ns": np.array([[perf.arrival_ns]], dtype=np.int64),
+        "first_scheduled_time_ns": np.array([[perf.first_scheduled_ns]], dtype=np.int64),
+        "first_token_time_ns": np.array([[perf.first_token_ns]], dtype=np.int64),
+        "last_token_time_ns": np.array([[perf.last_token_ns]], dtype=np.int64),
+        # No speculative decoding: nothing is drafted, nothing accepted.
+        "acceptance_rate": np.zeros((1, 1), dtype=np.float32),
+        "total_accepted_draft_tokens": _integer(0),
+        "total_draft_tokens": _integer(0),
+    }
+
+
+def _integer(value: int) -> np.ndarray:
+    return np.array([[value]], dtype=np.int32)
+
+
+def _logits(data: bytes, rows: int) -> np.ndarray:
+    return np.frombuffer(data, dtype="<f4").reshape(rows, -1)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of TensorRT-LLM's model that ask for what this backend does not do.
+
+They are declared in config.pbtxt so that a client which sends one is told, instead of getting an
+answer that ignores it. A value that asks for nothing (beam_width 1, an empty tensor) passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+_FEATURES = {
+    "encoder_input_features": "encoder-decoder models",
+    "encoder_output_lengths": "encoder-decoder models",
+    "cross_attention_mask": "encoder-decoder models",
+    "skip_cross_attn_blocks": "encoder-decoder models",
+    "mrope_rotary_cos_sin": "multimodal prompts",
+    "mrope_position_deltas": "multimodal prompts",
+    "prompt_embedding_table": "prompt tuning",
+    "prompt_table_extra_ids": "prompt tuning",
+    "prompt_vocab_size": "prompt tuning",
+    "lora_task_id": "LoRA",
+    "lora_weights": "LoRA",
+    "lora_config": "LoRA",
+    "draft_input_ids": "speculative decoding",
+    "draft_logits": "speculative decoding",
+    "draft_acceptance_threshold": "speculative decoding",
+    "lookahead_window_size": "lookahead decoding",
+    "lookahead_ngram_size": "lookahead decoding",
+    "lookahead_verification_set_size": "lookahead decoding",
+    "context_phase_params": "disaggregated serving",
+    "retention_token_range_starts": "KV cache retention",
+    "retention_token_range_ends": "KV cache retention",
+    "retention_token_range_priorities": "KV cache retention",
+    "retention_token_range_durations_ms": "KV cache retention",
+    "retention_decode_priority": "KV cache retention",
+    "retention_decode_duration_ms": "KV cache retention",
+}
+
+# The value each of these has when it changes nothing. len_penalty, beam_search_diversity_rate and
+# early_stopping rank beams and runtime_top_p_min and runtime_top_p_reset_ids bound the decay of top_p:
+# without beams and decay they have no effect whatever their value.
+_NEUTRAL = {"beam_width": 1, "runtime_top_p_decay": 1.0}
+_MEANING = {"beam_width": "beam search", "runtime_top_p_decay": "a decaying top_p"}
+
+
+def refuse_unsupported(tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError for the first input that asks for something this backend does not do."""
+    for name, tensor in tensors.items():
+        if tensor.size == 0:
+            continue
+        if name in _FEATURES:
+            raise ValueError(f"{name} is not supported: this backend has no {_FEATURES[name]}; leave it out")
+        if name in _NEUTRAL and not (tensor == _NEUTRAL[name]).all():
+            value = tensor.reshape(-1)[0].item()
+            raise ValueError(
+                f"{name} is {value:g}, which is not supported: this backend has no {_MEANING[name]};"
+                f" it should be {_NEUTRAL[name]:g} or left out"
+            )
+    lengths = tensors.get("decoder_input_lengths")
+    decoder_ids = tensors.get("decoder_input_ids")
+    if decoder_ids is not None and decoder_ids.size and (lengths is None or lengths.any()):
+        raise ValueError(
+            "decoder_input_ids is not supported: this backend has no encoder-decoder models; leave it out"
+        )

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Triton request's tensors, checked and split into rows.
+
+Everything a client can get wrong is found here, before the engine sees it. Errors are ValueErrors
+that name the input, say what it holds and what would be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.triton.refused import refuse_unsupported
+from flashinfer_backend.triton.word_lists import embedding_bias, word_list
+
+Tensors = Mapping[str, np.ndarray]
+
+# Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
+GREEDY_TEMPERATURE = 1e-5
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine and the model's configuration allow. `default_*`: where a request is silent."""
+
+    vocab_size: int
+    max_input_len: int
+    decoupled: bool = True
+    default_exclude_input: bool = False
+    guided_decoding: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt of a request: what the engine needs, and what its responses should hold."""
+
+    prompt: np.ndarray  # int32 [n]
+    params: SamplingParams
+    streaming: bool = False
+    exclude_input: bool = False
+    num_return_sequences: int = 1
+    stop_words: list[str] = field(default_factory=list)  # matched on text
+    exclude_stop_words: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+
+
+def is_stop(tensors: Tensors) -> bool:
+    """Whether the request asks to stop the running one with its request id."""
+    stop = tensors.get("stop")
+    return stop is not None and bool(np.any(stop))
+
+
+def parse_request(tensors: Tensors, limits: Limits) -> list[Row]:
+    """The rows of a request. Tensors by input name of the llm model, B rows: input_ids int32 [B, L] or
+    [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]."""
+    refuse_unsupported(tensors)
+    ids, lengths = _prompts(tensors)
+    batch = len(ids)
+    if not limits.decoupled and batch > 1:
+        raise ValueError(
+            f"input_ids holds {batch} prompts: a batch size greater than 1 is only supported if the model is"
+            " deployed using decoupled mode; send one request for each prompt"
+        )
+    reader = _Reader(tensors, batch)
+    return [_row(reader, limits, row, ids[row, : lengths[row]]) for row in range(batch)]
+
+
+def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
+    if "input_ids" not in tensors:
+        raise ValueError("input_ids is missing; it should be INT32 [batch, length]")
+    ids = np.atleast_2d(tensors["input_ids"])
+    if ids.ndim != 2:
+        raise ValueError(f"input_ids has shape {list(ids.shape)}; it should be [batch, length]")
+    if "input_lengths" not in tensors:
+        raise ValueError("input_lengths is missing; it should be INT32 [batch, 1]")
+    given = tensors["input_lengths"]
+    if given.size != len(ids):
+        raise ValueError(
+            f"input_lengths has shape {list(given.shape)}; it should be [{len(ids)}, 1], one length for each"
+            " row of input_ids"
+        )
+    lengths = [int(n) for n in given.flat]
+    for n in lengths:
+        if not 0 < n <= ids.shape[1]:
+            raise ValueError(
+                f"input_lengths holds {n}; it should lie in 1..{ids.shape[1]}, the width of input_ids"
+            )
+    return ids, lengths
+
+
+def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
+    if len(prompt) > limits.max_input_len:
+        raise ValueError(
+            f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}). Shorten"
+            " the prompt, or raise max_input_len when building the model repository"
+        )
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= limits.vocab_size:
+        raise ValueError(
+            f"input_ids holds {low if low < 0 else high}; token ids should lie in 0..{limits.vocab_size - 1}"
+        )
+    streaming = reader.flag(row, "streaming")
+    if streaming and not limits.decoupled:
+        raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
+    sequences = reader.integer(row, "num_return_sequences", 1, at_least=1)
+    if sequences > 1 and not limits.decoupled:
+        raise ValueError(
+            f"num_return_sequences is {sequences}: more than one is only supported if the model is deployed"
+            " using decoupled mode"
+        )
+    return Row(
+        prompt=np.ascontiguousarray(prompt, dtype="<i4"),
+        params=_sampling_params(reader, limits, row),
+        streaming=streaming,
+        exclude_input=reader.flag(row, "exclude_input_in_output", limits.default_exclude_input),
+        num_return_sequences=sequences,
+        stop_words=[word for word in reader.strings(row, "stop_words_text") if word],
+        exclude_stop_words=reader.flag(row, "exclude_stop_words_in_output"),
+        return_num_input_tokens=reader.flag(row, "return_num_input_tokens"),
+        return_num_output_tokens=reader.flag(row, "return_num_output_tokens"),
+    )
+
+
+def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParams:
+    if "request_output_len" not in reader.tensors:
+        raise ValueError("request_output_len (max_tokens) is missing; it should be INT32 [batch, 1]")
+    temperature = reader.number(row, "temperature", 1.0, at_least=0.0)
+    top_k = reader.integer(row, "runtime_top_k", 0, at_least=0)
+    top_p = reader.number(row, "runtime_top_p", 0.0, at_least=0.0)
+    if top_p > 1.0:
+        raise ValueError(f"runtime_top_p (top_p) is {top_p:g}; it should lie in (0, 1], or be 0 for unset")
+    # A request that names neither top_k nor top_p wants the likeliest token, whatever its temperature.
+    greedy = temperature < GREEDY_TEMPERATURE or top_k == 1 or (top_k == 0 and top_p == 0.0)
+    repetition_penalty = reader.number(row, "repetition_penalty", 1.0)
+    if repetition_penalty <= 0.0:
+        raise ValueError(f"repetition_penalty is {repetition_penalty:g}; it should be greater than 0")
+    guide_type, guide = _guide(reader, limits, row)
+    bias_ids, bias_values = embedding_bias(reader.tensors, row, limits.vocab_size)
+    perf = reader.either_flag(row, "return_perf_metrics", "return_kv_cache_reuse_stats")
+    return SamplingParams(
+        max_tokens=reader.integer(row, "request_output_len", 0, at_least=1),
+        min_tokens=reader.either_integer(row, "min_tokens", "min_length", at_least=0),
+        end_id=reader.integer(row, "end_id", -1),
+        temperature=0.0 if greedy else temperature,
+        top_k=top_k,
+        top_p=top_p or 1.0,
+        seed=reader.either_integer(row, "seed", "random_seed", at_least=0),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=reader.number(row, "presence_penalty", 0.0),
+        frequency_penalty=reader.number(row, "frequency_penalty", 0.0),
+        stop_sequences=word_list(reader.tensors, "stop_words_list", row, limits),
+        bad_words=word_list(reader.tensors, "bad_words_list", row, limits),
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        guide_type=guide_type,
+        guide=guide,
+        log_probs=reader.flag(row, "return_log_probs"),
+        context_logits=reader.flag(row, "return_context_logits"),
+        generation_logits=reader.flag(row, "return_generation_logits"),
+        perf_metrics=perf,
+    )
+
+
+def _guide(reader: _Reader, limits: Limits, row: int) -> tuple[str, str]:
+    guide_type = "".join(reader.strings(row, "guided_decoding_guide_type"))
+    guide = "".join(reader.strings(row, "guided_decoding_guide"))
+    if not guide_type and not guide:
+        return "", ""
+    if not limits.guided_decoding:
+        raise ValueError(
+            "guided_decoding_guide is set, but this model was built with guided_decoding_backend none; build"
+            " the model repository with xgrammar"
+        )
+    if guide_type not in GUIDE_TYPES:
+        raise ValueError(
+            f"guided_decoding_guide_type is {guide_type!r}; it should be one of {', '.join(GUIDE_TYPES)}"
+        )
+    if not guide and guide_type != "json":
+        raise ValueError(f"guided_decoding_guide is missing; guide type {guide_type} needs one")
+    return guide_type, guide
+
+
+class _Reader:
+    """Values of one row by input name."""
+
+    def __init__(self, tensors: Tensors, batch: int) -> None:
+        self.tensors = tensors
+        self._batch = batch
+
+    def scalar(self, row: int, name: str) -> Any:
+        """The one value of a row, or None when the input is absent or empty."""
+        values = self.tensors.get(name)
+        if values is None or values.size == 0:
+            return None
+        if values.size != self._batch:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}; it should be [{self._batch}, 1], one value for each"
+                " row of input_ids"
+            )
+        return values.reshape(-1)[row].item()
+
+    def flag(self, row: int, name: str, default: bool = False) -> bool:
+        value = self.scalar(row, name)
+        return default if value is None else bool(value)
+
+    def integer(self, row: int, name: str, default: int, at_least: int | None = None) -> int:
+        value = self.scalar(row, name)
+        if value is None:
+            value = default
+        if at_least is not None and value < at_least:
+            raise ValueError(f"{_known_as(name)} is {value}; it should be at least {at_least}")
+        return int(value)
+
+    def number(self, row: int, name: str, default: float, at_least: float | None = None) -> float:
+        value = self.scalar(row, name)
+        if value is None:
+            return default
+        if not math.isfinite(value):
+            raise ValueError(f"{_known_as(name)} is {value}; it should be a finite number")
+        if at_least is not None and value < at_least:
+            raise ValueError(f"{_known_as(name)} is {value:g}; it should be at least {at_least:g}")
+        return float(value)
+
+    def either_integer(self, row: int, name: str, older_name: str, at_least: int) -> int:
+        """An input with two names; 0 when neither is given."""
+        both = [(n, self.scalar(row, n)) for n in (name, older_name)]
+        given = [(n, value) for n, value in both if value is not None]
+        if len(given) == 2 and given[0][1] != given[1][1]:
+            raise ValueError(
+                f"{name} is {given[0][1]} and {older_name} is {given[1][1]}: they are two names of one value;"
+                " give one, or the same value twice"
+            )
+        return self.integer(row, given[0][0], 0, at_least) if given else 0
+
+    def either_flag(self, row: int, name: str, older_name: str) -> bool:
+        """A flag with two names: true when either is."""
+        return self.flag(row, name) or self.flag(row, older_name)
+
+    def strings(self, row: int, name: str) -> list[str]:
+        """A row's strings of a BYTES input [B, n]."""
+        values = self.tensors.get(name)
+        if values is None or values.size == 0:
+            return []
+        if values.shape[0] != self._batch:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}; its first dimension should be {self._batch}, the"
+                " number of rows of input_ids"
+            )
+        try:
+            return [v if isinstance(v, str) else v.decode() for v in np.atleast_1d(values[row]).flat]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: {error}; it should hold text as UTF-8") from None
+
+
+# The ensemble's name of an input, where it is another one: that is what most clients sent.
+_ENSEMBLE_NAMES = {
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+}
+
+
+def _known_as(name: str) -> str:
+    return f"{name} ({_ENSEMBLE_NAMES[name]})" if name in _ENSEMBLE_NAMES else name

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open requests of one stub and the threads that send their responses."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import traceback
+from typing import Any
+
+from flashinfer_backend.transport.endpoint import Endpoint
+from flashinfer_backend.triton.outputs import Chunk, chunk_outputs
+from flashinfer_backend.triton.sequence import Sequence
+
+# A response costs a round trip to the server, so a few threads overlap their waiting.
+SENDER_THREADS = 4
+# The ensemble never tells llm that its client left (postprocessing does), so it is asked less often.
+ENSEMBLE_CHECK_PERIOD_S = 1.0
+
+
+class OpenRequest:
+    """A Triton request until its final response. Its sequences share one sender thread, so that the
+    order of responses holds and the final flag goes with the last one."""
+
+    def __init__(self, responder: Responder, sender: Any, request_id: str, outputs: set[str]) -> None:
+        self.sender, self.request_id, self.outputs = sender, request_id, outputs
+        self.sequences: list[Sequence] = []
+        self.remaining = 0  # sequences that have not ended
+        self.checked_at = time.monotonic()  # when is_cancelled() was asked last
+        self._responder = responder
+
+    def cancel(self, handle: int) -> None:
+        """Asks the engine to end one sequence."""
+        self._responder.endpoint.cancel(handle)
+
+    def cancel_all(self) -> None:
+        """Asks the engine to end all sequences; each is answered with what it has."""
+        for sequence in list(self.sequences):
+            if sequence.handle and not sequence.ended:
+                self.cancel(sequence.handle)
+
+
+class Responder:
+    """Sends what arrives for the open requests, and looks for clients that left."""
+
+    def __init__(self, pb_utils: Any, check_period_s: float) -> None:
+        """pb_utils: the module triton_python_backend_utils. check_period_s: 0 never asks."""
+        self.endpoint: Endpoint  # set once it exists; the two refer to each other
+        self._pb = pb_utils
+        self._open: dict[int, OpenRequest] = {}  # by id()
+        self._check_period_s = check_period_s
+        self._closing = threading.Event()
+        self._queues: list[queue.SimpleQueue[Sequence | None]] = []
+        self._threads: list[threading.Thread] = []
+        for number in range(SENDER_THREADS):
+            waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+            self._queues.append(waiting)
+            self._threads.append(
+                threading.Thread(
+                    target=self._send_loop, args=(waiting,), name=f"sender {number}", daemon=True
+                )
+            )
+        if check_period_s:
+            self._threads.append(threading.Thread(target=self._check_loop, name="cancellation", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._next_queue = itertools.cycle(self._queues)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._open
+
+    def open(self, sender: Any, request_id: str, outputs: set[str]) -> tuple[OpenRequest, Any]:
+        """A new request and the queue to which its sequences are scheduled (`schedule` of Sequence)."""
+        request = OpenRequest(self, sender, request_id, outputs)
+        self._open[id(request)] = request
+        return request, next(self._next_queue).put
+
+    def refuse(self, sender: Any, message: str, code: Any) -> None:
+        """Answers a request that was never opened with an error."""
+        self._send_error(sender, message, code)
+
+    def drop(self, request: OpenRequest, message: str, code: Any) -> None:
+        """Ends an open request with an error; what the engine still does for it is cancelled."""
+        if self._open.pop(id(request), None) is None:
+            return
+        request.cancel_all()
+        for sequence in request.sequences:
+            sequence.ended = True
+        self._send_error(request.sender, message, code)
+
+    def stop(self, request_id: str) -> None:
+        """Ends the requests with this id early; each is answered with what it has."""
+        for request in list(self._open.values()):
+            if request.request_id == request_id:
+                request.cancel_all()
+
+    def close(self) -> None:
+        """Sends what is queued and ends the threads."""
+        self._closing.set()
+        for waiting in self._queues:
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _send_loop(self, waiting: queue.SimpleQueue[Sequence | None]) -> None:
+        while (sequence := waiting.get()) is not None:
+            try:
+                self._send(sequence)
+            except Exception as error:  # a thread that ends would leave its requests open for ever
+                traceback.print_exc()
+                self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
+
+    def _send(self, sequence: Sequence) -> None:
+        chunk = sequence.take()
+        if chunk is not None:
+            self._send_chunk(sequence, chunk)
+        if sequence.failure is not None and not sequence.ended:
+            message, unavailable = sequence.failure
+            codes = self._pb.TritonError
+            self.drop(sequence.request, message, codes.UNAVAILABLE if unavailable else codes.INTERNAL)
+
+    def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
+        request = sequence.request
+        outputs = chunk_outputs(
+            sequence.row, sequence.place, sequence.handle, chunk, sequence.context_ids, sequence.cum_log_prob
+        )
+        tensors = [self._pb.Tensor(name, value) for name, value in outputs.items() if name in request.outputs]
+        final = False
+        if chunk.last:
+            request.remaining -= 1
+            final = request.remaining == 0
+        if final:
+            self._open.pop(id(request), None)
+            request.sender.send(
+                self._pb.InferenceResponse(output_tensors=tensors),
+                flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+        elif tensors:
+            request.sender.send(self._pb.InferenceResponse(output_tensors=tensors))
+        sequence.sent(chunk)
+
+    def _send_error(self, sender: Any, message: str, code: Any) -> None:
+        error = self._pb.TritonError(message, code)
+        try:
+            sender.send(
+                self._pb.InferenceResponse(output_tensors=[], error=error),
+                flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+        except Exception:
+            traceback.print_exc()
+
+    def _check_loop(self) -> None:
+        while not self._closing.wait(self._check_period_s / 2):
+            for request in list(self._open.values()):
+                now = time.monotonic()
+                in_ensemble = "chunk_context" in request.outputs
+                period = max(self._check_period_s, ENSEMBLE_CHECK_PERIOD_S if in_ensemble else 0.0)
+                if now - request.checked_at < period:
+                    continue
+                request.checked_at = now
+                if request.sender.is_cancelled():
+                    request.cancel_all()

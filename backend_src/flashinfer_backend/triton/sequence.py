@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence of a Triton request: gathers the engine's tokens and cuts them into chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
+from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton.outputs import Chunk, Place
+from flashinfer_backend.triton.requests import Row
+
+if TYPE_CHECKING:
+    from flashinfer_backend.triton.responder import OpenRequest
+
+Item = tuple[int, int, protocol.RowExtras | None]  # token, finish code, extras
+
+
+class Sequence:
+    """Filled by the link's thread, emptied by the one sender thread that its request belongs to.
+
+    What arrives while the sender is busy is taken together and goes out as one chunk, so a server
+    that cannot carry a response per token still keeps up with the tokens.
+    """
+
+    def __init__(
+        self, request: OpenRequest, row: Row, place: Place, schedule: Callable[[Sequence], None]
+    ) -> None:
+        """schedule: has a sender thread call take() soon; it may be called once too often."""
+        self.request, self.row, self.place = request, row, place
+        self.handle = 0
+        self.ended = False
+        self.context_ids: list[int] = []  # the last ids that were sent
+        self.cum_log_prob = 0.0
+        self.failure: tuple[str, bool] | None = None
+        self._schedule = schedule
+        self._arrived: deque[Item] = deque()
+        self._scheduled = False
+        self._kept = Chunk([])  # arrived, but not to be sent yet
+        self._matcher: StopWordMatcher | None = None
+        self._prompt_chars = 0
+
+    def match_stop_words(self, decoder: DeltaDecoder) -> protocol.SamplingParams:
+        """Follows the text for the row's stop words; the parameters that remain for the engine.
+
+        Words without text (special tokens) can be found by their ids only; they stay with the engine.
+        """
+        row = self.row
+        params = row.params
+        if not row.stop_words:
+            return params
+        echo = not row.streaming and not row.exclude_input
+        prompt = row.prompt.tolist() if echo else []
+        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words)
+        # What the prompt adds to the one text that a row without streaming is decoded to.
+        self._prompt_chars = len(decoder.delta([], prompt, last=False))
+        texts = stop_word_texts(params.stop_sequences, decoder)
+        ids = [word for word, text in zip(params.stop_sequences, texts, strict=True) if not text]
+        return protocol.msgspec.structs.replace(params, stop_sequences=ids)
+
+    def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
+        self._arrived.append((token, code, extras))
+        self._wake()
+
+    def on_failure(self, message: str, unavailable: bool) -> None:
+        self.failure = (message, unavailable)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._schedule(self)
+
+    def take(self) -> Chunk | None:
+        """The next chunk to send, or None. Sets `ended` with the last one."""
+        # Cleared first: what arrives from here on schedules the sequence again.
+        self._scheduled = False
+        if self.ended:
+            return None
+        chunk, matched = self._kept, False
+        new_ids: list[int] = []
+        while self._arrived and chunk.code == protocol.RUNNING:
+            token, chunk.code, extras = self._arrived.popleft()
+            if token != protocol.NO_TOKEN:
+                new_ids.append(token)
+            if extras is not None:
+                chunk.extras.append(extras)
+                self.cum_log_prob += extras.log_prob or 0.0
+        if self._matcher is not None and new_ids:
+            matched = self._match(self._matcher, chunk, new_ids)
+        else:
+            chunk.ids += new_ids
+        held = 0
+        if not chunk.last and self._matcher is not None:
+            held = self._matcher.held
+        if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
+            return None
+        self.ended = chunk.last
+        self._kept = Chunk(chunk.ids[len(chunk.ids) - held :])
+        chunk.ids = chunk.ids[: len(chunk.ids) - held]
+        if matched:
+            self.request.cancel(self.handle)
+        return chunk
+
+    def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
+        """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""
+        match = matcher.feed(new_ids)
+        if match is None:
+            chunk.ids += new_ids
+            return False
+        running = chunk.code == protocol.RUNNING
+        chunk.ids += new_ids[: match.ids]
+        chunk.code = protocol.FINISHED_STOP_WORDS
+        if self.row.streaming:
+            chunk.max_chars = match.begin if self.row.exclude_stop_words else match.end
+        else:
+            text_chars = match.text_begin if self.row.exclude_stop_words else match.text_end
+            chunk.max_chars = self._prompt_chars + text_chars
+        return running
+
+    def sent(self, chunk: Chunk) -> None:
+        """Notes what is now the context of the next chunk."""
+        self.context_ids = [*self.context_ids, *chunk.ids][-CONTEXT_IDS:]
