@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole decode steps as CUDA graphs, one per number of rows.
 
-A graph holds everything from the block-table update to the sampled token, so that a replay costs
-the host one upload, one attention plan and one launch.
+A graph holds everything from the last tokens to the next ones, so that a step costs the host one
+upload, the block-table update, one attention plan (which reads the block table) and one launch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 if TYPE_CHECKING:
     from flashinfer_backend.engine.runner import Runner
 
-COLUMNS = 8  # int32 values per row of a graph's input
+COLUMNS = 6  # int32 values per row of a graph's input
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -37,8 +37,7 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._attention: dict[int, object] = {}
-        self._batches: dict[int, torch.Tensor] = {}
+        self._attention: dict[int, Any] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first, so that the others fit its pool
             pool = self._capture(size, pool)
@@ -52,29 +51,25 @@ class DecodeGraphs:
         rows = plan.num_decode
         size = self._sizes[int(np.searchsorted(self._sizes, rows))]
         self._staging.upload(self._columns(plan, size), self._inputs[size])
-        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))  # type: ignore[attr-defined]
+        self._runner.update_block_table(plan.table_updates)
+        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))
         self._graphs[size].replay()
         tokens, logits = self._outputs[size]
         return tokens[:rows], logits[:rows]
 
     def _columns(self, plan: StepPlan, size: int) -> list[np.ndarray]:
-        """The graph's input: seeds [2 size], then seven columns [size]; padding rows are inert."""
-        runner, padding = self._runner, size - plan.num_decode
-        updates = plan.table_updates
-        dummy = runner.dummy_slot
+        """The graph's input: seeds [2 size], then four columns [size]; padding rows are inert."""
+        padding = size - plan.num_decode
 
         def padded(column: np.ndarray, value: int, count: int = padding) -> list[np.ndarray]:
             return [column.view(np.int32), np.full(count, value, np.int32)]
 
-        spare = size - len(updates)
         return [
             *padded(plan.seed, 0, 2 * padding),
-            *padded(plan.decode_slots, dummy),
+            *padded(plan.decode_slots, self._runner.dummy_slot),
             *padded(plan.decode_positions, 0),
             *padded(plan.temperature, 0),
             *padded(plan.banned, -1),
-            *padded(updates[:, 0] * runner.max_pages + updates[:, 1], dummy * runner.max_pages, spare),
-            *padded(np.ascontiguousarray(updates[:, 2]), 0, spare),
         ]
 
     def _batch(self, slots: np.ndarray, positions: np.ndarray, size: int) -> AttentionBatch:
@@ -89,7 +84,7 @@ class DecodeGraphs:
             slots_device=self._inputs[size][2 * size : 3 * size],
         )
 
-    def _capture(self, size: int, pool: tuple[int, int] | None) -> tuple[int, int]:
+    def _capture(self, size: int, pool: Any) -> Any:
         runner = self._runner
         none = np.empty(0, np.int32)
         empty = StepPlan(
@@ -128,8 +123,7 @@ class DecodeGraphs:
         """What is captured; reads only the static input and device state."""
         runner, data = self._runner, self._inputs[size]
         seed = data[: 2 * size].view(torch.int64)
-        slots, positions, temperature, banned, where, pages = data[2 * size :].split(size)
-        runner.block_table.view(-1)[where] = pages
+        slots, positions, temperature, banned = data[2 * size :].split(size)
         hidden = runner.model(
             runner.last_token[slots],
             positions,

@@ -122,7 +122,7 @@ class EngineLoop:
         table = self.scheduler.table
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
-            requests[slot].first_token_ns = time.time_ns()  # type: ignore[union-attr]
+            requests[slot].first_token_ns = time.time_ns()
         extras = self._extras(launched, outcome)
         owners = table.stub[outcome.slots]
         local_ids = table.local_id[outcome.slots]

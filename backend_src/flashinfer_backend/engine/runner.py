@@ -84,7 +84,7 @@ class Runner:
         """Enqueue a step. Steps run in the order of their launches; nothing is waited for."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
             tokens, logits = self.graphs.replay(plan)
-            context_logits = {}
+            context_logits: dict[int, torch.Tensor] = {}
             position = plan.decode_positions + 1
         else:
             logits, position, context_logits = self._forward(plan)
@@ -105,11 +105,9 @@ class Runner:
         offsets = np.repeat(starts - (ends - q_lens), q_lens)
         positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
         samples = np.concatenate([np.ones(plan.num_decode, bool), plan.prefill_samples])
-        updates = plan.table_updates
+        self.update_block_table(plan.table_updates)
         data = self._staging.upload(
             [
-                updates[:, 0] * self.max_pages + updates[:, 1],
-                updates[:, 2],
                 slots,
                 (ends - 1)[samples].astype(np.int32),
                 np.repeat(slots, q_lens),
@@ -127,8 +125,7 @@ class Runner:
             tokens,
             len(plan.prefill_tokens),
         ]
-        where, pages, row_slots, last_rows, token_slots, token_positions, prompt = data.split(sizes)
-        self.block_table.view(-1)[where] = pages
+        row_slots, last_rows, token_slots, token_positions, prompt = data.split(sizes)
         input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
         slot_mapping = self.slot_mapping(token_slots, token_positions)
         self.attention.plan(
@@ -149,6 +146,14 @@ class Runner:
             context_logits[int(plan.prefill_slots[row])] = self.model.logits(chunk)
         logits = self.model.logits(hidden[last_rows])
         return logits, (starts + q_lens)[samples], context_logits
+
+    def update_block_table(self, updates: np.ndarray) -> None:
+        """Apply (slot, index, page) changes, int32 [n, 3], before anything of the step reads the table."""
+        if len(updates):
+            where, pages = self._staging.upload(
+                [updates[:, 0] * self.max_pages + updates[:, 1], updates[:, 2]]
+            ).view(2, -1)
+            self.block_table.view(-1)[where] = pages
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Cache slots (page * page size + offset), int32 [T], of tokens given by slot and position."""

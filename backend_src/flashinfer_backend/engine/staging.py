@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 DEPTH = 3  # a step being read, one running, one being prepared
+UPLOADS = 3  # at most so many vectors per step: block table, inputs, sampling
 
 
 class StagingRing:
@@ -21,14 +22,15 @@ class StagingRing:
     def __init__(self, length: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._device = device
-        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
-        self._events: list[torch.cuda.Event | None] = [None] * DEPTH
+        count = DEPTH * UPLOADS
+        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
+        self._events: list[torch.cuda.Event | None] = [None] * count
         self._next = 0
 
     def upload(self, parts: list[np.ndarray], target: torch.Tensor | None = None) -> torch.Tensor:
         """Copy the concatenation of `parts` (int32 or 4-byte views) to the device: into `target`
         int32 [n], or a new tensor. Grows the buffers if the step is larger than any before."""
-        index, self._next = self._next, (self._next + 1) % DEPTH
+        index, self._next = self._next, (self._next + 1) % len(self._buffers)
         event = self._events[index]
         if event is not None:
             event.synchronize()
