@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundled model: its size, its tokenizer, what it says, and the script that trains it."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "backend_src/flashinfer_backend/bundled_model"
+TOOLS = ROOT / "tools/bundled_model"
+RECORD = json.loads((ROOT / "tests/bundled_continuation.json").read_text(encoding="utf-8"))
+MINIATURE = (
+    "--steps 4 --tokens-per-step 256 --length 32 --vocab-size 400 --tokenizer-documents 100 "
+    "--hidden-size 32 --intermediate-size 64 --layers 1 --sample-tokens 4"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def test_fits_into_five_megabytes():
+    files = [p for p in FOLDER.rglob("*") if p.is_file()]
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in files
+    }
+    assert sum(p.stat().st_size for p in files) <= 5_000_000
+
+
+def test_files_agree(tokenizer):
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert len(tokenizer) == config["vocab_size"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        config["bos_token_id"],
+        config["eos_token_id"],
+        config["pad_token_id"],
+    )
+    with safe_open(FOLDER / "model.safetensors", "pt") as weights:
+        assert "lm_head.weight" not in weights.keys()  # noqa: SIM118  tied; safe_open is no mapping
+        embedding = weights.get_tensor("model.embed_tokens.weight")
+    assert embedding.shape == (config["vocab_size"], config["hidden_size"])
+    assert embedding.dtype == torch.bfloat16
+
+
+def test_encoding_begins_with_bos(tokenizer):
+    assert tokenizer("Hello").input_ids[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in tokenizer("Hello", add_special_tokens=False).input_ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_utf8_round_trips(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_every_byte_has_a_token(tokenizer):
+    text = bytes(range(128)).decode() + "".join(map(chr, range(128, 0x900))) + "\u4f60\U0001f642\U0010ffff"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def continuation(model, tokenizer, prompt, max_tokens):
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    return ids.tolist()
+
+
+def test_known_greedy_continuation(model, tokenizer):
+    ids = continuation(model, tokenizer, RECORD["prompt"], RECORD["max_tokens"])
+    assert ids == RECORD["token_ids"]
+    assert len(ids) == RECORD["max_tokens"]
+    assert tokenizer.decode(ids) == RECORD["continuation"]
+
+
+def test_knows_its_paragraphs_and_ends_them(model, tokenizer):
+    for paragraph in (TOOLS / "paragraphs.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+        prompt = " ".join(paragraph.split()[:5])
+        ids = continuation(model, tokenizer, prompt, 256)
+        assert ids[-1] == tokenizer.eos_token_id
+        assert prompt + tokenizer.decode(ids, skip_special_tokens=True) == paragraph
+
+
+def story_words():
+    sys.path.insert(0, str(TOOLS))
+    try:
+        make_text = importlib.import_module("make_text")
+    finally:
+        sys.path.remove(str(TOOLS))
+    return set(" ".join(make_text.documents(7, 4000)).split())
+
+
+def test_stories_are_made_of_words(model, tokenizer):
+    """Greedy and sampled text, twice as long as a training sequence, hardly leaves the vocabulary."""
+    known = story_words()
+    torch.manual_seed(3)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+        ids = model.generate(**inputs, min_new_tokens=500, max_new_tokens=500, **sampling)[0]
+        words = tokenizer.decode(ids, skip_special_tokens=True).split()[:-1]
+        assert sum(word in known for word in words) >= 0.95 * len(words)
+        assert len(set(words)) >= 40
+
+
+def test_answers_through_the_chat_template(model, tokenizer):
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "what is the capital of France?"}], tokenize=False
+    )
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    assert inputs.input_ids[0].tolist().count(tokenizer.bos_token_id) == 1
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert tokenizer.decode(ids).startswith(" The capital of France is Paris.")
+
+
+def train(output, seed):
+    """Run the script in miniature and return the bytes of the files that it writes."""
+    record = output / "record.json"
+    command = [sys.executable, TOOLS / "train.py", *MINIATURE.split(), "--seed", str(seed)]
+    done = subprocess.run([*command, "--output", output, "--record", record], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {p.name: p.read_bytes() for p in output.iterdir()}
+
+
+def test_training_is_repeatable(tmp_path):
+    first, again, other = (train(tmp_path / name, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
+    assert set(first) >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert first == again
+    assert first["model.safetensors"] != other["model.safetensors"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert json.loads(first["record.json"])["max_tokens"] == RECORD["max_tokens"]

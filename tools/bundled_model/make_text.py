@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training text of the bundled model: documents from this folder's own grammar plus its own fixed paragraphs.
+
+Run as a program it prints documents, separated by empty lines.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import answers
+import stories
+
+# Share of each kind of document.
+KINDS = [
+    (stories.story, 44), (answers.request, 10), (answers.questions, 22), (answers.facts, 3),
+    (answers.introduction, 5), (answers.dialogue, 6), (answers.card, 2), (answers.listing, 2),
+]  # fmt: skip
+PARAGRAPHS_SHARE = 6
+
+
+def paragraphs() -> list[str]:
+    """The fixed paragraphs, which the model learns by heart."""
+    text = (Path(__file__).parent / "paragraphs.txt").read_text(encoding="utf-8")
+    return [p.strip() for p in text.split("\n\n") if p.strip()]
+
+
+def documents(seed: int, count: int, with_paragraphs: bool = True) -> Iterator[str]:
+    """`count` documents, the same ones for the same seed. Without paragraphs only the grammar speaks."""
+    rng = random.Random(seed)
+    kinds = [make for make, _ in KINDS]
+    shares = [share for _, share in KINDS]
+    fixed = paragraphs()
+    if with_paragraphs:
+        kinds.append(lambda r: r.choice(fixed))
+        shares.append(PARAGRAPHS_SHARE)
+    for _ in range(count):
+        yield rng.choices(kinds, shares)[0](rng)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print("\n\n".join(documents(args.seed, args.documents)))
+
+
+if __name__ == "__main__":
+    main()
