@@ -117,8 +117,6 @@ class Runner:
         )
         rows, tokens = len(slots), plan.num_tokens
         sizes = [
-            len(updates),
-            len(updates),
             rows,
             int(samples.sum()),
             tokens,
