@@ -9,13 +9,15 @@ import json
 import tempfile
 from pathlib import Path
 
+from flashinfer_backend.config_tools.knobs import LLM
+
 RECORD = "build.json"
 
 
-def with_record(files: dict[str, bytes], command: str) -> dict[str, bytes]:
+def with_record(files: dict[str, bytes], command: str, llm_name: str) -> dict[str, bytes]:
     """The files and a record of them, by which a later build knows its own output again."""
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
-    record = {"command": command, "files": digests}
+    record = {"command": command, "llm_name": llm_name, "files": digests}
     return files | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
@@ -66,22 +68,29 @@ def replace_folder(output: Path, files: dict[str, bytes]) -> None:
             raise
 
 
-def diff(output: Path, defaults: dict[str, bytes], files: dict[str, bytes]) -> str:
+def diff(output: Path, defaults: dict[str, bytes], files: dict[str, bytes], llm_name: str) -> str:
     """Unified diff from what is there, or from the defaults where nothing is there, to `files`. Comments,
-    which repeat the command, do not count."""
-    if output.is_dir() and _found_files(output):
-        before = {name: (output / name).read_bytes() for name in _found_files(output)}
-    else:
-        before = defaults
+    which repeat the command, do not count. The llm model is compared with itself across a change of name."""
+    before, old_llm_name = defaults, LLM
+    if output.is_dir() and (found := _found_files(output)):
+        before = {name: (output / name).read_bytes() for name in found}
+        old_llm_name = json.loads(before[RECORD])["llm_name"]
+    renamed = {_renamed(name, old_llm_name, llm_name): name for name in before}
     lines: list[str] = []
-    for name in sorted(before.keys() | files.keys()):
+    for name in sorted(renamed.keys() | files.keys()):
         if name == RECORD:
             continue
-        old, new = _lines(before.get(name, b"")), _lines(files.get(name, b""))
-        from_name = f"a/{name}" if name in before else "/dev/null"
-        to_name = f"b/{name}" if name in files else "/dev/null"
-        lines += difflib.unified_diff(old, new, from_name, to_name)
+        old_name = renamed.get(name, "")
+        old, new = _lines(before.get(old_name, b"")), _lines(files.get(name, b""))
+        from_label = f"a/{old_name}" if old_name else "/dev/null"
+        to_label = f"b/{name}" if name in files else "/dev/null"
+        lines += difflib.unified_diff(old, new, from_label, to_label)
     return "".join(lines)
+
+
+def _renamed(name: str, old_folder: str, new_folder: str) -> str:
+    folder, slash, rest = name.partition("/")
+    return new_folder + slash + rest if folder == old_folder else name
 
 
 def _lines(data: bytes) -> list[str]:

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""build.py on real files: what it writes, and that table, defaults, documents and engine agree."""
+
+# ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from build_support import CONFIG, MODEL_REPO, ROOT, build, checkpoint, snapshot
+from flashinfer_backend.config_tools import checks, cli, patch
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, Knob
+from flashinfer_backend.config_tools.settings import complete
+from flashinfer_backend.config_tools.trt_names import FOREIGN
+from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from google.protobuf import text_format
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2
+
+
+def read(repo: Path, model: str) -> Any:
+    return text_format.Parse((repo / model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def get_field(config: Any, field: str) -> str:
+    """What a knob's place holds, read independently of patch.set_field."""
+    group, _, name = field.partition(".")
+    if group == "parameters":
+        assert name in config.parameters
+        return config.parameters[name].string_value
+    if group == "instance_group":
+        assert len(config.instance_group) == 1
+        value = config.instance_group[0].count
+    else:
+        value = config
+        for part in field.split("."):
+            value = getattr(value, part)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else ",".join(map(str, value))
+
+
+# ---- the table, the defaults and the documentation agree
+
+
+def test_table_and_model_repo_have_the_same_defaults():
+    templates, patched = patch.load_templates(MODEL_REPO), patch.load_templates(MODEL_REPO)
+    patch.apply(patched, complete({}), "llm")
+    assert patched == templates
+
+
+def test_every_parameter_in_model_repo_is_a_knob():
+    placed = {place for knob in KNOBS for place in knob.places} | {
+        ("postprocessing", "parameters.llm_model_name")  # follows --llm-name
+    }
+    for model, config in patch.load_templates(MODEL_REPO).items():
+        assert {(model, f"parameters.{name}") for name in config.parameters} <= placed
+
+
+def test_engine_has_the_same_defaults():
+    values = complete({})
+    parameters = {knob.name: values[knob.name] for knob in KNOBS}
+    assert EngineConfig.from_parameters(parameters) == EngineConfig(model_dir="bundled")
+
+
+def test_knobs_document_is_current():
+    assert (ROOT / "docs" / "knobs.md").read_text() == cli.markdown_table()
+
+
+def test_names_are_unique_and_defaults_are_valid():
+    assert not BY_NAME.keys() & FOREIGN.keys()
+    assert len(BY_NAME) == sum(1 + len(knob.aliases) for knob in KNOBS)
+    for knob in KNOBS:
+        assert knob.parse(knob.default) == knob.default
+
+
+def test_ensemble_maps_only_declared_tensors():
+    configs = patch.load_templates(MODEL_REPO)
+    ensemble = configs["ensemble"]
+    produced = {tensor.name for tensor in ensemble.input}
+    for step in ensemble.ensemble_scheduling.step:
+        inputs = {tensor.name: tensor for tensor in configs[step.model_name].input}
+        outputs = {tensor.name for tensor in configs[step.model_name].output}
+        assert step.input_map.keys() <= inputs.keys() and step.output_map.keys() <= outputs
+        assert {name for name, tensor in inputs.items() if not tensor.optional} <= step.input_map.keys()
+        assert set(step.input_map.values()) <= produced
+        produced |= set(step.output_map.values())
+    assert {tensor.name for tensor in ensemble.output} <= produced
+    fed = {name for step in ensemble.ensemble_scheduling.step for name in step.input_map.values()}
+    assert {tensor.name for tensor in ensemble.input} <= fed
+
+
+# ---- what is written
+
+
+def test_max_batch_size_goes_to_all_models(build, tmp_path):
+    assert build("--set", "triton_max_batch_size=2048")[0] == 0
+    for model in ("ensemble", "preprocessing", "llm", "postprocessing"):
+        assert read(tmp_path / "repo", model).max_batch_size == 2048
+    for model in ("preprocessing", "llm"):
+        assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == [2048]
+
+
+def test_names_and_spellings_of_tensorrt_llm(build, tmp_path, checkpoint):
+    status, _, err = build(
+        "--set", "decoupled_mode=False", "enable_kv_cache_reuse=0", "exclude_input_in_output=TRUE",
+        "batching_strategy=inflight_batching", "kv_cache_free_gpu_mem_fraction=0.50", "max_queue_size=7",
+        "max_queue_delay_microseconds=1000", "preprocessing_instance_count=3", "max_beam_width=1",
+        "decoding_mode=top_k_top_p", "triton_backend=python", "accumulate_tokens=False",
+        "logits_datatype=TYPE_FP32", "multi_block_mode=True",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    llm, pre = read(tmp_path / "repo", "llm"), read(tmp_path / "repo", "preprocessing")
+    assert llm.HasField("model_transaction_policy") and not llm.model_transaction_policy.decoupled
+    texts = {name: parameter.string_value for name, parameter in llm.parameters.items()}
+    assert texts["enable_kv_cache_reuse"] == "false" and texts["exclude_input_in_output"] == "true"
+    assert texts["gpt_model_type"] == "inflight_batching"
+    assert texts["kv_cache_free_gpu_mem_fraction"] == "0.5"
+    assert texts["max_queue_size"] == "7"
+    assert texts["tokenizer_dir"] == texts["model_dir"] == str(checkpoint)
+    for config in (llm, pre):
+        assert config.dynamic_batching.default_queue_policy.max_queue_size == 7
+        assert config.dynamic_batching.max_queue_delay_microseconds == 1000
+    assert pre.instance_group[0].count == 3
+    assert pre.parameters["tokenizer_dir"].string_value == str(checkpoint)
+
+
+def test_llm_name(build, tmp_path):
+    assert build("--llm-name", "tensorrt_llm")[0] == 0
+    repo = tmp_path / "repo"
+    assert sorted(path.name for path in repo.iterdir() if path.is_dir()) == [
+        "ensemble", "postprocessing", "preprocessing", "tensorrt_llm",
+    ]  # fmt: skip
+    assert read(repo, "tensorrt_llm").name == "tensorrt_llm"
+    assert [step.model_name for step in read(repo, "ensemble").ensemble_scheduling.step] == [
+        "preprocessing", "tensorrt_llm", "postprocessing",
+    ]  # fmt: skip
+    assert read(repo, "postprocessing").parameters["llm_model_name"].string_value == "tensorrt_llm"
+    assert (repo / "tensorrt_llm" / "1" / "model.py").read_bytes() == (
+        MODEL_REPO / "llm" / "1" / "model.py"
+    ).read_bytes()
+
+
+def test_profile_and_set(build, tmp_path):
+    profile = tmp_path / "fast.toml"
+    profile.write_text(
+        "[knobs]\nmax_num_seqs = 64\nmax_seq_len = 1024\ncuda_graph_batch_sizes = [8, 1, 4]\n"
+        "kv_cache_free_gpu_mem_fraction = 0.8\nenable_kv_cache_reuse = false\nattention_backend = 'fa2'\n"
+    )
+    assert build("--profile", profile, "--set", "max_seq_len=2048")[0] == 0
+    parameters = read(tmp_path / "repo", "llm").parameters
+    assert {name: parameters[name].string_value for name in (
+        "max_num_seqs", "max_seq_len", "cuda_graph_batch_sizes", "kv_cache_free_gpu_mem_fraction",
+        "enable_kv_cache_reuse", "attention_backend",
+    )} == {
+        "max_num_seqs": "64", "max_seq_len": "2048", "cuda_graph_batch_sizes": "1,4,8",
+        "kv_cache_free_gpu_mem_fraction": "0.8", "enable_kv_cache_reuse": "false", "attention_backend": "fa2",
+    }  # fmt: skip
+
+
+def test_header_names_the_command_and_python_files_are_copied(build, tmp_path, checkpoint):
+    build("--set", "max_num_seqs=8")
+    for model in ("ensemble", "preprocessing", "llm", "postprocessing"):
+        head = (tmp_path / "repo" / model / "config.pbtxt").read_text().splitlines()[:2]
+        assert head[0].startswith("# Generated")
+        assert head[1] == f"#   python3 build.py --model {checkpoint} --set max_num_seqs=8"
+        assert (tmp_path / "repo" / model / "1").is_dir()
+
+
+def test_same_inputs_give_the_same_bytes(build, tmp_path):
+    build("--set", "max_num_seqs=8", output=tmp_path / "a")
+    build("--set", "max_num_seqs=8", output=tmp_path / "b")
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+def test_rebuild_replaces_its_own_output_as_a_whole(build, tmp_path):
+    build("--llm-name", "tensorrt_llm")
+    cache = tmp_path / "repo" / "preprocessing" / "1" / "__pycache__"
+    cache.mkdir()
+    (cache / "model.cpython-311.pyc").write_bytes(b"")
+    assert build("--set", "max_num_seqs=9")[0] == 0
+    build("--set", "max_num_seqs=9", output=tmp_path / "fresh")
+    assert snapshot(tmp_path / "repo") == snapshot(tmp_path / "fresh")
+
+
+def test_command_line_runs_without_torch(tmp_path, checkpoint):
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['build.py', '--model', {str(checkpoint)!r}, '--output', {str(tmp_path / 'out')!r}]\n"
+        "try:\n    runpy.run_path('build.py', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read(tmp_path / "out", "llm").parameters["model_dir"].string_value == str(checkpoint)
+
+
+# ---- --diff and --list-knobs
+
+
+def test_diff_shows_changed_values_and_writes_nothing(build, tmp_path, checkpoint):
+    status, out, _ = build("--diff", "--set", "max_num_seqs=9", "--llm-name", "tensorrt_llm")
+    assert status == 0 and not (tmp_path / "repo").exists()
+    changed = [line for line in out.splitlines() if line[0] in "+-"]
+    assert "+++ b/tensorrt_llm/config.pbtxt" in changed and "--- a/llm/config.pbtxt" in changed
+    assert '-    string_value: "256"' in changed and '+    string_value: "9"' in changed
+    assert f'+    string_value: "{checkpoint}"' in changed
+    assert len(changed) < 30  # a renamed model is not a removed and an added one
+
+
+def test_diff_against_an_earlier_output(build, tmp_path):
+    build("--set", "max_num_seqs=9")
+    before = snapshot(tmp_path / "repo")
+    assert build("--diff", "--set", "max_num_seqs=9")[1] == ""
+    out = build("--diff", "--set", "max_num_seqs=10")[1]
+    assert [line for line in out.splitlines() if line[0] in "+-"] == [
+        "--- a/llm/config.pbtxt",
+        "+++ b/llm/config.pbtxt",
+        '-    string_value: "9"',
+        '+    string_value: "10"',
+    ]
+    assert snapshot(tmp_path / "repo") == before
+
+
+def test_list_knobs(capsys):
+    assert cli.main(MODEL_REPO, ["--list-knobs"]) == 0
+    out = capsys.readouterr().out
+    for knob in KNOBS:
+        assert f"{knob.name} = {knob.default}\n" in out
+
+
+# ---- properties
+
+
+def values_of(knob: Knob) -> st.SearchStrategy[str]:
+    words = st.sampled_from(knob.words) if knob.words else st.nothing()
+    numbers = st.integers(int(knob.low), int(min(knob.high, 50_000)))
+    match knob.kind:
+        case "int":
+            return words | numbers.map(str)
+        case "float":
+            return st.floats(knob.low, knob.high).map(repr)
+        case "bool":
+            return st.sampled_from(["True", "true", "TRUE", "1", "False", "false", "FALSE", "0"])
+        case "sizes":
+            lists = st.lists(numbers, min_size=1, max_size=4)
+            return words | lists.map(lambda sizes: ", ".join(map(str, sizes)))
+        case "path":
+            return words | st.sampled_from(["/a b", "/x/../y", "rel/ative", "/quo\"te'", "/ünï"])
+        case _:
+            return words
+
+
+ALL_KNOBS = st.fixed_dictionaries({}, optional={knob.name: values_of(knob) for knob in KNOBS})
+A_FEW_KNOBS = st.lists(
+    st.sampled_from([knob for knob in KNOBS if knob.kind != "path"]).flatmap(
+        lambda knob: st.tuples(st.just(knob.name), values_of(knob))
+    ),
+    max_size=3,
+).map(dict)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(ALL_KNOBS)
+def test_values_are_read_back_and_nothing_else_changes(texts):
+    values = complete({name: BY_NAME[name].parse(text) for name, text in texts.items()})
+    files = patch.render(MODEL_REPO, values, "llm", "command")
+    assert files == patch.render(MODEL_REPO, values, "llm", "command")
+    configs = {
+        model: text_format.Parse(files[f"{model}/config.pbtxt"].decode(), model_config_pb2.ModelConfig())
+        for model in patch.MODELS
+    }
+    for knob in KNOBS:
+        for model, field in knob.places:
+            assert get_field(configs[model], field) == values[knob.name]
+    patch.apply(configs, complete({}), "llm")
+    assert configs == patch.load_templates(MODEL_REPO)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(KNOBS), st.text(max_size=12) | st.integers().map(str) | st.floats().map(str))
+def test_parse_accepts_its_own_spelling_or_says_what_is_right(knob, text):
+    try:
+        value = knob.parse(text)
+    except ValueError as error:
+        assert str(error) == f"should be {knob.expected()}"
+    else:
+        assert knob.parse(value) == value
+        assert "\n" not in value
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(A_FEW_KNOBS)
+def test_what_passes_the_checks_is_accepted_by_the_engine(checkpoint, texts):
+    chosen = {name: BY_NAME[name].parse(text) for name, text in texts.items()}
+    values = complete(chosen | {"model_dir": str(checkpoint), "tokenizer_dir": str(checkpoint)})
+    assume(not checks.check(values))
+    config = EngineConfig.from_parameters(values)
+    resolved = resolve_limits(config, CONFIG["max_position_embeddings"])
+    assert 0 < resolved.max_input_len < resolved.max_seq_len <= 4096
+    for name, value in msgspec.structs.asdict(config).items():
+        if values[name] != "auto" and not isinstance(value, list):
+            assert str(value).lower() == values[name].lower()

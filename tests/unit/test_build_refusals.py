@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What build.py refuses, with words that say what would be right, and nothing written."""
+
+# ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
+from __future__ import annotations
+
+import json
+
+import pytest
+from build_support import MODEL_REPO, build, checkpoint, refused, snapshot, write_checkpoint
+from flashinfer_backend.config_tools.trt_names import FOREIGN
+
+REFUSALS = [
+    (["max_num_seq=3"], "unknown knob 'max_num_seq'; did you mean max_num_seqs"),
+    (["frobnicate=3"], "unknown knob 'frobnicate'; --list-knobs shows all"),
+    (["max_num_seqs"], "--set max_num_seqs: should be knob=value"),
+    (["max_num_seqs=0"], "max_num_seqs=0: should be an integer 1..4096"),
+    (["max_num_seqs=many"], "max_num_seqs=many: should be an integer 1..4096"),
+    (["max_num_seqs="], "max_num_seqs=: should be an integer"),
+    (["max_num_seqs=4", "max_num_seqs=5"], "max_num_seqs=5: already set to 4; set it once"),
+    (["batching_strategy=inflight_batching", "gpt_model_type=inflight_fused_batching"], "already set to"),
+    (["gpt_model_type=V1"], "static batching is not supported"),
+    (["enable_kv_cache_reuse=yes"], "enable_kv_cache_reuse=yes: should be true, false"),
+    (["kv_cache_free_gpu_mem_fraction=1.5"], "should be a number 0.001..1"),
+    (["kv_cache_free_gpu_mem_fraction=nan"], "should be a number 0.001..1"),
+    (["tokens_per_block=24"], "tokens_per_block=24: should be 16, 32, 64"),
+    (["cuda_graph_batch_sizes=1,x"], "should be auto, none, or integers 1..4096 separated by commas"),
+    (["cuda_graph_batch_sizes=1,512"], "cuda_graph_batch_sizes=512 should be at most max_num_seqs=256"),
+    (["batch_scheduler_policy=static"], "should be max_utilization, guaranteed_no_evict"),
+    (["preferred_batch_size=512"], "should be at most triton_max_batch_size=256"),
+    (["max_seq_len=8192"], "max_seq_len 8192 is above the checkpoint's max_position_embeddings 4096"),
+    (["max_seq_len=1024", "max_input_len=1024"], "max_input_len=1024 should be at most 1023"),
+    (["max_num_tokens_while_decoding=100"], "should be at least max_num_seqs=256"),
+    (["max_num_tokens=1024"], "max_num_tokens_while_decoding=2048 should be at most max_num_tokens=1024"),
+    (
+        ["enable_chunked_context=false", "max_num_tokens=2048"],
+        "needs max_num_tokens=2048 to be at least 4095, since a prompt of max_input_len (auto: 4095)",
+    ),
+    (["max_tokens_in_paged_kv_cache=1024"], "should be at least 4096, or max_seq_len at most 1024"),
+    (["device=cpu", "attention_backend=xqa"], "with device=cpu it should be torch or auto"),
+    (["device=cpu", "attention_backend=fa2"], "with device=cpu it should be torch or auto"),
+    (["device=cpu", "dtype=float16"], "dtype=float16 needs a GPU: with device=cpu it should be float32"),
+    (["device=cpu", "dtype=bfloat16"], "dtype=bfloat16 needs a GPU"),
+    (["device=cpu", "cuda_graph_batch_sizes=1,2"], "with device=cpu it should be none or auto"),
+    (["attention_backend=fa2", "dtype=float32"], "dtype=float32 needs attention_backend=torch"),
+    (["attention_backend=torch", "cuda_graph_batch_sizes=1"], "needs FlashInfer's attention"),
+    (["model_dir=/elsewhere"], "already set to"),
+    (["tokenizer_dir=/no/such/folder"], "tokenizer_dir=/no/such/folder: no folder /no/such/folder"),
+    (["engine_dir=/engines"], "set model_dir to a Hugging Face checkpoint folder"),
+    (["triton_backend=tensorrtllm"], "always runs on Triton's python backend; accepted: python"),
+    (["max_beam_width=4"], "beam search is not supported"),
+    (["decoding_mode=medusa"], "decoding is always by top-k and top-p sampling, or greedy"),
+    (["medusa_choices=1"], "speculative decoding is not supported"),
+    (["lora_cache_max_adapter_size=64"], "LoRA is not supported: merge the adapter"),
+    (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
+    (["gpu_device_ids=1"], "CUDA_VISIBLE_DEVICES chooses"),
+    (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),
+]
+
+
+@pytest.mark.parametrize(("assignments", "text"), REFUSALS, ids=lambda value: str(value)[:50])
+def test_refused_knobs(refused, assignments, text):
+    assert text in refused("--set", *assignments)
+
+
+def test_all_problems_are_listed_at_once(refused):
+    wrong = ["max_num_seq=3", "engine_dir=/x", "tokens_per_block=24", "max_seq_len=9999", "oops"]
+    err = refused("--set", *wrong)
+    assert "5 to correct" in err
+    assert [line[:4] for line in err.splitlines()[1:]] == ["  - "] * 5
+
+
+CHECKPOINT_REFUSALS = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; "),
+    ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), CHECKPOINT_REFUSALS, ids=lambda value: str(value)[:40])
+def test_refused_checkpoints(refused, tmp_path, changes, text):
+    assert text in refused(model=write_checkpoint(tmp_path / "bad", **changes))
+
+
+def test_sliding_window_bounds_max_seq_len(refused, build, tmp_path):
+    windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
+    folder = write_checkpoint(tmp_path / "windowed", **windowed)
+    assert "set max_seq_len to at most 1024" in refused(model=folder)
+    assert build("--set", "max_seq_len=1024", model=folder)[0] == 0
+
+
+def test_head_dim_without_flashinfer_attention(refused, build, tmp_path):
+    folder = write_checkpoint(tmp_path / "narrow", head_dim=32)
+    err = refused("--set", "attention_backend=fa2", model=folder)
+    assert "has head_dim 64, 128, 256, and the checkpoint's is 32: set attention_backend=torch" in err
+    assert build("--set", "attention_backend=torch", model=folder)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json; name a folder which has one"),
+        ("model.safetensors", "has no weights: expected model.safetensors or model.safetensors.index.json"),
+    ],
+)
+def test_incomplete_checkpoint(refused, tmp_path, missing, text):
+    folder = write_checkpoint(tmp_path / "bad")
+    (folder / missing).unlink()
+    assert text in refused(model=folder)
+
+
+def test_missing_shard(refused, tmp_path):
+    folder = write_checkpoint(tmp_path / "bad")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks b.safetensors, which model.safetensors.index.json names" in refused(model=folder)
+
+
+def test_dummy_weights_need_no_weight_file(build, tmp_path):
+    folder = write_checkpoint(tmp_path / "bare")
+    (folder / "model.safetensors").unlink()
+    assert build("--set", "load_format=dummy", model=folder)[0] == 0
+
+
+def test_no_checkpoint_folder(refused, tmp_path):
+    assert "name a local checkpoint folder, or 'bundled'" in refused(model=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[knobs\n", "is not valid TOML"),
+        ("max_num_seqs = 3\n", "should hold one table, [knobs]; found also max_num_seqs"),
+        ("[knobs]\nmax_num_seqs = {a = 1}\n", "max_num_seqs should be a string, number, boolean or list"),
+        ("[knobs]\nmax_num_sqs = 1\n", "profile.toml: unknown knob 'max_num_sqs'; did you mean max_num_seqs"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_refused_profiles(refused, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "profile.toml").write_text(text)
+    assert message in refused("--profile", tmp_path / "profile.toml")
+
+
+@pytest.mark.parametrize("name", ["ensemble", "a/b", "", ".hidden"])
+def test_refused_llm_names(refused, name):
+    assert "should be of letters, digits" in refused("--llm-name", name)
+
+
+def test_other_peoples_folders_are_left_alone(build, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("keep")
+    status, _, err = build(output=folder)
+    assert status == 2 and "was not made by build.py" in err
+    assert snapshot(folder) == {"notes.txt": b"keep"}
+    status, _, err = build(output=folder / "notes.txt")
+    assert status == 2 and "is not a folder" in err
+
+
+@pytest.mark.parametrize("name", ["llm/config.pbtxt", "llm/1/model.py", "llm/1/extra.py"])
+def test_edited_output_is_left_alone(build, tmp_path, name):
+    build()
+    path = tmp_path / "repo" / name
+    path.write_text((path.read_text() if path.exists() else "") + "# edited\n")
+    before = snapshot(tmp_path / "repo")
+    status, _, err = build("--set", "max_num_seqs=8")
+    assert status == 2 and f"changed or added since it was built: {name};" in err
+    assert snapshot(tmp_path / "repo") == before
+
+
+def test_model_repo_itself_is_no_output(build):
+    before = snapshot(MODEL_REPO)
+    for output in (MODEL_REPO, MODEL_REPO / "llm" / "new"):
+        status, _, err = build(output=output)
+        assert status == 2 and "lies in the defaults' own folder" in err
+    assert snapshot(MODEL_REPO) == before
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_every_foreign_name_is_refused_or_accepted_by_value(name):
+    assert FOREIGN[name].refusal("something else")
+    for value in FOREIGN[name].accepted:
+        assert FOREIGN[name].refusal(value) is None
+
+
