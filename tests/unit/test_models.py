@@ -153,9 +153,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v).float()
 
 
-@pytest.mark.parametrize("query_block", [1024, 8])
-def test_paged_attention_matches_dense(monkeypatch, query_block):
+@pytest.mark.parametrize(("query_block", "group_tokens"), [(1024, 4096), (8, 20)])
+def test_paged_attention_matches_dense(monkeypatch, query_block, group_tokens):
     monkeypatch.setattr(torch_paged, "_QUERY_BLOCK", query_block)
+    monkeypatch.setattr(torch_paged, "_GROUP_TOKENS", group_tokens)
     generator = torch.manual_seed(0)
     q_lens, kv_lens, slots = [1, 1, 1, 1, 30, 30, 1], [17, 160, 1, 150, 30, 101, 12], [5, 0, 3, 6, 1, 2, 4]
     heads, kv_heads, dim, pages = 6, 2, 16, 80
@@ -172,7 +173,8 @@ def test_paged_attention_matches_dense(monkeypatch, query_block):
                 dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)
                 cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name]
     attention = TorchPagedAttention(caches, heads, kv_heads, dim, PAGE)
-    attention.plan(attention_batch(4, q_lens, kv_lens, slots, table))
+    with torch.inference_mode():  # run() must work outside of the mode that plan() ran in
+        attention.plan(attention_batch(4, q_lens, kv_lens, slots, table))
     for layer in range(2):
         q = torch.randn(sum(q_lens), heads, dim, generator=generator)
         out = torch.full_like(q, torch.nan)
@@ -246,6 +248,14 @@ def test_missing_files_are_named(checkpoint, tmp_path):
         load(sharded)
     with pytest.raises(FileNotFoundError, match=r"no config.json"):
         ModelConfig.from_pretrained(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    path = make_checkpoint("llama-sharded", tmp_path)
+    first, *_, last = sorted(path.glob("*.safetensors"))
+    save_file(load_file(last) | load_file(first), last)
+    with pytest.raises(WeightsError, match="appears in more than one file"):
+        load(path)
 
 
 def test_weights_need_no_gradient_and_keep_their_dtype(checkpoint):

@@ -15,6 +15,9 @@ from flashinfer_backend.engine.step import AttentionBatch
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
 _QUERY_BLOCK = 1024
 
+# Keys that one group of decode rows gathers, padding included, unless a single row has more.
+_GROUP_TOKENS = 4096
+
 
 class _DecodeGroup(NamedTuple):
     """Decode rows of similar length, attended together."""
@@ -55,6 +58,9 @@ class TorchPagedAttention:
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._page_size = page_size
+        # The gathered keys and values of one group or request, reused by every layer and step: fresh
+        # memory of this size costs more in page faults than the attention itself.
+        self._scratch = [cache[:0] for cache in self._flat[0]]
         self._decode: list[_DecodeGroup] = []
         self._prefill: list[_Prefill] = []
 
@@ -69,22 +75,25 @@ class TorchPagedAttention:
             tokens = self._cache_slots(batch.block_table[int(batch.slots[row])], positions)
             self._prefill.append(_Prefill(start, tokens, self._prefill_blocks(q_len, kv_len)))
             start += q_len
+        gathers = [group.tokens for group in self._decode] + [chunk.tokens for chunk in self._prefill]
+        longest = max(map(len, gathers), default=0)
+        if longest > self._scratch[0].shape[0]:
+            # A tensor made in inference mode could not be written outside of it later.
+            with torch.inference_mode(False):
+                self._scratch = [cache.new_empty(longest, *cache.shape[1:]) for cache in self._flat[0]]
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in plan()."""
-        keys, values = self._flat[layer]
         heads, dim = self._num_kv_heads, self._head_dim
         for group in self._decode:
             # Query heads that share a key/value head become rows of one attention: nothing is repeated.
             queries = q[group.rows].view(-1, heads, self._num_heads // heads, dim)
             shape = (queries.shape[0], -1, heads, dim)
-            k = keys.index_select(0, group.tokens).view(shape).transpose(1, 2)
-            v = values.index_select(0, group.tokens).view(shape).transpose(1, 2)
+            k, v = (x.view(shape).transpose(1, 2) for x in self._gather(layer, group.tokens))
             attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
-            k = keys.index_select(0, request.tokens).transpose(0, 1).unsqueeze(0)
-            v = values.index_select(0, request.tokens).transpose(0, 1).unsqueeze(0)
+            k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens))
             for first, last, mask in request.blocks:
                 rows = slice(request.start + first, request.start + last)
                 seen = k.shape[2] if mask is None else mask.shape[1]
@@ -98,20 +107,29 @@ class TorchPagedAttention:
                 )
                 out[rows] = attended[0].transpose(0, 1)
 
+    def _gather(self, layer: int, tokens: Tensor) -> list[Tensor]:
+        """Keys and values [len(tokens), Hkv, D] of cache slots, valid until the next call."""
+        return [
+            torch.index_select(cache, 0, tokens, out=scratch[: len(tokens)])
+            for cache, scratch in zip(self._flat[layer], self._scratch, strict=True)
+        ]
+
     def _cache_slots(self, table: Tensor, positions: Tensor) -> Tensor:
         """Cache slots (page * P + offset) of positions[..., L] under the block tables table[..., pages]."""
         pages = table.long().gather(-1, positions // self._page_size)
         return pages * self._page_size + positions % self._page_size
 
     def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:
-        """Group decode rows by length, so that padding at most doubles what a group reads."""
+        """Group decode rows by length: padding at most doubles what a group reads, and a group's keys stay
+        in a processor's cache between gather and use."""
         lens = batch.kv_lens[: batch.num_decode]
         order = np.argsort(-lens, kind="stable")
         groups = []
         first = 0
         while first < len(order):
             longest = int(lens[order[first]])
-            last = first + int(np.count_nonzero(2 * lens[order[first:]] >= longest))
+            similar = int(np.count_nonzero(2 * lens[order[first:]] >= longest))
+            last = first + min(similar, max(1, _GROUP_TOKENS // longest))
             whole = last - first == len(order)
             rows = np.arange(len(order)) if whole else order[first:last]
             groups.append(self._decode_group(batch, rows, slice(0, len(order)) if whole else None))
