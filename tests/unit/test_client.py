@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator and the command-line client against a real local HTTP server."""
+
+import json
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import small_tokenizers
+from streaming_server import StreamingServer
+
+from client import generate, load, wire
+from client.datasets import Prompt, arrival_times, fingerprint, load_sharegpt, random_prompts
+from client.load import Load, run_load
+from client.metrics import RequestRecord, format_table, request_columns, summarise
+
+BACKENDS = ("triton", "openai")
+
+
+@pytest.fixture
+def server():
+    running = StreamingServer()
+    yield running
+    running.close()
+
+
+def send(server, backend, words, tokens=6, **options):
+    """One request per prompt word; two workers, so that the processes' common clock is in use."""
+    prompts = [Prompt(f"{word} {i}", 2, tokens) for i, word in enumerate(words)]
+    return run_load(Load(backend, server.url, **{"workers": 2, "time_limit": 30.0} | options), prompts)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_streams_are_timed_and_counted(server, backend):
+    result = send(server, backend, ["plain", "split", "merge", "split"], keep_text=True)
+    assert [r.error for r in result.records] == [None] * 4
+    assert [r.text for r in result.records] == [" w0 w1 w2 w3 w4 w5"] * 4
+    assert [r.chunks for r in result.records] == [6] * 4
+    assert all(len(r.itl) == 5 and 0 < r.ttft <= r.latency for r in result.records)
+    assert result.summary["output_tokens"] == 24
+    assert result.summary["client_workers"] == 2
+
+
+def test_bodies_are_what_the_servers_expect(server):
+    send(server, "triton", ["a"], check_tokens=True)
+    send(server, "openai", ["a"], model="m", extra_body={"top_k": 1})
+    triton, openai = server.bodies
+    assert triton == {
+        "text_input": "a 0",
+        "max_tokens": 6,
+        "stream": True,
+        "temperature": 0.0,
+        "end_id": 1048576,
+        "min_length": 6,
+        "return_num_output_tokens": True,
+    }
+    assert openai == {
+        "model": "m",
+        "prompt": "a 0",
+        "max_tokens": 6,
+        "stream": True,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+        "top_k": 1,
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_failures_are_reported_and_leave_the_others_alone(server, backend):
+    words = ["plain", "early", "error", "busy", "drop", "short", "plain"]
+    result = send(server, backend, words, check_tokens=True)
+    errors = [r.error for r in result.records]
+    assert errors[0] is None and errors[6] is None
+    early = "stream held 3 tokens, 6 were due" if backend == "triton" else "ended early, without [DONE]"
+    assert early in errors[1]
+    assert errors[2] == "in-band error: engine failed"
+    assert errors[3] == "HTTP 503: Exceeds maximum queue size"
+    assert "connection failed" in errors[4]
+    assert "stream held 5 tokens, 6 were due" in errors[5]
+    assert result.summary["failed"] == 5 and result.summary["completed"] == 2
+    assert result.summary["output_tokens"] == 12
+    assert "FAILED 1 x: HTTP 503" in format_table(result.summary, "title")
+
+
+def test_unreachable_server_and_time_limit(server):
+    unreachable = run_load(Load("triton", "http://127.0.0.1:9", workers=1), [Prompt("a", 1, 2)])
+    assert "connection failed" in unreachable.records[0].error
+    late = send(server, "triton", ["plain", "slow", "plain", "plain"], max_concurrency=1, time_limit=1.0)
+    errors = [r.error for r in late.records]
+    assert errors == [
+        None,
+        "not finished within the time limit",
+        *["not sent within the time limit"] * 2,
+    ]
+
+
+def test_concurrency_is_bounded_over_all_workers():
+    server = StreamingServer(chunk_seconds=0.01)
+    try:
+        result = send(server, "triton", ["plain"] * 15, max_concurrency=3)
+    finally:
+        server.close()
+    assert result.summary["completed"] == 15
+    assert server.most_in_flight == 3
+    assert len({body["text_input"] for body in server.bodies}) == 15
+
+
+def test_stream_reading_on_a_constructed_timeline():
+    def event(text):
+        return b"data: " + json.dumps({"text_output": text}).encode() + b"\n\n"
+
+    whole = event("") + event("a") + event("b")
+    reads = [(1.0, whole[:20]), (2.0, whole[20:-3]), (3.0, whole[-3:])]
+    summary = wire.read_stream("triton", reads, 3, exact=True)
+    assert (summary.text, summary.error) == ("ab", None)
+    assert summary.chunk_times == [2.0, 2.0, 3.0] and summary.first_text_time == 2.0
+    assert "inside an event" in wire.read_stream("triton", reads[:2], 3, exact=True).error
+    assert wire.read_stream("triton", [], 3, exact=True).error == "stream ended without a chunk"
+    assert (
+        "5 chunks for at most 3" in wire.read_stream("triton", [(1.0, event("x") * 5)], 3, exact=True).error
+    )
+    assert "no text_output" in wire.read_stream("triton", [(1.0, b"data: {}\n")], 3, exact=True).error
+    assert "not JSON" in wire.read_stream("triton", [(1.0, b"data: {\n")], 3, exact=True).error
+
+
+def test_splitter_gives_the_same_events_for_every_cut():
+    data = b'event: x\r\ndata: {"a": "\xc3\xa9"}\r\n\r\n: comment\ndata:{"b": 2}\n\n'
+    for cut in range(len(data) + 1):
+        splitter = wire.EventSplitter()
+        events = splitter.feed(data[:cut]) + splitter.feed(data[cut:])
+        assert events == ['{"a": "é"}'.encode(), b'{"b": 2}']
+
+
+def test_metrics_of_a_constructed_run():
+    records = []
+    for index, gap in enumerate((0.010, 0.020, 0.030)):
+        record = RequestRecord(index, prompt_tokens=10, output_tokens=5, scheduled=1.0 + index)
+        start = 101.001 + index
+        record.set_chunk_times(start, [start + 0.1 + gap * k for k in range(5)], start + 0.1, 100.0)
+        record.end = record.start + record.latency
+        records.append(record)
+    records.append(RequestRecord(3, 10, 1, start=4.0, end=5.0, ttft=0.1, latency=0.1))
+    records.append(RequestRecord(4, 10, 500, start=4.0, end=10.0, error="broken"))
+    assert [r.tpot for r in records[:4]] == [*map(pytest.approx, (0.010, 0.020, 0.030)), None]
+    s = summarise(records)
+    assert (s["completed"], s["failed"], s["errors"]) == (4, 1, {"broken": 1})
+    assert s["duration_s"] == 10.0
+    assert s["output_tokens_per_s"] == pytest.approx(16 / 10)
+    assert s["total_tokens_per_s"] == pytest.approx(56 / 10)
+    assert s["median_tpot_ms"] == pytest.approx(20.0)
+    assert s["p90_tpot_ms"] == pytest.approx(28.0)  # linear between 20 and 30
+    assert s["p99_tpot_ms"] == pytest.approx(29.8)
+    assert s["median_ttft_ms"] == pytest.approx(100.0)
+    assert s["median_itl_ms"] == pytest.approx(20.0)
+    assert s["median_send_delay_ms"] == pytest.approx(1.0)
+    columns = request_columns(records)
+    assert columns["output_tokens"] == [5, 5, 5, 1, 500] and columns["error"][4] == "broken"
+    json.dumps(columns, allow_nan=False)
+
+
+def test_summary_of_failures_only_has_no_values():
+    s = summarise([RequestRecord(0, 1, 1, error="x")])
+    assert s["completed"] == 0 and s["median_ttft_ms"] is None and s["output_tokens_per_s"] == 0.0
+    assert "ttft" in format_table(s, "t")
+
+
+@pytest.fixture
+def sharegpt(tmp_path):
+    rng = random.Random(3)
+    words = ["fox", "dog", "jumps", "lazy", "quick"]
+    rows = [
+        {
+            "conversations": [
+                {"value": " ".join(rng.choices(words, k=rng.randint(1, 60)))} for _ in range(turns)
+            ]
+        }
+        for turns in [2] * 40 + [1] * 5 + [3] * 5
+    ]
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_sharegpt_prompts_are_filtered_counted_and_repeatable(sharegpt):
+    tokenizer = small_tokenizers.byte_level()
+    limits = {"max_prompt_tokens": 100, "max_total_tokens": 150}
+    prompts = load_sharegpt(sharegpt, tokenizer, 10, seed=1, **limits)
+    answers = {
+        row["conversations"][0]["value"]: row["conversations"][1]["value"]
+        for row in json.loads(sharegpt.read_text())
+        if len(row["conversations"]) > 1
+    }
+    for p in prompts:
+        assert p.prompt_tokens == len(tokenizer.encode(p.text).ids)
+        assert p.output_tokens == len(tokenizer.encode(answers[p.text], add_special_tokens=False).ids)
+        assert (
+            4 <= p.prompt_tokens <= 100 and p.output_tokens >= 4 and p.prompt_tokens + p.output_tokens <= 150
+        )
+    again = load_sharegpt(sharegpt, tokenizer, 10, seed=1, **limits)
+    other = load_sharegpt(sharegpt, tokenizer, 10, seed=2, **limits)
+    assert fingerprint(again) == fingerprint(prompts) != fingerprint(other)
+    with pytest.raises(ValueError, match="usable conversations, 50 were asked for"):
+        load_sharegpt(sharegpt, tokenizer, 50, seed=1, **limits)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "metaspace"])
+def test_random_prompts_encode_to_their_length(kind):
+    tokenizer = getattr(small_tokenizers, kind)()
+    prompts = random_prompts(tokenizer, 20, (5, 40), (3, 9), seed=5)
+    for p in prompts:
+        assert len(tokenizer.encode(p.text).ids) == p.prompt_tokens
+        assert 5 <= p.prompt_tokens <= 40 and 3 <= p.output_tokens <= 9
+    assert len({p.prompt_tokens for p in prompts}) > 5
+    assert fingerprint(prompts) == fingerprint(random_prompts(tokenizer, 20, (5, 40), (3, 9), seed=5))
+    with pytest.raises(ValueError, match="low <= high"):
+        random_prompts(tokenizer, 1, (9, 5), (3, 9), seed=5)
+
+
+def test_arrivals_are_poisson_with_the_exact_rate():
+    times = arrival_times(2000, 50.0, seed=0)
+    assert times == arrival_times(2000, 50.0, seed=0) and times == sorted(times)
+    assert times[-1] == pytest.approx(40.0)
+    gaps = [b - a for a, b in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps))
+    assert deviation / mean == pytest.approx(1.0, abs=0.1)  # exponential gaps
+    assert arrival_times(3, math.inf, 0) == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="positive"):
+        arrival_times(3, 0.0, 0)
+
+
+def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    outputs = []
+    for backend in BACKENDS:
+        outputs.append(tmp_path / f"{backend}.json")
+        status = load.main(
+            ["--backend", backend, "--url", server.url, "--tokenizer", str(tmp_path), "--num-prompts", "6"]
+            + ["--input-len", "4:9", "--output-len", "2:5", "--request-rate", "200", "--workers", "1"]
+            + ["--retokenize", "--save-itl", "--output", str(outputs[-1])]
+        )
+        assert status == 0
+    triton, openai = (json.loads(path.read_text()) for path in outputs)
+    assert triton["prompts_sha256"] == openai["prompts_sha256"]
+    for name in ("prompt_tokens", "output_tokens", "scheduled"):
+        assert triton["requests"][name] == openai["requests"][name]
+    sent = sorted((b.get("text_input") or b["prompt"], b["max_tokens"]) for b in server.bodies)
+    assert sent[::2] == sent[1::2] and len(sent) == 12
+    assert triton["summary"]["retokenized_output_tokens"] > 0 and triton["requests"]["itl"][0]
+    assert "output_tokens_per_s" in capsys.readouterr().out
+
+
+def test_failed_requests_set_the_exit_status(tmp_path):
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    arguments = ["--url", "http://127.0.0.1:9", "--tokenizer", str(tmp_path), "--num-prompts", "1"]
+    assert load.main(arguments) == 1
+
+
+def test_generate_prints_the_stream_and_reports_errors(server, capsys):
+    arguments = ["--url", server.url, "--max-tokens", "4", "--temperature", "0", "--seed", "7", "--stop", "x"]
+    assert generate.main(["split hello", *arguments]) == 0
+    assert capsys.readouterr().out == " w0 w1 w2 w3\n"
+    body = server.bodies[0]
+    assert (body["text_input"], body["max_tokens"], body["seed"]) == ("split hello", 4, 7)
+    assert body["stop_words"] == ["x"] and "top_p" not in body
+    assert generate.main(["error", *arguments]) == 1
+    assert "engine failed" in capsys.readouterr().err
+    assert generate.main(["busy", *arguments]) == 1
+    assert "HTTP 503" in capsys.readouterr().err

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmark rows, the runner with real servers, merging of results, and the verdicts in the report."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import small_tokenizers
+from checkpoints import make_checkpoint
+from streaming_server import StreamingServer
+
+from perf_configs import plots, results, run
+from perf_configs.scenarios import Point, Requirement, read_scenario, read_scenarios
+from perf_configs.servers import ServerSpec, StartError, read_servers, serve
+
+REQUIRED = {
+    ("a", "median_tpot_ms"): "ratio ≤ 0.90",
+    ("b", "output_tokens_per_s"): "ratio ≥ 1.10",
+    ("c", "median_ttft_ms"): "ratio ≤ 0.75",
+    ("c", "p99_ttft_ms"): "ratio ≤ 0.62, ≤ 200",
+    ("c", "median_tpot_ms"): "ratio ≤ 0.90",
+    ("c", "p99_tpot_ms"): "ratio ≤ 0.90",
+    ("d", "output_tokens_per_s"): "ratio ≥ 1.40",
+    ("e", "median_ttft_ms"): "ratio ≤ 0.85",
+    ("e", "p99_ttft_ms"): "ratio ≤ 0.85",
+    ("e", "median_tpot_ms"): "ratio ≤ 0.85",
+    ("f", "output_tokens_per_s"): "ratio ≥ 1.15",
+}
+
+
+def measured(server, row, started="2026-01-01T00:00:00", machine="m", rate=None, **summary):
+    """A run as the runner writes it, reduced to what reports read."""
+    values = dict.fromkeys(
+        [f"{w}_{n}_ms" for w in ("median", "p90", "p99") for n in ("ttft", "tpot", "itl")], 100.0
+    )
+    values |= {"completed": 5, "failed": 0, "errors": {}, "output_tokens_per_s": 1000.0}
+    values |= {"p99_send_delay_ms": 0.1, "busiest_worker_cpu": 0.2} | summary
+    return {
+        "server": server, "row": row, "request_rate": rate, "machine": machine, "started": started,
+        "version": "1", "commit": "c", "command": "serve", "knobs": "", "start_seconds": 1.0,
+        "prompts_sha256": "p", "summary": values,
+    }  # fmt: skip
+
+
+def document(*runs):
+    facts = {"gpu": "G", "driver": "d", "gpu_memory": "1", "cores": 2, "python": "3", "packages": {}}
+    return {"machines": {"m": facts, "n": facts}, "runs": list(runs)}
+
+
+def test_rows_and_requirements_are_the_agreed_ones():
+    scenarios = read_scenarios()
+    assert list(scenarios) == ["a", "b", "c", "d", "e", "f", "s"]
+    found = {(s.row, r.metric): str(r) for s in scenarios.values() for r in s.requirements}
+    assert found == REQUIRED
+    assert scenarios["c"].points == (Point(46.0, 1000),)
+    assert scenarios["d"].points == (Point(math.inf, 1000),)
+    assert scenarios["e"].lengths == {"input_range": (512, 2048), "output_range": (64, 256)}
+    assert scenarios["s"].points[0] == Point(10.0, 150) and len(scenarios["s"].points) == 5
+    assert list(read_scenarios("d,a")) == ["d", "a"]
+    with pytest.raises(ValueError, match="no scenario for row x"):
+        read_scenarios("a,x")
+
+
+def test_a_scenario_with_an_unknown_key_is_refused(tmp_path):
+    path = tmp_path / "x.toml"
+    text = 'row = "x"\ntitle = "t"\nexpected_seconds = 1\nspeed = 3\n[warm_up]\nnum_prompts = 1\n'
+    path.write_text(text + '[load]\ndataset = "sharegpt"\nnum_prompts = 2\n')
+    with pytest.raises(ValueError, match=r"unknown keys.*speed"):
+        read_scenario(path)
+    path.write_text(text.replace("speed = 3\n", "") + '[load]\ndataset = "sharegpt"\n')
+    with pytest.raises(ValueError, match="num_prompts"):
+        read_scenario(path)
+
+
+@pytest.mark.parametrize(
+    "requirement, ours, peer, met",
+    [
+        (Requirement("x", ratio_at_most=0.9), 90, 100, True),
+        (Requirement("x", ratio_at_most=0.9), 90.1, 100, False),
+        (Requirement("x", ratio_at_least=1.1), 110.1, 100, True),
+        (Requirement("x", ratio_at_least=1.1), 109, 100, False),
+        (Requirement("x", ratio_at_most=0.62, at_most=200), 200, 400, True),
+        (Requirement("x", ratio_at_most=0.62, at_most=200), 201, 400, False),
+        (Requirement("x", ratio_at_most=0.62, at_most=200), 150, 200, False),
+    ],
+)
+def test_requirements(requirement, ours, peer, met):
+    assert requirement.met(ours, peer) is met
+
+
+def test_the_table_says_pass_miss_and_why_not():
+    merged = document(
+        measured("ours", "a", median_tpot_ms=4.0),
+        measured("vllm", "a", median_tpot_ms=5.0),
+        measured("ours", "b", output_tokens_per_s=1099.0),
+        measured("vllm", "b"),
+        measured("ours", "d", output_tokens_per_s=9000.0, failed=2, errors={"HTTP 503": 2}),
+        measured("vllm", "d"),
+        measured("ours", "f", output_tokens_per_s=1200.0, machine="n"),
+        measured("vllm", "f"),
+    )
+    lines = results.markdown(merged, read_scenarios()).splitlines()
+    table = {
+        tuple(c.strip() for c in line.split("|")[1:9:2]): line.split("|")
+        for line in lines
+        if "ratio " in line
+    }
+    verdicts = {(c[1].strip(), c[3].strip()): (c[6].strip(), c[8].strip()) for c in table.values()}
+    assert verdicts["a", "median_tpot_ms"] == ("0.80", "pass")
+    assert verdicts["b", "output_tokens_per_s"] == ("1.10", "**miss**")
+    assert verdicts["c", "median_ttft_ms"] == ("-", "not run")
+    assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
+    assert verdicts["f", "output_tokens_per_s"] == ("1.20", "pass (other machine)")
+    assert "* row d, ours: 2 x HTTP 503" in lines
+    other = measured("vllm", "a") | {"prompts_sha256": "q"}
+    assert results.verdict(Requirement("median_tpot_ms", ratio_at_most=1), measured("ours", "a"), other)[
+        1
+    ] == ("invalid: different prompts")
+
+
+def test_merging_keeps_the_latest_of_each(tmp_path):
+    first = document(
+        measured("ours", "a", "2026-01-01", median_tpot_ms=1.0), measured("vllm", "a", "2026-01-01")
+    )
+    second = document(
+        measured("ours", "a", "2026-01-02", median_tpot_ms=2.0, machine="n"),
+        measured("ours", "s", rate=10.0),
+        measured("ours", "s", rate=20.0),
+    )
+    for order in ([first, second], [second, first]):
+        merged = results.merge(order)
+        assert [(r["server"], r["row"], r["request_rate"]) for r in merged["runs"]] == [
+            ("ours", "a", None),
+            ("vllm", "a", None),
+            ("ours", "s", 10.0),
+            ("ours", "s", 20.0),
+        ]
+        assert merged["runs"][0]["summary"]["median_tpot_ms"] == 2.0
+        assert set(merged["machines"]) == {"m", "n"}
+    results.save(first, tmp_path / "one.json")
+    results.save(second, tmp_path / "two.json")
+    files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
+    assert run.main(["--merge", *files, "--out", str(tmp_path / "out")]) == 0
+    assert results.load(tmp_path / "out/two.json") == results.merge([first, second])
+    assert "| a |" in (tmp_path / "out/two.md").read_text()
+    assert (tmp_path / "out/two-latency.svg").stat().st_size > 1000
+    (tmp_path / "three.json").write_text("[]")
+    with pytest.raises(ValueError, match="no result document"):
+        results.load(tmp_path / "three.json")
+
+
+def test_step_times_are_drawn(tmp_path):
+    case = {"rows": 1, "context": 256, "step_us": 4000.0, "floor_us": 3500.0}
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps([case, case | {"rows": 64}, {"prefill": 2048, "us": 1.0}]))
+    written = plots.draw(document(), path, tmp_path, "x")
+    assert [p.name for p in written] == ["x-step.svg"] and written[0].stat().st_size > 1000
+
+
+def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, capsys):
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    server = StreamingServer()
+    arguments = [
+        "--model-dir",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--commit",
+        "abc",
+        "--workers",
+        "1",
+    ]
+    arguments += ["--url", f"ours={server.url}", "--url", f"vllm={server.url}"]
+    try:
+        assert run.main([*arguments, "--rows", "a"]) == 0
+        assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "25"]) == 1
+    finally:
+        server.close()
+    assert "left out for lack of time: ours row b" in capsys.readouterr().err
+    (path,) = (tmp_path / "out").glob("*.json")
+    runs = results.load(path)["runs"]
+    assert [(r["server"], r["row"], r["commit"], r["version"]) for r in runs] == [
+        ("ours", "a", "abc", "1.0"),
+        ("vllm", "a", "abc", "1.0"),
+    ]
+    assert runs[0]["prompts_sha256"] == runs[1]["prompts_sha256"]
+    assert runs[0]["warm_up"]["requests_with_checked_length"] == 2
+    assert runs[0]["requests"]["chunks"] == [256] * 12
+    assert "pass" in path.with_suffix(".md").read_text() or "miss" in path.with_suffix(".md").read_text()
+
+
+def test_knobs_reach_the_build_and_cannot_carry_shell():
+    assert (
+        run.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
+        == "--set max_num_seqs=512 --set dtype=bfloat16"
+    )
+    for bad in ("max_num_seqs", "a=1; rm x", "a=$(x)"):
+        with pytest.raises(ValueError, match="must have the form"):
+            run.knob_options([bad])
+
+
+def spec(command, prepare="", start_seconds=20.0):
+    return ServerSpec("ours", "triton", "/", "/", command, start_seconds, prepare)
+
+
+def test_a_server_is_started_and_ended_with_its_children(tmp_path):
+    command = 'sleep 300 & echo $! >"$WORK/child"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
+    with serve(
+        spec(command, 'echo "$EXTRA" >"$WORK/prepared"'), {"EXTRA": "x"}, tmp_path, 8377, 20.0
+    ) as running:
+        assert running.url == "http://127.0.0.1:8377" and running.start_seconds < 20
+        with (
+            pytest.raises(StartError, match="answers already"),
+            serve(spec(command), {}, tmp_path / "again", 8377, 20.0),
+        ):
+            pass
+    assert (tmp_path / "prepared").read_text() == "x\n"
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _alive(child):
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (spec("echo no such model >&2; exit 3"), "ended with status 3\nno such model"),
+        (spec("exec sleep 60", start_seconds=1.0), "not healthy after"),
+        (
+            spec("exec sleep 60", prepare="echo bad knob; exit 2"),
+            "preparing ours ended with status 2\nbad knob",
+        ),
+        (spec("exec sleep 60", prepare="sleep 60", start_seconds=1.0), "preparing ours took too long"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(tmp_path, bad, message):
+    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, 8377, 20.0):
+        pass
+    assert message in str(caught.value)
+
+
+def test_server_commands_are_valid_shell():
+    for server in read_servers().values():
+        for script in (server.prepare, server.command):
+            subprocess.run(["bash", "-n", "-c", script], check=True, timeout=10)
+
+
+def test_the_profile_and_the_prepare_script_build_a_repository(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    profile = run.ROOT / "perf_configs/profiles/h200-8b.toml"
+    environment = {"PYTHON": sys.executable, "WORK": str(tmp_path), "MODEL_DIR": str(tmp_path)}
+    environment |= {"KNOBS": "--set max_num_seqs=64", "PROFILE": str(profile)}
+    script = ["bash", "-ec", read_servers()["ours"].prepare]
+    subprocess.run(script, check=True, timeout=60, cwd=run.ROOT, env=os.environ | environment)
+    text = (tmp_path / "model_repo/llm/config.pbtxt").read_text()
+    assert "dummy" in text and '"64"' in text
