@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +75,9 @@ class TritonPythonModel:
                 self._responder.refuse(sender, str(error), self._pb.TritonError.INVALID_ARG)
             except EngineDown as error:
                 self._responder.refuse(sender, str(error), self._pb.TritonError.UNAVAILABLE)
+            except Exception as error:  # the other requests of this call must not fail with it
+                traceback.print_exc()
+                self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
     def finalize(self) -> None:
         """Leaves the engine, which ends with the last instance."""

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tritonserver on a model repository in the foreground: `python -m flashinfer_backend.serve`.
+
+Finds the server (NVIDIA's image, or the wheel nvidia-pytriton), gives it the environment that its
+Python backend needs, and says when it is ready. The server ends with this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from importlib import metadata
+from importlib import util as importlib_util
+from pathlib import Path
+
+IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
+STOP_S = 9.0  # from the first signal until the server is killed
+DRAIN_S = 4  # of these, how long running requests may go on
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class ServeError(RuntimeError):
+    """The server cannot be started; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where a tritonserver is. `backends` and `libraries`: None where the server finds them itself."""
+
+    binary: Path
+    backends: Path | None = None
+    libraries: Path | None = None
+
+
+def find_server(backends_copy: Path) -> Installation:
+    """The server of NVIDIA's image when there is one, else the wheel's.
+
+    The wheel has a stub for each Python, and the backend uses the one beside its library: the
+    backend is copied to a folder in `backends_copy` with the right stub. Raises ServeError.
+    """
+    if (IMAGE_ROOT / "bin" / "tritonserver").exists():
+        return Installation(IMAGE_ROOT / "bin" / "tritonserver")
+    spec = importlib_util.find_spec("pytriton")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ServeError(
+            "no tritonserver: neither /opt/tritonserver (NVIDIA's image) nor the wheel nvidia-pytriton is"
+            " here; install the latter with `pip install 'flashinfer-backend[server]'`"
+        )
+    root = Path(spec.submodule_search_locations[0]) / "tritonserver"
+    stub = root / "python_backend_stubs" / PYTHON / "triton_python_backend_stub"
+    if not stub.exists():
+        known = sorted(path.parent.name for path in stub.parents[1].glob("*/triton_python_backend_stub"))
+        raise ServeError(f"tritonserver has no stub for Python {PYTHON}, only for {', '.join(known)}")
+    folder = backends_copy / f"{metadata.version('nvidia-pytriton')}-python{PYTHON}"
+    if not folder.exists():  # never written to again: a running server may have it open
+        backends_copy.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=backends_copy))
+        shutil.copytree(root / "backends", unfinished, dirs_exist_ok=True)
+        shutil.copy(stub, unfinished / "python")
+        with contextlib.suppress(OSError):  # someone else was faster
+            unfinished.rename(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Installation(
+        binary=root / "bin" / "tritonserver",
+        backends=folder,
+        libraries=root.parents[1] / "nvidia_pytriton.libs",
+    )
+
+
+def environment(server: Installation) -> dict[str, str]:
+    """Environment of the server. Its stubs take the first python3 on PATH for theirs and need libpython."""
+    env = dict(os.environ)
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    if server.libraries is None:
+        return env
+    folders = [str(server.libraries)]
+    folders += [folder] if (folder := _libpython_folder()) else []
+    folders += [env["LD_LIBRARY_PATH"]] if env.get("LD_LIBRARY_PATH") else []
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+    return env
+
+
+def _libpython_folder() -> str | None:
+    """Folder of libpython, None when the loader finds it by itself. Raises ServeError without one."""
+    name = f"libpython{PYTHON}.so.1.0"
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(name)
+        return None
+    folder = sysconfig.get_config_var("LIBDIR") or ""
+    if Path(folder, name).exists():
+        return folder
+    raise ServeError(
+        f"{name} is missing, which Triton's Python backend is linked with. On Debian or Ubuntu:"
+        f" apt-get install libpython{PYTHON}"
+    )
+
+
+def command(
+    server: Installation, repository: Path, host: str, http_port: int, grpc_port: int, metrics_port: int
+) -> list[str]:
+    """Command line of the server for a model repository."""
+    # Explicit control lets the llm model take itself out of service while its engine is restarted
+    # (docs/triton-notes.md). It would let every client load models too: only who knows the secret may.
+    secret = secrets.token_hex(16)
+    args = [
+        str(server.binary),
+        *("--model-repository", str(repository)),
+        *("--model-control-mode", "explicit"),
+        *("--load-model", "*"),
+        *("--http-restricted-api", f"model-repository:admin-key={secret}"),
+        *("--grpc-restricted-protocol", f"model-repository:admin-key={secret}"),
+        *("--exit-timeout-secs", str(DRAIN_S)),
+    ]
+    for name, port in (("http", http_port), ("grpc", grpc_port), ("metrics", metrics_port)):
+        args += [f"--{name}-address", host, f"--{name}-port", str(port)]
+    if server.backends is not None:
+        args += ["--backend-directory", str(server.backends)]
+    if shutil.which("nvidia-smi") is None:
+        args += ["--allow-gpu-metrics", "false"]
+    return args
+
+
+def check_ports(host: str, ports: dict[str, int]) -> None:
+    """Raises ServeError naming a port that is taken, by its name in `ports`."""
+    for name, port in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ServeError(f"{name} {port} on {host} cannot be used: {error.strerror}") from None
+
+
+def run(args: list[str], env: dict[str, str], url: str) -> int:
+    """Runs the server until it ends or this process gets SIGINT or SIGTERM; its exit status."""
+    # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
+    # server leave everything as it is). Whatever ends us ends the server.
+    child = subprocess.Popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
+    asked_at: list[float] = []
+
+    def stop(*_: object) -> None:
+        if not asked_at:
+            asked_at.append(time.monotonic())
+            child.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    announced = False
+    while child.poll() is None:
+        if asked_at and time.monotonic() - asked_at[0] > STOP_S:
+            child.kill()
+        if not announced and not asked_at and _ready(url):
+            announced = True
+            _announce(url)
+        time.sleep(0.1)
+    return 0 if asked_at else child.returncode
+
+
+def _end_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _ready(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/v2/health/ready", timeout=1) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def _announce(url: str) -> None:
+    body = json.dumps({"text_input": "Once upon a time", "max_tokens": 32, "stream": True})
+    print(
+        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n"
+        "Ctrl-C stops the server.\n",
+        flush=True,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve", description=__doc__)
+    parser.add_argument("--model-repository", type=Path, required=True, help="as written by build.py")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--grpc-port", type=int, default=8001)
+    parser.add_argument("--metrics-port", type=int, default=8002)
+    parser.add_argument(
+        "--backends", type=Path, help="where to copy the Python backend (default: in ~/.cache)"
+    )
+    parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
+    try:
+        if not options.model_repository.is_dir():
+            raise ServeError(f"no folder {options.model_repository}: write one with build.py --output")
+        server = find_server(options.backends or cache / "backends")
+        ports = {
+            "HTTP port": options.http_port,
+            "gRPC port": options.grpc_port,
+            "metrics port": options.metrics_port,
+        }
+        check_ports(options.host, ports)
+        args = command(server, options.model_repository, options.host, *ports.values())
+        env = environment(server)
+    except ServeError as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
+    reachable = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host
+    return run([*args, *options.server_args], env, f"http://{reachable}:{options.http_port}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
