@@ -23,7 +23,7 @@ from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 if TYPE_CHECKING:
     from flashinfer_backend.engine.step import AttentionBatch
 
-_FLOAT_WORKSPACE = 256 << 20
+_FLOAT_WORKSPACE = 1 << 30
 _INT_WORKSPACE = 8 << 20
 _XQA_SEMAPHORES = 8 << 20
 _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
