@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# make serve                 tritonserver with the bundled model, in the foreground
+# make serve MODEL=DIR       the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py
+# make test, make lint
+#
+# Each makes .venv first where it is missing. On a machine with an NVIDIA GPU the CUDA extra goes in.
+
+PYTHON ?= python3
+MODEL ?= bundled
+KNOBS ?=
+HOST ?= 127.0.0.1
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+PIP_ARGS ?=
+TESTS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+ifeq ($(GPU),0)
+extra = $(1)
+constraints := -c requirements/constraints.txt -c requirements/constraints-cpu.txt
+else
+extra = $(1),cuda
+constraints := -c requirements/constraints.txt
+endif
+install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(call extra,$(1))]'
+pinned := pyproject.toml $(wildcard requirements/*.txt)
+
+.PHONY: serve test lint clean
+
+serve: $(VENV)/for-serve
+	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
+	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served --host $(HOST) \
+		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+
+test: $(VENV)/for-development
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/for-development
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/for-serve: $(BIN)/python $(pinned)
+	@echo "installing into $(VENV), this takes a minute or two the first time"
+	@$(call install,server)
+	@touch $@
+
+$(VENV)/for-development: $(BIN)/python $(pinned)
+	@echo "installing into $(VENV), this takes a minute or two the first time"
+	@$(call install,server,client,test,lint)
+	@touch $@ $(VENV)/for-serve
+
+clean:
+	rm -rf $(VENV) served
