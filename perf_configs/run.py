@@ -72,6 +72,7 @@ class Benchmark:
         self.machine, facts = results.machine()
         self.document: results.Document = {"machines": {self.machine: facts}, "runs": []}
         self.left_out: list[str] = []
+        self.failed_requests = 0
         self.commit = args.commit or current_commit()
         gpu = re.sub(r"[^a-z0-9]+", "-", str(facts["gpu"]).lower().replace("nvidia", "")).strip("-")
         self.path = args.out / f"{datetime.date.today().isoformat()}-{gpu or 'none'}.json"
@@ -96,7 +97,7 @@ class Benchmark:
             load = self.load(spec, running, scenario, Point(math.inf, len(prompts)), check_tokens=True)
             summary = run_load(load, prompts).summary
             warm_up = {key: summary[key] for key in WARM_UP_KEYS}
-            if warm_up["failed"]:
+            if summary["failed"]:
                 print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
         for point in scenario.points:
             prompts = self.prompts(scenario, point.num_prompts, scenario.seed)
@@ -122,6 +123,7 @@ class Benchmark:
                 "summary": result.summary,
                 "requests": request_columns(result.records),
             }
+            self.failed_requests += result.summary["failed"]
             self.document = results.merge([self.document, {"machines": {}, "runs": [run]}])
             results.save(self.document, self.path)
 
@@ -218,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_report(document, benchmark.path, args.step_times)
     if benchmark.left_out:
         print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)
-    return 1 if problems or benchmark.left_out else 0
+    return 1 if problems or benchmark.left_out or benchmark.failed_requests else 0
 
 
 if __name__ == "__main__":
