@@ -209,8 +209,9 @@ def test_diff_shows_changed_values_and_writes_nothing(build, tmp_path, checkpoin
     assert status == 0 and not (tmp_path / "repo").exists()
     changed = [line for line in out.splitlines() if line[0] in "+-"]
     assert "+++ b/tensorrt_llm/config.pbtxt" in changed and "--- a/llm/config.pbtxt" in changed
-    assert '-    string_value: "256"' in changed and '+    string_value: "9"' in changed
-    assert f'+    string_value: "{checkpoint}"' in changed
+    assert '-parameters { key: "max_num_seqs" value { string_value: "256" } }' in changed
+    assert '+parameters { key: "max_num_seqs" value { string_value: "9" } }' in changed
+    assert f'+parameters {{ key: "model_dir" value {{ string_value: "{checkpoint}" }} }}' in changed
     assert len(changed) < 30  # a renamed model is not a removed and an added one
 
 
@@ -222,8 +223,8 @@ def test_diff_against_an_earlier_output(build, tmp_path):
     assert [line for line in out.splitlines() if line[0] in "+-"] == [
         "--- a/llm/config.pbtxt",
         "+++ b/llm/config.pbtxt",
-        '-    string_value: "9"',
-        '+    string_value: "10"',
+        '-parameters { key: "max_num_seqs" value { string_value: "9" } }',
+        '+parameters { key: "max_num_seqs" value { string_value: "10" } }',
     ]
     assert snapshot(tmp_path / "repo") == before
 

@@ -203,7 +203,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     _engine(
         "normalize_log_probs", "true", "bool", in_trt=True,
-        meaning="log probs are of the softmax over the vocabulary; false = raw logits",
+        meaning="log probs are over the tokens that top-k and top-p leave; false = over the whole vocabulary",
     ),
     _engine(
         "guided_decoding_backend", "xgrammar", "choice", words=("xgrammar", "none"), in_trt=True,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,25 @@ def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str
     files = {}
     for model, config in configs.items():
         folder = llm_name if model == LLM else model
-        text = HEADER.format(command=command) + "\n" + text_format.MessageToString(config)
+        text = HEADER.format(command=command) + "\n" + to_text(config)
         files[f"{folder}/config.pbtxt"] = text.encode()
         for path in sorted((model_repo / model / "1").iterdir()):
             if path.is_file():
                 files[f"{folder}/1/{path.name}"] = path.read_bytes()
     return files
+
+
+def to_text(config: Any) -> str:
+    """A ModelConfig as text: each input, output and parameter on one line, which makes --diff readable."""
+    lines = []
+    for field, value in config.ListFields():
+        if isinstance(value, Message | str | int):
+            single = type(config)(**{field.name: value})
+            lines.append(text_format.MessageToString(single))
+        elif isinstance(value, Mapping):
+            singles = [type(config)(**{field.name: {key: value[key]}}) for key in sorted(value)]
+            lines += [text_format.MessageToString(single, as_one_line=True) + "\n" for single in singles]
+        else:
+            singles = [type(config)(**{field.name: [item]}) for item in value]
+            lines += [text_format.MessageToString(single, as_one_line=True) + "\n" for single in singles]
+    return "".join(lines)
