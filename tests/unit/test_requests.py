@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's tensors: what is accepted, and that each mistake is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
+
+LIMITS = Limits(vocab_size=100, max_input_len=20)
+
+
+def tensors(**changes: Any) -> dict[str, np.ndarray]:
+    base: dict[str, Any] = {
+        "input_ids": np.array([[1, 2, 3, 4]], np.int32),
+        "input_lengths": np.array([[4]], np.int32),
+        "request_output_len": np.array([[5]], np.int32),
+    }
+    base.update(changes)
+    return {name: value for name, value in base.items() if value is not None}
+
+
+def one(**changes: Any) -> Row:
+    (row,) = parse_request(tensors(**changes), LIMITS)
+    return row
+
+
+def int32(*rows: Any) -> np.ndarray:
+    return np.array(rows, np.int32)
+
+
+def fp32(*rows: Any) -> np.ndarray:
+    return np.array(rows, np.float32)
+
+
+def text(*rows: Any) -> np.ndarray:
+    return np.array(rows, np.object_)
+
+
+def test_defaults_are_greedy() -> None:
+    row = one()
+    assert row.prompt.tolist() == [1, 2, 3, 4] and row.prompt.dtype == np.int32
+    assert (row.params.max_tokens, row.params.temperature, row.params.end_id, row.params.seed) == (
+        5,
+        0.0,
+        -1,
+        0,
+    )
+    assert not row.streaming and not row.exclude_input and row.num_return_sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature"),
+    [
+        ({"temperature": fp32([0.7])}, 0.0),  # neither top_k nor top_p: greedy
+        ({"temperature": fp32([0.7]), "runtime_top_k": int32([5])}, 0.7),
+        ({"temperature": fp32([0.7]), "runtime_top_p": fp32([1.0])}, 0.7),
+        ({"temperature": fp32([0.7]), "runtime_top_p": fp32([0.0])}, 0.0),  # 0 counts as unset
+        ({"temperature": fp32([0.7]), "runtime_top_k": int32([1])}, 0.0),
+        ({"temperature": fp32([0.0]), "runtime_top_k": int32([5])}, 0.0),
+        ({"temperature": fp32([1e-6]), "runtime_top_p": fp32([1.0])}, 0.0),
+        ({"runtime_top_k": int32([5])}, 1.0),
+    ],
+)
+def test_when_sampling_is_greedy(changes: dict[str, np.ndarray], temperature: float) -> None:
+    assert one(**changes).params.temperature == pytest.approx(temperature)
+
+
+def test_scalars_with_and_without_batch_column() -> None:
+    rows = parse_request(
+        tensors(
+            input_ids=int32([1, 2, 3, 0], [5, 6, 0, 0]),
+            input_lengths=int32(3, 2),
+            request_output_len=int32([5], [6]),
+            temperature=fp32(0.5, 0.9),
+            runtime_top_k=int32([4], [3]),
+        ),
+        LIMITS,
+    )
+    assert [row.prompt.tolist() for row in rows] == [[1, 2, 3], [5, 6]]
+    assert [row.params.max_tokens for row in rows] == [5, 6]
+    assert [row.params.temperature for row in rows] == pytest.approx([0.5, 0.9])
+    assert [row.params.top_k for row in rows] == [4, 3]
+
+
+def test_both_names_of_a_value() -> None:
+    seed = np.array([[2**64 - 1]], np.uint64)
+    assert one(random_seed=seed).params.seed == 2**64 - 1
+    assert one(seed=seed, random_seed=seed).params.seed == 2**64 - 1
+    assert one(min_length=int32([3])).params.min_tokens == 3
+    assert one(return_kv_cache_reuse_stats=np.array([[True]])).params.perf_metrics
+
+
+def test_word_lists_and_bias() -> None:
+    words = int32([[7, 8, 9, 0], [2, 3, -1, -1]])
+    row = one(
+        stop_words_list=words, bad_words_list=np.zeros((1, 2, 0), np.int32), embedding_bias=fp32([0, 0, -2.5])
+    )
+    assert row.params.stop_sequences == [[7, 8], [9]]
+    assert row.params.bad_words == []
+    assert (row.params.bias_ids, row.params.bias_values) == ([2], [-2.5])
+    assert one(stop_words_text=text([b"END", b"", "é".encode()])).stop_words == ["END", "é"]
+
+
+def test_end_id_outside_the_vocabulary_is_accepted() -> None:
+    assert one(end_id=int32([1048576])).params.end_id == 1048576
+
+
+def test_configured_and_requested_exclude_input() -> None:
+    limits = Limits(vocab_size=100, max_input_len=20, default_exclude_input=True)
+    assert parse_request(tensors(), limits)[0].exclude_input
+    asked = tensors(exclude_input_in_output=np.array([[False]]))
+    assert not parse_request(asked, limits)[0].exclude_input
+
+
+def test_values_that_ask_for_nothing_pass() -> None:
+    one(
+        beam_width=int32([1]),
+        len_penalty=fp32([1.0]),
+        runtime_top_p_decay=fp32([1.0]),
+        lora_weights=np.zeros((1, 0, 0), np.float16),
+        draft_input_ids=np.zeros((1, 0), np.int32),
+        decoder_input_ids=int32([0]),
+        decoder_input_lengths=int32([0]),
+    )
+
+
+def test_stop() -> None:
+    assert is_stop({"stop": np.array([[True]])})
+    assert not is_stop({"stop": np.array([[False]])}) and not is_stop(tensors())
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"request_output_len": int32([0])},
+            r"request_output_len \(max_tokens\) is 0; it should be at least 1",
+        ),
+        ({"request_output_len": None}, "request_output_len .* is missing"),
+        (
+            {"request_output_len": int32([1, 2])},
+            r"request_output_len has shape \[1, 2\]; it should be \[1, 1\]",
+        ),
+        ({"input_ids": None}, "input_ids is missing"),
+        ({"input_lengths": None}, "input_lengths is missing"),
+        ({"input_lengths": int32([5])}, r"input_lengths holds 5; it should lie in 1..4"),
+        ({"input_lengths": int32([0])}, "input_lengths holds 0"),
+        ({"input_lengths": int32([2], [2])}, "one length for each"),
+        ({"input_ids": int32([1, 2, 3, 100])}, r"input_ids holds 100; token ids should lie in 0..99"),
+        ({"input_ids": int32([1, -2, 3, 4])}, "input_ids holds -2"),
+        (
+            {"input_ids": int32([1] * 21), "input_lengths": int32([21])},
+            r"Prompt length \(21\) exceeds maximum input length \(20\)",
+        ),
+        ({"temperature": fp32([-0.5])}, "temperature is -0.5; it should be at least 0"),
+        ({"temperature": fp32([NAN])}, "temperature is nan; it should be a finite number"),
+        ({"runtime_top_k": int32([-1])}, r"runtime_top_k \(top_k\) is -1"),
+        ({"runtime_top_p": fp32([1.5])}, r"runtime_top_p \(top_p\) is 1.5; it should lie in \(0, 1\]"),
+        ({"runtime_top_p": fp32([-0.1])}, r"runtime_top_p \(top_p\) is -0.1"),
+        ({"runtime_top_p": fp32([NAN])}, "runtime_top_p"),
+        ({"repetition_penalty": fp32([0.0])}, "repetition_penalty is 0; it should be greater than 0"),
+        ({"repetition_penalty": fp32([INFINITY])}, "repetition_penalty is inf"),
+        ({"presence_penalty": fp32([NAN])}, "presence_penalty is nan"),
+        ({"frequency_penalty": fp32([NAN])}, "frequency_penalty is nan"),
+        ({"min_tokens": int32([-1])}, "min_tokens is -1; it should be at least 0"),
+        ({"num_return_sequences": int32([0])}, "num_return_sequences is 0"),
+        (
+            {"min_tokens": int32([2]), "min_length": int32([3])},
+            "min_tokens is 2 and min_length is 3: .* two names",
+        ),
+        (
+            {"seed": np.array([[1]], np.uint64), "random_seed": np.array([[2]], np.uint64)},
+            "seed is 1 and random_seed is 2",
+        ),
+        (
+            {"beam_width": int32([2])},
+            "beam_width is 2, which is not supported: this backend has no beam search",
+        ),
+        ({"runtime_top_p_decay": fp32([0.9])}, "runtime_top_p_decay is 0.9, which is not supported"),
+        ({"lora_task_id": np.array([[0]], np.uint64)}, "lora_task_id is not supported: .*no LoRA"),
+        (
+            {"prompt_embedding_table": np.ones((1, 2, 3), np.float16)},
+            "prompt_embedding_table is not supported",
+        ),
+        ({"draft_input_ids": int32([1])}, "draft_input_ids is not supported: .*no speculative decoding"),
+        ({"decoder_input_ids": int32([1])}, "decoder_input_ids is not supported"),
+        ({"encoder_output_lengths": int32([1])}, "encoder_output_lengths is not supported"),
+        ({"stop_words_list": int32([7, 8])}, r"stop_words_list holds|stop_words_list has shape"),
+        ({"stop_words_list": int32([[7, 8], [3, -1]])}, "Sparse list must not hold offsets beyond its ids"),
+        ({"stop_words_list": int32([[7, 8], [2, 1]])}, "Sparse list must not hold offsets that do not grow"),
+        (
+            {"stop_words_list": int32([[7, 8], [-1, 2]])},
+            "Sparse list must not hold offsets after its padding",
+        ),
+        (
+            {"bad_words_list": int32([[7, 100], [2, -1]])},
+            "bad_words_list holds 100; token ids should lie in 0..99",
+        ),
+        (
+            {"embedding_bias": np.zeros((1, 101), np.float32)},
+            "embedding_bias has 101 values; it should have 100",
+        ),
+        ({"embedding_bias": fp32([0, NAN])}, "embedding_bias holds NaN"),
+        (
+            {"guided_decoding_guide_type": text([b"yaml"])},
+            "guided_decoding_guide_type is 'yaml'; it should be one of",
+        ),
+        ({"guided_decoding_guide": text([b"[a]"])}, "guided_decoding_guide_type is ''"),
+        ({"guided_decoding_guide_type": text([b"regex"])}, "guided_decoding_guide is missing"),
+        ({"stop_words_text": text([b"\xff"])}, "stop_words_text is not UTF-8"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_request(tensors(**changes), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"streaming": np.array([[True]])},
+            "Streaming is only supported if model is deployed using decoupled mode",
+        ),
+        ({"num_return_sequences": int32([2])}, "num_return_sequences is 2"),
+        (
+            {
+                "input_ids": int32([1], [2]),
+                "input_lengths": int32([1], [1]),
+                "request_output_len": int32([1], [1]),
+            },
+            "batch size greater than 1",
+        ),
+    ],
+)
+def test_several_responses_need_decoupled_mode(changes: dict[str, Any], message: str) -> None:
+    limits = Limits(vocab_size=100, max_input_len=20, decoupled=False)
+    parse_request(tensors(), limits)
+    with pytest.raises(ValueError, match=message):
+        parse_request(tensors(**changes), limits)
+
+
+def test_guided_decoding_that_is_switched_off() -> None:
+    limits = Limits(vocab_size=100, max_input_len=20, guided_decoding=False)
+    guide = {"guided_decoding_guide_type": text([b"regex"]), "guided_decoding_guide": text([b"[a]"])}
+    assert one(**guide).params.guide == "[a]"
+    with pytest.raises(ValueError, match="guided_decoding_backend none"):
+        parse_request(tensors(**guide), limits)
