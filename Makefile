@@ -3,6 +3,7 @@
 # make serve                 tritonserver with the bundled model, in the foreground
 # make serve MODEL=DIR       the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py
 # make test, make lint
+# make bench                 times of the host's work for every step and chunk
 #
 # Each makes .venv first where it is missing. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
@@ -29,7 +30,7 @@ endif
 install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(call extra,$(1))]'
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 
-.PHONY: serve test lint clean
+.PHONY: serve test lint bench clean
 
 serve: $(VENV)/for-serve
 	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
@@ -38,6 +39,9 @@ serve: $(VENV)/for-serve
 
 test: $(VENV)/for-development
 	$(BIN)/python -m pytest $(TESTS)
+
+bench: $(VENV)/for-development
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
 
 lint: $(VENV)/for-development
 	$(BIN)/ruff check .

@@ -88,10 +88,11 @@ def verdict(requirement: Requirement, ours: Run | None, peer: Run | None) -> tup
     """(ours / peer, word): pass or miss, or why there is no comparison."""
     if ours is None or peer is None:
         return None, "not run"
-    if ours["summary"]["failed"]:
-        return None, f"invalid: {ours['summary']['failed']} of ours failed"
-    if peer["summary"]["failed"]:
-        return None, f"invalid: {peer['summary']['failed']} of the peer's failed"
+    for run, whose in ((ours, "ours"), (peer, "the peer's")):
+        if failed := run["summary"]["failed"]:
+            return None, f"invalid: {failed} of {whose} failed"
+        if failed := run["warm_up"].get("failed"):
+            return None, f"invalid: {failed} of {whose} failed in the warm-up"
     if ours["prompts_sha256"] != peer["prompts_sha256"]:
         return None, "invalid: different prompts"
     a, b = ours["summary"][requirement.metric], peer["summary"][requirement.metric]

@@ -97,6 +97,7 @@ class Benchmark:
             load = self.load(spec, running, scenario, Point(math.inf, len(prompts)), check_tokens=True)
             summary = run_load(load, prompts).summary
             warm_up = {key: summary[key] for key in WARM_UP_KEYS}
+            self.failed_requests += summary["failed"]
             if summary["failed"]:
                 print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
         for point in scenario.points:

@@ -42,7 +42,7 @@ def measured(server, row, started="2026-01-01T00:00:00", machine="m", rate=None,
     return {
         "server": server, "row": row, "request_rate": rate, "machine": machine, "started": started,
         "version": "1", "commit": "c", "command": "serve", "knobs": "", "start_seconds": 1.0,
-        "prompts_sha256": "p", "summary": values,
+        "prompts_sha256": "p", "warm_up": {}, "summary": values,
     }  # fmt: skip
 
 
@@ -116,6 +116,11 @@ def test_the_table_says_pass_miss_and_why_not():
     assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
     assert verdicts["f", "output_tokens_per_s"] == ("1.20", "pass (other machine)")
     assert "* row d, ours: 2 x HTTP 503" in lines
+    broken = measured("ours", "f") | {"warm_up": {"failed": 1}}
+    required = Requirement("output_tokens_per_s", ratio_at_most=2)
+    assert results.verdict(required, broken, measured("vllm", "f"))[1].startswith(
+        "invalid: 1 of ours failed in"
+    )
     other = measured("vllm", "a") | {"prompts_sha256": "q"}
     assert results.verdict(Requirement("median_tpot_ms", ratio_at_most=1), measured("ours", "a"), other)[
         1

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of what the host does for every step and every chunk, without a GPU: `make bench`.
+
+A decode step of 256 sequences takes an H200 about 10 ms; scheduling, reading results and packing frames
+must stay well under that. Text and streams are timed per chunk of one token.
+"""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.pages import PageAllocator
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.results import accept
+from flashinfer_backend.engine.scheduler import Scheduler
+from flashinfer_backend.text.chunk import pack_chunk_context, unpack_chunk_context
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.transport import protocol
+
+from client.wire import EventSplitter, read_stream
+from tests.unit import small_tokenizers
+
+ROWS = 256
+PROMPT = 128
+ROUNDS = 400
+
+
+def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
+    """A scheduler whose `rows` sequences have all had their prompts computed."""
+    config = EngineConfig(
+        model_dir="", max_num_seqs=rows, max_seq_len=4096, max_input_len=4095, max_num_tokens=rows * PROMPT,
+        enable_kv_cache_reuse=False,
+    )  # fmt: skip
+    scheduler = Scheduler(config, PageAllocator(rows * 256, 16, reuse=False))
+    rng = np.random.default_rng(0)
+    for local_id in range(rows):
+        prompt = rng.integers(0, 32000, PROMPT, dtype=np.int32)
+        params = protocol.SamplingParams(max_tokens=max_new, temperature=0.0)
+        scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))
+    plan = scheduler.schedule(False)
+    assert plan is not None and plan.prefill_samples.all()
+    accept(scheduler.table, plan, np.zeros(rows, np.int32))
+    return scheduler
+
+
+def test_schedule_a_decode_step(benchmark):
+    scheduler = decoding_scheduler()
+    plan = benchmark.pedantic(scheduler.schedule, args=(False,), rounds=ROUNDS)
+    assert len(plan.decode_slots) == ROWS
+
+
+def test_schedule_and_take_in_a_decode_step(benchmark):
+    scheduler = decoding_scheduler()
+    tokens = np.arange(ROWS, dtype=np.int32)
+
+    def step():
+        plan = scheduler.schedule(False)
+        return accept(scheduler.table, plan, tokens)
+
+    outcome = benchmark.pedantic(step, rounds=ROUNDS)
+    assert len(outcome.rows) == ROWS
+
+
+def test_pack_and_unpack_a_frame(benchmark):
+    columns = [np.arange(ROWS, dtype=np.int32)] * 3
+    rows = benchmark(lambda: protocol.unpack_tokens(protocol.pack_tokens(*columns)))
+    assert rows.shape == (ROWS, 3)
+
+
+def test_pack_and_unpack_chunk_context(benchmark):
+    context = list(range(8))
+    read = benchmark(lambda: unpack_chunk_context(pack_chunk_context(5 << 32, 0, -1, context)[0]))
+    assert read.context_ids == context
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_text_of_a_chunk(benchmark, kind):
+    """One chunk: one new id with 8 ids of context; 256 chunks a round, as for one step."""
+    tokenizer = getattr(small_tokenizers, kind)()
+    decoder = DeltaDecoder(tokenizer)
+    ids = tokenizer.encode(" ".join(small_tokenizers.TEXT), add_special_tokens=False).ids
+    starts = [random.Random(0).randrange(8, len(ids)) for _ in range(ROWS)]
+    chunks = [(ids[s - 8 : s], ids[s : s + 1]) for s in starts]
+    texts = benchmark(lambda: [decoder.delta(context, new, False) for context, new in chunks])
+    assert any(texts)
+
+
+def stream(chunks):
+    fields = {"model_name": "ensemble", "model_version": "1", "sequence_end": False, "sequence_id": 0}
+    event = json.dumps(fields | {"sequence_start": False, "text_output": " word"}).encode()
+    return [b"data: " + event + b"\n\n"] * chunks
+
+
+def test_split_events(benchmark):
+    reads = stream(256)
+    splitter = EventSplitter()
+    events = benchmark(lambda: [event for data in reads for event in splitter.feed(data)])
+    assert len(events) == 256
+
+
+def test_read_a_recorded_stream(benchmark):
+    reads = [(float(i), data) for i, data in enumerate(stream(256))]
+    summary = benchmark(read_stream, "triton", reads, 256, True)
+    assert summary.error is None and len(summary.chunk_times) == 256
