@@ -96,7 +96,7 @@ def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> Engine
     for name in ("max_num_seqs", "max_num_tokens", "max_num_tokens_while_decoding", "tokens_per_block"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it should be at least 1")
-    if config.tokens_per_block % 16 or config.tokens_per_block > 128:
+    if config.tokens_per_block not in (16, 32, 64, 128):
         raise ValueError(f"tokens_per_block is {config.tokens_per_block}; it should be 16, 32, 64 or 128")
     if config.max_num_tokens_while_decoding < config.max_num_seqs:
         raise ValueError(

@@ -124,15 +124,17 @@ class DecodeGraphs:
         runner, data = self._runner, self._inputs[size]
         seed = data[: 2 * size].view(torch.int64)
         slots, positions, temperature, banned = data[2 * size :].split(size)
-        hidden = runner.model(
-            runner.last_token[slots],
-            positions,
-            runner.slot_mapping(slots, positions),
-            runner.kv_caches,
-            self._attention[size],
+        input_ids, slot_mapping = runner.ops.decode_inputs(
+            slots, positions, runner.last_token, runner.block_table, runner.page_size
         )
+        hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, self._attention[size])
         logits = runner.model.logits(hidden)
-        runner.sampler.ban(logits, banned)
-        tokens = runner.ops.sample(logits, temperature.view(torch.float32), seed, positions + 1)
-        runner.last_token[slots] = tokens
+        tokens = runner.ops.sample(
+            logits,
+            temperature.view(torch.float32),
+            seed,
+            positions + 1,
+            banned,
+            (runner.last_token, slots),
+        )
         return tokens, logits

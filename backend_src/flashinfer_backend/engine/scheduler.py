@@ -61,7 +61,7 @@ class Scheduler:
             return None
         decoding = self.decoding
         limit = self.config.max_num_tokens
-        if len(decoding):
+        if len(decoding) and self.config.enable_chunked_context:
             limit = min(limit, self.config.max_num_tokens_while_decoding)
         chunks = self._plan_prefill(limit - len(decoding), updates)
         if not len(decoding) and not chunks:

@@ -43,7 +43,8 @@ def start(config: EngineConfig) -> Core:
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     model_config = ModelConfig.from_pretrained(model_dir)
-    config = resolve_limits(config, model_config.max_position_embeddings)
+    longest = min(model_config.max_position_embeddings, model_config.sliding_window or 1 << 30)
+    config = resolve_limits(config, longest)
     device = _device(config)
     if device.type == "cuda":
         from flashinfer_backend.ops import cuda_ops as ops

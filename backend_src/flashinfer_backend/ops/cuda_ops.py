@@ -11,10 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
 
-__all__ = ["linear_add", "norm_gate_up_silu", "norm_linear", "rms_norm", "rope_and_store", "sample"]
+__all__ = [
+    "decode_inputs",
+    "linear_add",
+    "norm_gate_up_silu",
+    "norm_linear",
+    "rms_norm",
+    "rope_and_store",
+    "sample",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -113,17 +113,47 @@ def gumbel_noise(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log(u))
 
 
-def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Pick one token per row: logits[R, V] -> int32[R].
+def decode_inputs(
+    slots: Tensor, positions: Tensor, last_token: Tensor, block_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """What decode rows feed the model: (input_ids, slot_mapping), both int32 [R].
+
+    slots, positions: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, max pages].
+    slot_mapping is page * page_size + offset of each position.
+    """
+    pages = block_table[slots, positions // page_size]
+    return last_token[slots], pages * page_size + positions % page_size
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    banned: Tensor | None = None,
+    record: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Pick one token per row: logits[R, V] -> int32[R]. logits are left alone.
 
     temperature[R] float32: 0 takes the largest logit, else a sample of softmax(logits / temperature) by
     the Gumbel-max trick. seed[R] int64 and position[R] int32 key the noise. Ties take the lowest id.
+    banned[R] int32: a token that row must not take, or -1. record (last_token, slots): the tokens are
+    also written to last_token[slots].
     """
     wide = logits.float()
+    if banned is not None:
+        index = banned.clamp(min=0).long().unsqueeze(1)
+        kept = wide.gather(1, index).masked_fill(banned.unsqueeze(1) >= 0, float("-inf"))
+        wide = wide.scatter(1, index, kept)
     # Where this question costs no device synchronisation, all-greedy steps skip the noise.
     if logits.device.type == "cpu" and not bool((temperature > 0).any()):
-        return wide.argmax(-1).int()
-    random = (temperature > 0).unsqueeze(1)
-    noise = gumbel_noise(sample_hash(seed, position, logits.shape[1]))
-    scaled = wide / torch.where(random, temperature.unsqueeze(1), 1.0)
-    return torch.where(random, scaled + noise, wide).argmax(-1).int()
+        tokens = wide.argmax(-1).int()
+    else:
+        random = (temperature > 0).unsqueeze(1)
+        noise = gumbel_noise(sample_hash(seed, position, logits.shape[1]))
+        scaled = wide / torch.where(random, temperature.unsqueeze(1), 1.0)
+        tokens = torch.where(random, scaled + noise, wide).argmax(-1).int()
+    if record is not None:
+        last_token, slots = record
+        last_token[slots] = tokens
+    return tokens

@@ -28,12 +28,14 @@ def _block_best(
     temperature,
     seed,
     position,
+    banned,
     best_score,
     best_id,
     vocab,
     stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BAN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -53,25 +55,47 @@ def _block_best(
         # libdevice, not tl.log: the fast logarithm is wrong by more than 1 - u near u = 1.
         score = score / heat - libdevice.log(-libdevice.log(u))
         score = tl.where(inside, score, float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    if BAN:
+        score = tl.where(token == tl.load(banned + row), float("-inf"), score)
+    best = tl.max(score, axis=0)
     tl.store(best_score + row * BLOCKS + block, best)
-    tl.store(best_id + row * BLOCKS + block, block * BLOCK + index)
+    tl.store(best_id + row * BLOCKS + block, tl.min(tl.where(score == best, token, vocab - 1), axis=0))
 
 
 @triton.jit
-def _row_best(best_score, best_id, out, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+def _row_best(
+    best_score,
+    best_id,
+    out,
+    last_token,
+    slots,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RECORD: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     gdc_wait()
     gdc_launch_dependents()
     score = tl.load(best_score + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     index = tl.argmax(score, axis=0, tie_break_left=True)
-    tl.store(out + row, tl.load(best_id + row * BLOCKS + index))
+    token = tl.load(best_id + row * BLOCKS + index)
+    tl.store(out + row, token)
+    if RECORD:
+        tl.store(last_token + tl.load(slots + row), token)
 
 
-def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    banned: Tensor | None = None,
+    record: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """See ops.torch_ops.sample: the same choice, from the same noise bits. logits may be bfloat16."""
     rows, vocab = logits.shape
+    last_token, slots = record or (None, None)
     blocks = triton.cdiv(vocab, _BLOCK)
     score = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
@@ -81,15 +105,28 @@ def sample(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) 
         temperature,
         seed,
         position,
+        banned,
         score,
         ids,
         vocab,
         logits.stride(0),
         BLOCK=_BLOCK,
         BLOCKS=blocks,
+        BAN=banned is not None,
         num_warps=8,
         launch_pdl=True,
     )
     padded = triton.next_power_of_2(blocks)
-    _row_best[(rows,)](score, ids, out, BLOCKS=blocks, PADDED=padded, num_warps=1, launch_pdl=True)
+    _row_best[(rows,)](
+        score,
+        ids,
+        out,
+        last_token,
+        slots,
+        BLOCKS=blocks,
+        PADDED=padded,
+        RECORD=record is not None,
+        num_warps=1,
+        launch_pdl=True,
+    )
     return out

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel: what a decode step feeds the model, from slots and positions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _decode_inputs(
+    slots,
+    positions,
+    last_token,
+    block_table,
+    input_ids,
+    slot_mapping,
+    rows,
+    table_stride,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < rows
+    slot = tl.load(slots + row, mask=valid, other=0)
+    position = tl.load(positions + row, mask=valid, other=0)
+    tl.store(input_ids + row, tl.load(last_token + slot, mask=valid, other=0), mask=valid)
+    entry = block_table + slot.to(tl.int64) * table_stride + position // PAGE
+    page = tl.load(entry, mask=valid, other=0)
+    tl.store(slot_mapping + row, page * PAGE + position % PAGE, mask=valid)
+
+
+def decode_inputs(
+    slots: Tensor, positions: Tensor, last_token: Tensor, block_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """See ops.torch_ops.decode_inputs."""
+    rows = slots.shape[0]
+    input_ids = torch.empty(rows, dtype=torch.int32, device=slots.device)
+    slot_mapping = torch.empty(rows, dtype=torch.int32, device=slots.device)
+    block = min(128, triton.next_power_of_2(rows))
+    _decode_inputs[(triton.cdiv(rows, block),)](
+        slots,
+        positions,
+        last_token,
+        block_table,
+        input_ids,
+        slot_mapping,
+        rows,
+        block_table.stride(0),
+        PAGE=page_size,
+        BLOCK=block,
+        num_warps=1,
+    )
+    return input_ids, slot_mapping

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations around the model in a decode step: CUDA against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashinfer_backend.ops import torch_ops
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_decode_inputs(rows):
+    from flashinfer_backend.ops import cuda_ops
+
+    torch.manual_seed(rows)
+    slots = torch.randperm(400, device="cuda")[:rows].int()
+    positions = torch.randint(0, 160, (rows,), device="cuda").int()
+    last_token = torch.randint(0, 1000, (400,), device="cuda").int()
+    table = torch.randint(0, 5000, (400, 10), device="cuda").int()
+    for mine, reference in zip(
+        cuda_ops.decode_inputs(slots, positions, last_token, table, 16),
+        torch_ops.decode_inputs(slots, positions, last_token, table, 16),
+        strict=True,
+    ):
+        assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_sample_with_bans_and_record(rows):
+    from flashinfer_backend.ops import cuda_ops
+
+    torch.manual_seed(rows)
+    logits = torch.randn(rows, 128256, device="cuda").bfloat16()
+    temperature = torch.tensor([0.0, 0.7, 1.3], device="cuda").repeat(rows)[:rows].contiguous()
+    seed = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
+    position = torch.arange(rows, device="cuda").int()
+    best = logits.float().argmax(-1).int()
+    banned = torch.where(position % 2 == 0, best, -1).int()
+    slots = torch.randperm(100, device="cuda")[:rows].int()
+    recorded = torch.zeros(100, dtype=torch.int32, device="cuda")
+    expected = torch_ops.sample(logits, temperature, seed, position, banned)
+    tokens = cuda_ops.sample(logits, temperature, seed, position, banned, (recorded, slots))
+    assert torch.equal(tokens, expected)
+    assert torch.equal(recorded[slots.long()], expected)
+    assert not (tokens == banned).any()
