@@ -93,7 +93,7 @@ def supported(kv_heads: int, heads: int, backend: str) -> bool:
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("backend", ["fa2", "xqa", "auto"])
+@pytest.mark.parametrize("backend", ["fa2", "xqa", "triton", "auto"])
 def test_eager_steps(heads, kv_heads, backend):
     if not supported(kv_heads, heads, backend):
         pytest.skip("not prebuilt")
@@ -113,7 +113,7 @@ def test_eager_steps(heads, kv_heads, backend):
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("backend", ["fa2", "xqa", "auto"])
+@pytest.mark.parametrize("backend", ["fa2", "xqa", "triton", "auto"])
 def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
     if not supported(kv_heads, heads, backend):
         pytest.skip("not prebuilt")

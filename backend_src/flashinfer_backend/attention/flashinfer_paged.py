@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged cache with FlashInfer's kernels: FA2, FA3 and XQA.
+"""Attention over the paged cache with FlashInfer's kernels: FA2, FA3 and XQA, or our decode kernel.
 
 Decode rows (one query token) and prefill rows of a step are two kernel calls per layer, each over its own
 slice of `q` and `out`. The wrappers' `plan` is bypassed for the module call beneath it: the wrappers read
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashinfer_backend.attention import triton_decode
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class FlashInferAttention:
     kv_caches: per layer (K, V), each [pages, page_size, num_kv_heads, head_dim] of `dtype` (bfloat16 or
     float16), on one CUDA device; page 0 is nobody's: padded rows of a graph read it.
     max_num_seqs: most rows in a step. max_pages_per_seq: columns of the block table.
-    decode_backend: "fa2" (balances rows of unequal length), "xqa" (less overhead, needs page_size 16, 32, 64
-    or 128) or "auto", which takes what measured faster (docs/performance.md).
+    decode_backend: FlashInfer's "fa2" or "xqa" (page_size 16, 32, 64 or 128), the "triton" kernel beside this
+    file, or "auto", which takes what measured faster (docs/performance.md).
     All calls must come from one thread with one current stream.
     Raises ValueError for shapes that these kernels do not have.
     """
@@ -63,7 +64,11 @@ class FlashInferAttention:
         device = kv_caches[0][0].device
         self._float_workspace = torch.empty(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
         self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
-        self._ring = PinnedRing(6, _INT_WORKSPACE, 5 * PagedMetadata.segment(max_num_seqs))
+        items = triton_decode.max_items(max_num_seqs, num_kv_heads)
+        self._ring = PinnedRing(6, _INT_WORKSPACE, max_num_seqs, items)
+        self._split = triton_decode.DecodeWorkspace(
+            max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
+        )
         self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._int_workspace = torch.empty(2, _INT_WORKSPACE, dtype=torch.uint8, device=device)
@@ -112,7 +117,8 @@ class FlashInferAttention:
     ) -> _Call:
         """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph."""
         rows = bucket or len(slots)
-        entry = self._decode.upload(None, kv_lens, slots, rows)
+        items = triton_decode.max_items(rows, self.num_kv_heads) if backend == "triton" else 0
+        entry = self._decode.upload(None, kv_lens, slots, rows, items)
         self._decode.gather(block_table, entry, packed=backend == "fa2")
         info = None
         if backend == "fa2":
@@ -124,6 +130,17 @@ class FlashInferAttention:
         """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
         if call.backend == "fa2":
             self._run_paged(call, self._decode, 0, layer, q, out, _NON_CAUSAL)
+            return
+        if call.backend == "triton":
+            triton_decode.decode(
+                q,
+                self.kv_caches[layer],
+                out,
+                self._decode.items(triton_decode.max_items(call.rows, self.num_kv_heads)),
+                self._decode.table(call.rows),
+                self._split,
+                self.sm_scale,
+            )
             return
         from flashinfer.xqa import xqa
 
@@ -275,8 +292,8 @@ class DecodeGraphState:
 def _check_supported(
     num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, decode_backend: str, dtype: torch.dtype
 ) -> None:
-    if decode_backend not in ("auto", "fa2", "xqa"):
-        raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa")
+    if decode_backend not in ("auto", "fa2", "xqa", "triton"):
+        raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa, triton")
     if head_dim not in (64, 128, 256):
         raise ValueError(
             f"FlashInfer attention has head_dim 64, 128 and 256, not {head_dim}; use the torch attention"

@@ -53,8 +53,8 @@ def _rope_and_store(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     cos = tl.load(cos_sin + position * HEAD_DIM + offsets, mask=mask, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * HEAD_DIM + HALF + offsets, mask=mask, other=0.0)[None, :]
-    gdc_wait()
     gdc_launch_dependents()
+    gdc_wait()
     row = qkv + token * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM)
     source = row + (head + heads)[:, None] * HEAD_DIM + offsets[None, :]
     first = tl.load(source, mask=mask[None, :], other=0.0)

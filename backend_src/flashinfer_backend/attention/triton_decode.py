@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention in Triton: one query token per row over the paged cache, long rows split in chunks.
+
+The host splits rows into work items of about equal length (`split_rows`); a program takes one item for one
+key/value head and all query heads that share it. The program that finishes a split row last adds up the
+row's chunks in index order, so the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, unused: one 32-byte sector
+_CHUNK = 64
+# Tokens per block, pipeline stages, warps, tokens of K and V pulled into L2 before waiting.
+CONFIG = (64, 3, 4, 64)
+
+
+def max_items(rows: int, num_kv_heads: int) -> int:
+    """Work items that `rows` rows are split into at most: enough to give every SM two programs."""
+    return rows + triton.cdiv(264, num_kv_heads)
+
+
+def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
+    """Fill out[items, ITEM_WORDS] int32 with chunks of the rows of lengths kv_lens (int32 [rows], > 0).
+
+    items must be above len(kv_lens). A row's chunks are consecutive items; unused items have row -1.
+    """
+    rows = len(kv_lens)
+    spare = items - rows
+    chunk = (int(kv_lens.sum(dtype=np.int64)) + spare - 1) // spare
+    chunk = max(_CHUNK, (chunk + _CHUNK - 1) // _CHUNK * _CHUNK)
+    counts = (kv_lens + chunk - 1) // chunk
+    firsts = np.cumsum(counts) - counts
+    used = int(counts.sum())
+    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
+    # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
+    part = ((kv_lens + counts - 1) // counts + _CHUNK - 1) // _CHUNK * _CHUNK
+    start = (np.arange(used, dtype=np.int32) - firsts[row]) * part[row]
+    out[used:items, 0] = -1
+    out[:used, 0] = row
+    out[:used, 1] = start
+    out[:used, 2] = np.minimum(start + part[row], kv_lens[row])
+    out[:used, 3] = firsts[row]
+    out[:used, 4] = counts[row]
+
+
+@triton.jit
+def _decode(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    items,
+    table,
+    part_out,
+    part_max,
+    part_sum,
+    counters,
+    table_stride,
+    scale_log2,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    item = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    row = tl.load(items + item * 8)
+    gdc_launch_dependents()
+    if row < 0:
+        return
+    start = tl.load(items + item * 8 + 1)
+    end = tl.load(items + item * 8 + 2)
+    first = tl.load(items + item * 8 + 3)
+    count = tl.load(items + item * 8 + 4)
+    TOKEN: tl.constexpr = KV_HEADS * DIM
+    GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
+    pages = table + row.to(tl.int64) * table_stride
+    dims = tl.arange(0, DIM)
+    tokens = tl.arange(0, BLOCK)
+    if PREFETCH > 0:
+        # Older tokens' keys and values do not depend on the previous kernel: pull them into L2 meanwhile.
+        ahead = start + tl.arange(0, PREFETCH)
+        ahead = tl.minimum(ahead, end - 1)
+        ahead_page = tl.load(pages + ahead // PAGE).to(tl.int64)
+        place = (ahead_page * PAGE + ahead % PAGE) * TOKEN + head * DIM
+        size = tl.full([PREFETCH], DIM * 2, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
+            "=r,l,r",
+            [(k_cache + place).to(tl.int64), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
+            "=r,l,r",
+            [(v_cache + place).to(tl.int64), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    gdc_wait()
+    group = tl.arange(0, GROUP)
+    q_offset = (row.to(tl.int64) * HEADS + head * GROUP_SIZE + group)[:, None] * DIM + dims[None, :]
+    inside = (group < GROUP_SIZE)[:, None]
+    query = tl.load(q + q_offset, mask=inside, other=0.0)
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, DIM], tl.float32)
+    for base in tl.range(start, end, BLOCK, num_stages=STAGES):
+        index = base + tokens
+        valid = index < end
+        page = tl.load(pages + index // PAGE, mask=valid, other=0).to(tl.int64)
+        offset = (page * PAGE + index % PAGE) * TOKEN + head * DIM
+        key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
+        score = tl.dot(query, key.T) * scale_log2
+        score = tl.where(valid[None, :], score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        weight = tl.exp2(score - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weight, axis=1)
+        value = tl.load(v_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
+        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None])
+        peak = new_peak
+    if count == 1:
+        tl.store(out + q_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        mine = (item * KV_HEADS + head).to(tl.int64)
+        cell = group[:, None] * DIM + dims[None, :]
+        tl.store(part_out + mine * (GROUP * DIM) + cell, acc, mask=inside)
+        tl.store(part_max + mine * GROUP + group, peak)
+        tl.store(part_sum + mine * GROUP + group, total)
+        tl.debug_barrier()
+        seen = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
+        if seen == count - 1:
+            tl.store(counters + row * KV_HEADS + head, 0)
+            peak = tl.full([GROUP], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP], tl.float32)
+            acc = tl.zeros([GROUP, DIM], tl.float32)
+            for part in tl.range(0, count, 1, num_stages=3):
+                slot = ((first + part) * KV_HEADS + head).to(tl.int64)
+                other_peak = tl.load(part_max + slot * GROUP + group, cache_modifier=".cg")
+                other_total = tl.load(part_sum + slot * GROUP + group, cache_modifier=".cg")
+                other = tl.load(
+                    part_out + slot * (GROUP * DIM) + cell, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+                new_peak = tl.maximum(peak, other_peak)
+                decay = tl.exp2(peak - new_peak)
+                other_decay = tl.exp2(other_peak - new_peak)
+                total = total * decay + other_total * other_decay
+                acc = acc * decay[:, None] + other * other_decay[:, None]
+                peak = new_peak
+            tl.store(out + q_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+class DecodeWorkspace:
+    """Partial results of split rows, for at most `items` items of `rows` rows."""
+
+    def __init__(
+        self, rows: int, items: int, num_heads: int, num_kv_heads: int, dim: int, device: torch.device
+    ):
+        self.group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+        cells = items * num_kv_heads * self.group
+        self.out = torch.empty(cells * dim, dtype=torch.float32, device=device)
+        self.peak = torch.empty(cells, dtype=torch.float32, device=device)
+        self.total = torch.empty(cells, dtype=torch.float32, device=device)
+        # The kernel leaves the counters at zero.
+        self.counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+def decode(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    out: Tensor,
+    items: Tensor,
+    table: Tensor,
+    workspace: DecodeWorkspace,
+    sm_scale: float,
+) -> None:
+    """q, out [rows, Hq, D]; cache (K, V) each [pages, P, Hkv, D]; items int32 [n, ITEM_WORDS] on the device;
+    table int32 [rows, columns], the pages of each row.
+    """
+    k_cache, v_cache = cache
+    _, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    block, stages, warps, prefetch = CONFIG
+    _decode[(items.shape[0] * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        items,
+        table,
+        workspace.out,
+        workspace.peak,
+        workspace.total,
+        workspace.counters,
+        table.stride(0),
+        sm_scale * 1.4426950408889634,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=k_cache.shape[1],
+        GROUP=workspace.group,
+        BLOCK=block,
+        STAGES=stages,
+        PREFETCH=prefetch,
+        num_warps=warps,
+        launch_pdl=True,
+    )

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton matrix products for few tokens, where a step is bound by reading the weights once.
+
+One kernel serves all four products of a decoder layer. What makes it faster than a library call is around
+the product: the norm of the input, the activation and the residual are part of it, the inner dimension is
+split so that every SM reads weights, and the launch overlaps the previous kernel (programmatic dependent
+launch): weights do not depend on that kernel, so a program pulls its first ones into L2 before it waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How one product is cut up.
+
+    tokens, rows, inner: the block of x rows, weight rows and inner dimension that a program multiplies at a
+    time; tokens is 16 or more. split: programs that share the inner dimension of one output block.
+    stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
+    operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
+    program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
+    (and prefetch) at once rather than when the product is done.
+    """
+
+    tokens: int
+    rows: int
+    inner: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+    swap: bool = True
+    prefetch: int = 32768
+    early: bool = True
+
+
+@triton.jit
+def _prefetch_rows(
+    weight, row, column, stride, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, THREADS: tl.constexpr
+):
+    # One bulk prefetch per thread: a row's bytes are cut in pieces until there is one for each.
+    PIECES: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
+    index = tl.arange(0, ROWS * PIECES)
+    address = weight + (row + index // PIECES).to(tl.int64) * stride + column
+    address += (index % PIECES) * (ROW_BYTES // 2 // PIECES)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
+        "=r,l,r",
+        [address.to(tl.int64), tl.full([ROWS * PIECES], ROW_BYTES // PIECES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear(
+    x,
+    x_blocks,
+    weight,
+    weight_blocks,
+    norm_weight,
+    bias,
+    residual,
+    out,
+    partial,
+    counters,
+    tokens,
+    rows,
+    eps,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    SWAP: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time.
+    token_blocks = tl.cdiv(tokens, TOKENS)
+    row = tl.program_id(0) // token_blocks * ROWS
+    token = tl.program_id(0) % token_blocks * TOKENS
+    split = tl.program_id(1)
+    SHARE: tl.constexpr = K // SPLIT
+    column = split * SHARE
+    if PREFETCH > 0:
+        ROW_BYTES: tl.constexpr = PREFETCH // ROWS if PREFETCH // ROWS < SHARE * 2 else SHARE * 2
+        _prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
+        if GATED:
+            _prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
+    t = token + tl.arange(0, TOKENS)
+    n = row + tl.arange(0, ROWS)
+    k = tl.arange(0, INNER)
+    inside = (t < tokens)[:, None]
+    if EARLY:
+        gdc_launch_dependents()
+    gdc_wait()
+    x_cells = x + t[:, None] * K + column + k[None, :]
+    if SWAP:
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        up = tl.zeros([ROWS, TOKENS], tl.float32)
+    else:
+        acc = tl.zeros([TOKENS, ROWS], tl.float32)
+        up = tl.zeros([TOKENS, ROWS], tl.float32)
+    square = tl.zeros([TOKENS, INNER], tl.float32)
+    for i in tl.range(0, SHARE // INNER, num_stages=STAGES):
+        if x_blocks is None:
+            x_block = tl.load(x_cells + i * INNER, mask=inside, other=0.0)
+        else:
+            x_block = x_blocks.load([token, column + i * INNER])
+        block = weight_blocks.load([row, column + i * INNER])
+        if NORM:
+            # The norm's scale is a factor of each output row: only its weight enters the product.
+            wide = x_block.to(tl.float32)
+            square += wide * wide
+            scale = tl.load(norm_weight + column + i * INNER + k).to(tl.float32)
+            x_block = (wide * scale[None, :]).to(x.dtype.element_ty)
+        if SWAP:
+            acc = tl.dot(block, x_block.T, acc)
+        else:
+            acc = tl.dot(x_block, block.T, acc)
+        if GATED:
+            up_block = weight_blocks.load([rows + row, column + i * INNER])
+            if SWAP:
+                up = tl.dot(up_block, x_block.T, up)
+            else:
+                up = tl.dot(x_block, up_block.T, up)
+    if not EARLY:
+        gdc_launch_dependents()
+    if SWAP:
+        acc = acc.T
+        up = up.T
+    cells = t[:, None].to(tl.int64) * rows + n[None, :]
+    last = True
+    if SPLIT > 1:
+        # The program that arrives last adds the parts in index order: the sum never depends on timing.
+        plane = tokens.to(tl.int64) * rows
+        tl.store(partial + split * plane + cells, acc, mask=inside)
+        tl.debug_barrier()
+        last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.store(counters + tl.program_id(0), 0)
+            acc = tl.zeros([TOKENS, ROWS], tl.float32)
+            for part in tl.static_range(SPLIT):
+                acc += tl.load(partial + part * plane + cells, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
+        if NORM:
+            scale = tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+            acc = acc * scale
+            up = up * scale
+        if GATED:
+            acc = acc * tl.sigmoid(acc) * up
+        if residual is not None:
+            acc += tl.load(residual + cells, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            acc += tl.load(bias + n).to(tl.float32)[None, :]
+        tl.store(out + cells, acc.to(out.dtype.element_ty), mask=inside)
+
+
+class _Workspace:
+    """Partial sums of split products on one device. Kernels of one stream take turns with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.partial = torch.empty(16 << 20, dtype=torch.float32, device=device)
+        # The kernel leaves the counters at zero.
+        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+_workspaces: dict[torch.device, _Workspace] = {}
+
+
+def workspace(device: torch.device) -> _Workspace:
+    if device not in _workspaces:
+        _workspaces[device] = _Workspace(device)
+    return _workspaces[device]
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    tiling: Tiling,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N].
+
+    norm_weight[K]: x is RMS-normed first (not with split > 1). bias[N], residual[T, N]: added. gated: weight
+    holds gate and up rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are
+    contiguous and of one 16-bit dtype; norm_weight may be float32. fits() says which sizes a tiling has.
+    """
+    tokens, inner = x.shape
+    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    space = workspace(x.device) if tiling.split > 1 else None
+    wide = tiling.tokens >= 128
+    _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
+        x,
+        TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if wide else None,
+        weight,
+        TensorDescriptor(weight, list(weight.shape), [inner, 1], [tiling.rows, tiling.inner]),
+        norm_weight,
+        bias,
+        residual,
+        out,
+        space.partial if space else None,
+        space.counters if space else None,
+        tokens,
+        rows,
+        eps,
+        K=inner,
+        TOKENS=tiling.tokens,
+        ROWS=tiling.rows,
+        INNER=tiling.inner,
+        SPLIT=tiling.split,
+        NORM=norm_weight is not None,
+        GATED=gated,
+        SWAP=tiling.swap,
+        PREFETCH=tiling.prefetch,
+        EARLY=tiling.early,
+        STAGES=tiling.stages,
+        THREADS=32 * tiling.warps,
+        num_warps=tiling.warps,
+        launch_pdl=True,
+    )
+    return out
