@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link between stubs and a real engine process: who starts it, and what happens when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.endpoint import Endpoint, EngineDown
+from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
+
+TIMEOUT_S = 60
+PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
+
+
+class Answer:
+    """Collects one sequence."""
+
+    def __init__(self) -> None:
+        self.handle = 0
+        self.tokens: list[int] = []
+        self.code = protocol.RUNNING
+        self.failure: tuple[str, bool] | None = None
+        self.started, self.ended = threading.Event(), threading.Event()
+
+    def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
+        if token != protocol.NO_TOKEN:
+            self.tokens.append(token)
+        self.code = code
+        self.started.set()
+        if code != protocol.RUNNING:
+            self.ended.set()
+
+    def on_failure(self, message: str, unavailable: bool) -> None:
+        self.failure = (message, unavailable)
+        self.ended.set()
+
+
+def config(**parameters: str) -> bytes:
+    knobs = {"model_dir": "bundled", "device": "cpu", "max_tokens_in_paged_kv_cache": "8192", **parameters}
+    return msgspec.json.encode(EngineConfig.from_parameters(knobs))
+
+
+def submit(endpoint: Endpoint, max_tokens: int = 8) -> Answer:
+    answer = Answer()
+    endpoint.submit(answer, PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return answer
+
+
+def complete(endpoint: Endpoint, max_tokens: int = 8) -> list[int]:
+    answer = submit(endpoint, max_tokens)
+    assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
+    return answer.tokens
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def engines(run_dir: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        if str(run_dir) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.info["pid"])
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / f"{os.getpid()}-llm"
+
+
+@pytest.fixture
+def endpoint(run_dir: Path) -> Iterator[Endpoint]:
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+    try:
+        link.wait_ready()
+        yield link
+    finally:
+        link.close()
+
+
+def test_generates_and_leaves_nothing(run_dir: Path) -> None:
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+    status = link.wait_ready()
+    pid = status.pid
+    first = complete(link)
+    assert len(first) == 8 and complete(link) == first
+    link.close()
+    assert not rundir.process_alive(pid)
+    assert not run_dir.exists() and not run_dir.parent.exists()
+
+
+def test_cancel_ends_a_sequence(endpoint: Endpoint) -> None:
+    answer = submit(endpoint, max_tokens=400)
+    assert answer.started.wait(TIMEOUT_S)
+    endpoint.cancel(answer.handle)
+    assert answer.ended.wait(TIMEOUT_S)
+    assert answer.code == protocol.FINISHED_CANCELLED and len(answer.tokens) < 400
+
+
+def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> None:
+    replaced = threading.Event()
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_replaced=replaced.set)
+    try:
+        pid = link.wait_ready().pid
+        expected = complete(link)
+        answer = submit(link, max_tokens=400)
+        assert answer.started.wait(TIMEOUT_S)
+        os.kill(pid, signal.SIGKILL)
+        assert answer.ended.wait(TIMEOUT_S)
+        assert answer.failure is not None and answer.failure[1]
+        assert "ended unexpectedly" in answer.failure[0]
+        with contextlib.suppress(EngineDown):
+            late = submit(link)  # where it is accepted, it is answered
+            assert late.ended.wait(TIMEOUT_S)
+        assert replaced.wait(TIMEOUT_S)
+        wait_for(lambda: link.up)
+        assert link.status is not None and link.status.pid != pid
+        assert complete(link) == expected
+    finally:
+        link.close()
+    assert not run_dir.exists()
+
+
+def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config(max_seq_len="100000000")))
+    with pytest.raises(EngineStartError, match="max_seq_len 100000000 exceeds"):
+        link.wait_ready()
+    with pytest.raises(EngineDown):
+        submit(link)
+    link.close()
+    assert not run_dir.exists()
+
+
+def test_requests_of_a_killed_stub_are_dropped(endpoint: Endpoint, run_dir: Path) -> None:
+    stub = _Stub(run_dir, generate=400)
+    stub.expect("generating")
+    wait_for(lambda: endpoint.status is not None and endpoint.status.requests_active == 1)
+    stub.kill()
+    wait_for(lambda: endpoint.status is not None and endpoint.status.requests_active == 0)
+    complete(endpoint)
+
+
+def test_exactly_one_of_several_stubs_restarts_the_engine(run_dir: Path) -> None:
+    stubs = [_Stub(run_dir) for _ in range(3)]
+    try:
+        pids = {stub.expect("ready") for stub in stubs}
+        assert len(pids) == 1 and len(engines(run_dir)) == 1
+        os.kill(pids.pop(), signal.SIGKILL)
+        again = {stub.expect("ready") for stub in stubs}
+        assert len(again) == 1 and engines(run_dir) == list(again)
+        assert sum(stub.replaced.value for stub in stubs) == 1
+    finally:
+        for stub in stubs:
+            stub.end()
+    assert not engines(run_dir) and not run_dir.exists()
+
+
+def test_run_directories_of_dead_servers_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = tmp_path / f"{ended.pid}-llm"
+    (stale / "stubs").mkdir(parents=True)
+    rundir.create(tmp_path / f"{os.getpid()}-llm")
+    assert not stale.exists() and (tmp_path / f"{os.getpid()}-llm").exists()
+
+
+class _Stub:
+    """Another process with a link of its own; says `ready` with the engine's pid whenever one is."""
+
+    def __init__(self, run_dir: Path, generate: int = 0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._said, self._done = context.Queue(), context.Event()
+        self.replaced = context.Value("i", 0)
+        self._process = context.Process(
+            target=_stub, args=(run_dir, os.getpid(), generate, self._said, self._done, self.replaced)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def expect(self, what: str) -> int:
+        said, value = self._said.get(timeout=TIMEOUT_S)
+        while said != what:
+            said, value = self._said.get(timeout=TIMEOUT_S)
+        return int(value)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(TIMEOUT_S)
+
+    def end(self) -> None:
+        if self._process.exitcode is None:  # set() waits for the other side
+            self._done.set()
+        self._process.join(TIMEOUT_S)
+        assert not self._process.is_alive()
+
+
+def _stub(run_dir: Path, server_pid: int, generate: int, said: Any, done: Any, replaced: Any) -> None:
+    def count() -> None:
+        replaced.value += 1
+
+    link = Endpoint(Supervisor(run_dir, server_pid, config()), on_replaced=count)
+    link.wait_ready()
+    reported = 0
+    if generate:
+        answer = submit(link, generate)
+        answer.started.wait(TIMEOUT_S)
+        said.put(("generating", 0))
+    while not done.wait(0.02):
+        if link.up and link.status is not None and link.status.pid != reported:
+            reported = link.status.pid
+            said.put(("ready", reported))
+    link.close()
