@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from client.wire import EventSplitter
+from client.wire import EventSplitter, error_message
 
 # option -> (tensor of the ensemble, Triton dtype)
 NUMBERS = {
@@ -106,7 +106,8 @@ def stream_http(
                     text = event["text_output"]
                     yield text if isinstance(text, str) else "\n".join(text)
     except urllib.error.HTTPError as error:
-        raise ServerError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+        message = error_message(error.read().decode(errors="replace"))
+        raise ServerError(f"HTTP {error.code}: {message}") from None
     except OSError as error:
         raise ServerError(f"{url}: {error}") from None
 

@@ -72,6 +72,16 @@ class EventSplitter:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
+def error_message(body: str) -> str:
+    """The message of an error answer of either server (Triton may write it as an event), or the body's
+    beginning."""
+    try:
+        error = json.loads(body.removeprefix("data:"))["error"]
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].strip()
+
+
 @dataclass
 class StreamSummary:
     """What one stream held. Times are those of the reads that completed each chunk, in the caller's clock."""

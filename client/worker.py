@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from client.metrics import RequestRecord
-from client.wire import read_stream
+from client.wire import error_message, read_stream
 
 try:
     import uvloop
@@ -148,7 +147,7 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, excha
     try:
         async with session.post(url, data=body, headers=HEADERS) as response:
             if response.status != 200:
-                exchange.error = f"HTTP {response.status}: {_message(await response.text())}"
+                exchange.error = f"HTTP {response.status}: {error_message(await response.text())}"
                 return
             async for data in response.content.iter_any():
                 append((monotonic(), data))
@@ -159,15 +158,6 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, excha
         exchange.error = f"connection failed: {type(error).__name__}: {error}"
     finally:
         exchange.end = monotonic()
-
-
-def _message(body: str) -> str:
-    """The message inside an error body of either server, or its beginning."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (ValueError, KeyError, TypeError):
-        return body[:200].strip()
 
 
 def _record(plan: WorkerPlan, request: Request, exchange: _Exchange, run_start: float) -> RequestRecord:

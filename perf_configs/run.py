@@ -34,7 +34,7 @@ from perf_configs.servers import ROOT, Running, ServerSpec, StartError, read_ser
 
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
-STOP_RESERVE = 20.0  # seconds kept back for stopping a server and writing results
+STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ children."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -146,8 +147,16 @@ def _prepare(
 
 def _spawn(script: str, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     # Its own process group, so that what it starts can be ended with it.
-    return subprocess.Popen(["bash", "-ec", script], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        ["bash", "-ec", script], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent,
+    )  # fmt: skip
+
+
+def _end_with_parent() -> None:
+    # A benchmark that is killed must not leave a server on the GPU.
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:

@@ -10,6 +10,8 @@ import random
 
 import numpy as np
 import pytest
+
+from client.wire import EventSplitter, read_stream
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request
@@ -18,8 +20,6 @@ from flashinfer_backend.engine.scheduler import Scheduler
 from flashinfer_backend.text.chunk import pack_chunk_context, unpack_chunk_context
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
-
-from client.wire import EventSplitter, read_stream
 from tests.unit import small_tokenizers
 
 ROWS = 256

@@ -125,6 +125,12 @@ def test_stream_reading_on_a_constructed_timeline():
     assert "not JSON" in wire.read_stream("triton", [(1.0, b"data: {\n")], 3, exact=True).error
 
 
+def test_error_bodies_of_both_servers():
+    assert wire.error_message('data: {"error":"too long"}') == "too long"
+    assert wire.error_message('{"error":{"message":"no model","code":404}}') == "no model"
+    assert wire.error_message("<html>bad gateway</html>") == "<html>bad gateway</html>"
+
+
 def test_splitter_gives_the_same_events_for_every_cut():
     data = b'event: x\r\ndata: {"a": "\xc3\xa9"}\r\n\r\n: comment\ndata:{"b": 2}\n\n'
     for cut in range(len(data) + 1):

@@ -10,9 +10,9 @@ import time
 
 import pytest
 import small_tokenizers
-from checkpoints import make_checkpoint
 from streaming_server import StreamingServer
 
+from checkpoints import make_checkpoint
 from perf_configs import plots, results, run
 from perf_configs.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs.servers import ServerSpec, StartError, read_servers, serve
@@ -182,7 +182,7 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
     arguments += ["--url", f"ours={server.url}", "--url", f"vllm={server.url}"]
     try:
         assert run.main([*arguments, "--rows", "a"]) == 0
-        assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "25"]) == 1
+        assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
     finally:
         server.close()
     assert "left out for lack of time: ours row b" in capsys.readouterr().err
@@ -229,6 +229,24 @@ def test_a_server_is_started_and_ended_with_its_children(tmp_path):
     while time.monotonic() < deadline and _alive(child):
         time.sleep(0.05)
     assert not _alive(child)
+
+
+def test_a_killed_benchmark_leaves_no_server(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from perf_configs.servers import *\n"
+        "start = 'echo $$ >$WORK/pid; exec python3 -m http.server $PORT'\n"
+        "spec = ServerSpec('ours', 'triton', '/', '/', start, 20)\n"
+        "with serve(spec, {}, Path(sys.argv[1]), 8378, 20): print('up', flush=True); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, cwd=run.ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.kill()
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _alive(pid):
+        time.sleep(0.05)
+    assert not _alive(pid)
 
 
 def _alive(pid):
