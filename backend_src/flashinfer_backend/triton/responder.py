@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from flashinfer_backend.transport.endpoint import Endpoint
@@ -16,8 +16,6 @@ from flashinfer_backend.triton.sequence import Sequence
 
 # A response costs a round trip to the server, so a few threads overlap their waiting.
 SENDER_THREADS = 4
-# The ensemble never tells llm that its client left (postprocessing does), so it is asked less often.
-ENSEMBLE_CHECK_PERIOD_S = 1.0
 
 
 class OpenRequest:
@@ -28,8 +26,21 @@ class OpenRequest:
         self.sender, self.request_id, self.outputs = sender, request_id, outputs
         self.sequences: list[Sequence] = []
         self.remaining = 0  # sequences that have not ended
-        self.checked_at = time.monotonic()  # when is_cancelled() was asked last
         self._responder = responder
+        self._lock = threading.Lock()
+        self._finished = False
+
+    def finish(self, response: Any, flags: Any) -> None:
+        """Sends the final response, unless there has been one."""
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                self.sender.send(response, flags=flags)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has left; not to be asked of the server once the request is finished."""
+        with self._lock:
+            return not self._finished and bool(self.sender.is_cancelled())
 
     def cancel(self, handle: int) -> None:
         """Asks the engine to end one sequence."""
@@ -54,16 +65,12 @@ class Responder:
         self._closing = threading.Event()
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
         self._threads: list[threading.Thread] = []
-        for number in range(SENDER_THREADS):
+        for _ in range(SENDER_THREADS):
             waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
             self._queues.append(waiting)
-            self._threads.append(
-                threading.Thread(
-                    target=self._send_loop, args=(waiting,), name=f"sender {number}", daemon=True
-                )
-            )
+            self._threads.append(threading.Thread(target=self._send_loop, args=(waiting,), daemon=True))
         if check_period_s:
-            self._threads.append(threading.Thread(target=self._check_loop, name="cancellation", daemon=True))
+            self._threads.append(threading.Thread(target=self._check_loop, daemon=True))
         for thread in self._threads:
             thread.start()
         self._next_queue = itertools.cycle(self._queues)
@@ -81,7 +88,7 @@ class Responder:
 
     def refuse(self, sender: Any, message: str, code: Any) -> None:
         """Answers a request that was never opened with an error."""
-        self._send_error(sender, message, code)
+        self._send_error(sender.send, message, code)
 
     def drop(self, request: OpenRequest, message: str, code: Any) -> None:
         """Ends an open request with an error; what the engine still does for it is cancelled."""
@@ -90,7 +97,7 @@ class Responder:
         request.cancel_all()
         for sequence in request.sequences:
             sequence.ended = True
-        self._send_error(request.sender, message, code)
+        self._send_error(request.finish, message, code)
 
     def stop(self, request_id: str) -> None:
         """Ends the requests with this id early; each is answered with what it has."""
@@ -135,7 +142,7 @@ class Responder:
             final = request.remaining == 0
         if final:
             self._open.pop(id(request), None)
-            request.sender.send(
+            request.finish(
                 self._pb.InferenceResponse(output_tensors=tensors),
                 flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
             )
@@ -143,10 +150,10 @@ class Responder:
             request.sender.send(self._pb.InferenceResponse(output_tensors=tensors))
         sequence.sent(chunk)
 
-    def _send_error(self, sender: Any, message: str, code: Any) -> None:
+    def _send_error(self, send: Callable[..., None], message: str, code: Any) -> None:
         error = self._pb.TritonError(message, code)
         try:
-            sender.send(
+            send(
                 self._pb.InferenceResponse(output_tensors=[], error=error),
                 flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
             )
@@ -154,13 +161,8 @@ class Responder:
             traceback.print_exc()
 
     def _check_loop(self) -> None:
-        while not self._closing.wait(self._check_period_s / 2):
+        # Finds direct clients only: the server does not tell llm when the client of an ensemble leaves.
+        while not self._closing.wait(self._check_period_s):
             for request in list(self._open.values()):
-                now = time.monotonic()
-                in_ensemble = "chunk_context" in request.outputs
-                period = max(self._check_period_s, ENSEMBLE_CHECK_PERIOD_S if in_ensemble else 0.0)
-                if now - request.checked_at < period:
-                    continue
-                request.checked_at = now
-                if request.sender.is_cancelled():
+                if request.is_cancelled():
                     request.cancel_all()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real tritonserver with the bundled model, as `make serve` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from flashinfer_backend.config_tools import cli
+from flashinfer_backend.transport import protocol, rundir
+
+ROOT = Path(__file__).parents[2]
+START_S = 90
+TIMEOUT_S = 30
+
+
+def build_repository(folder: Path, *knobs: str) -> Path:
+    """A model repository with the bundled model and a KV cache of 32768 tokens."""
+    defaults = ["device=cpu", "max_tokens_in_paged_kv_cache=32768"]
+    arguments = ["--output", str(folder / "repository"), "--set", *defaults, *knobs]
+    assert cli.main(ROOT / "model_repo", arguments) == 0
+    return folder / "repository"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """The first true value of condition()."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Server:
+    """`launcher` is the process of flashinfer_backend.serve, in a session of its own."""
+
+    def __init__(self, repository: Path, folder: Path, command: list[str] | None = None) -> None:
+        """command: what to run instead of the launcher; {http}, {grpc} and {metrics} stand for ports."""
+        http, grpc, self.metrics_port = free_ports(3)
+        self.url, self.grpc = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
+        self.shm_prefix = f"fib{uuid.uuid4().hex[:8]}_"
+        self.log_path = folder / "server.log"
+        self.runs = folder / "run"
+        self.runs.mkdir()
+        shm = ["--backend-config", f"python,shm-region-prefix-name={self.shm_prefix}"]
+        if command is None:
+            command = [
+                sys.executable,
+                "-m",
+                "flashinfer_backend.serve",
+                "--model-repository",
+                str(repository),
+            ]
+            command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+        ports = {"http": http, "grpc": grpc, "metrics": self.metrics_port}
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1"}
+        with self.log_path.open("w") as log:
+            self.launcher = psutil.Popen(
+                [word.format(**ports) for word in command] + shm,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.launcher.poll() is None, f"the server ended:\n{self.log[-5000:]}"
+            return self.ready()
+
+        wait_for(ready, "the server to be ready", START_S)
+
+    def ready(self, path: str = "health") -> bool:
+        """Readiness of the server, or of a model with path "models/NAME"."""
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.url}/v2/{path}/ready", timeout=5) as a,
+        ):
+            return bool(a.status == 200)
+        return False
+
+    def post(self, body: dict[str, Any], model: str = "ensemble", stream: bool = False) -> Any:
+        """Status and JSON of generate, or the list of JSON events of generate_stream."""
+        verb = "generate_stream" if stream else "generate"
+        request = urllib.request.Request(f"{self.url}/v2/models/{model}/{verb}", json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                status, text = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        if stream and status == 200:
+            return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        return status, json.loads(text)
+
+    def text(self, prompt: str, max_tokens: int, **more: Any) -> str:
+        """The completion, without its prompt."""
+        body = {"text_input": prompt, "max_tokens": max_tokens, "exclude_input_in_output": True, **more}
+        status, answer = self.post(body)
+        assert status == 200, answer
+        return str(answer["text_output"])
+
+    def processes(self) -> list[psutil.Process]:
+        """tritonserver, its stubs and the engine (with its tee); zombies do not count."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                mine = self.shm_prefix in line or str(self.runs) in line
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def process(self, part: str) -> psutil.Process:
+        """The one process whose command line holds `part`."""
+        (found,) = [p for p in self.processes() if part in " ".join(p.cmdline())]
+        return found
+
+    @property
+    def run_dir(self) -> Path:
+        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")
+        return found
+
+    def engine_pid(self) -> int:
+        return int(json.loads((self.run_dir / "engine.json").read_text())["pid"])
+
+    def leftovers(self) -> list[str]:
+        """What is left of the server: processes, shared memory, files of the run directory."""
+        left = [f"{p.pid} {' '.join(p.cmdline())}" for p in self.processes()]
+        left += [str(path) for path in Path("/dev/shm").glob(f"{self.shm_prefix}*")]
+        return left + [str(path) for path in self.runs.rglob("*")]
+
+    def interrupt(self) -> int:
+        """Ctrl-C: SIGINT to the launcher's process group. Returns its exit status."""
+        os.killpg(self.launcher.pid, signal.SIGINT)
+        return int(self.launcher.wait(TIMEOUT_S))
+
+    def close(self) -> None:
+        if self.launcher.poll() is None:
+            self.launcher.terminate()
+            self.launcher.wait(TIMEOUT_S)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@contextlib.contextmanager
+def running(repository: Path, folder: Path, command: list[str] | None = None) -> Iterator[Server]:
+    """A server that is ready."""
+    server = Server(repository, folder, command)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+class EngineWatch:
+    """Reads the engine's status, as a stub does."""
+
+    def __init__(self, server: Server) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(protocol.socket_address(server.run_dir))
+        self._socket.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=True)))
+
+    def status(self) -> protocol.Status:
+        """The next status that the engine sends."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+        assert self._socket.poll(TIMEOUT_S * 1000), "the engine sends no status"
+        return protocol.decode_status(self._socket.recv_multipart()[1])
+
+    def close(self) -> None:
+        self._socket.send(protocol.encode(protocol.Goodbye(os.getpid())))
+        self._socket.close(linger=100)
+
+
+__all__ = ["EngineWatch", "Server", "build_repository", "protocol", "rundir", "running", "wait_for"]
