@@ -16,6 +16,7 @@ from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.server import EngineSocket
 from flashinfer_backend.engine.startup import start
+from flashinfer_backend.transport import rundir
 
 log = logging.getLogger("flashinfer_backend.engine")
 
@@ -41,6 +42,8 @@ def main() -> int:
         loop.run()
     finally:
         socket.close()
+        if not rundir.process_alive(options.server_pid):
+            rundir.remove(options.run_dir)  # its stubs, which do that otherwise, were killed with it
     log.info("ended after %d steps", loop.iteration)
     return 0
 
