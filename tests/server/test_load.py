@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many clients at once, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from running import EngineWatch, Server, wait_for
+from test_generate import PROMPT
+
+STREAMS = 256
+PROMPTS = [
+    f"One day, a {kind} named {name}" for kind in ("cat", "dog", "boy", "girl") for name in ("Tom", "Lily")
+]
+TOKENS = 48
+
+
+async def _stream(session: aiohttp.ClientSession, server: Server, number: int) -> list[dict[str, Any]]:
+    body = {
+        **{"id": f"r{number}", "text_input": PROMPTS[number % len(PROMPTS)], "max_tokens": TOKENS},
+        **{"stream": True, "end_id": 1048576, "return_num_output_tokens": True},
+    }
+    events = []
+    async with session.post(f"{server.url}/v2/models/ensemble/generate_stream", json=body) as answer:
+        assert answer.status == 200
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                events.append(json.loads(line[6:]))
+    return events
+
+
+async def _all_streams(server: Server) -> list[list[dict[str, Any]]]:
+    connector = aiohttp.TCPConnector(limit=STREAMS)
+    timeout = aiohttp.ClientTimeout(total=100)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        return await asyncio.gather(*(_stream(session, server, n) for n in range(STREAMS)))
+
+
+def test_256_streams_are_complete_and_in_order(server: Server) -> None:
+    expected = [server.text(prompt, TOKENS, end_id=1048576) for prompt in PROMPTS]
+    assert len(set(expected)) > 1
+    for number, events in enumerate(asyncio.run(_all_streams(server))):
+        assert {event["id"] for event in events} == {f"r{number}"}
+        assert sum(event["num_output_tokens"] for event in events) == TOKENS
+        assert "".join(event["text_output"] for event in events) == expected[number % len(PROMPTS)]
+        assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
+
+
+def test_a_client_that_leaves_the_ensemble_frees_its_pages(server: Server, watch: EngineWatch) -> None:
+    idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b"text_output" in client.recv(65536) + client.recv(65536)
+        running = wait_for(lambda: (s := watch.status()).requests_active == 1 and s, "the request")
+        assert running.pages_used > idle.pages_used
+    left = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "the request to be gone")
+    assert left.cancellations == idle.cancellations + 1
+    assert left.pages_used == idle.pages_used
+    assert left.generated_tokens - idle.generated_tokens < 1900
+
+
+def _perf_analyzer(folder: Path) -> tuple[str, dict[str, str]]:
+    """The binary in tritonclient's wheel, and an environment with two libraries that it expects of the
+    system; the server's wheel has both under other names."""
+    binary = Path(sysconfig.get_path("scripts"), "perf_analyzer")
+    libraries = Path(sysconfig.get_path("purelib"), "nvidia_pytriton.libs")
+    if not binary.exists() or not libraries.exists():
+        pytest.skip(
+            "perf_analyzer is in the wheels of tritonclient up to 2.60 and needs nvidia-pytriton's libraries"
+        )
+    for name, pattern in (("libb64.so.0d", "libb64-*"), ("libcudart.so.12", "libcudart-*")):
+        (folder / name).symlink_to(next(libraries.glob(pattern)))
+    return str(binary), {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+
+
+def test_perf_analyzer_drives_the_ensemble(server: Server, tmp_path: Path) -> None:
+    binary, env = _perf_analyzer(tmp_path)
+    prompt = {"content": [PROMPT], "shape": [1]}
+    data = [{"text_input": prompt, "max_tokens": {"content": [16], "shape": [1]}}]
+    data[0]["stream"] = {"content": [True], "shape": [1]}
+    (tmp_path / "in.json").write_text(json.dumps({"data": data}))
+    command = [
+        *(binary, "-m", "ensemble", "-i", "grpc", "--streaming", "-u", server.grpc, "-b", "1"),
+        *("--input-data", str(tmp_path / "in.json"), "--concurrency-range", "4", "--request-count", "24"),
+        *("--profile-export-file", str(tmp_path / "out.json")),
+    ]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 0, result.stdout + result.stderr
+    requests = json.loads((tmp_path / "out.json").read_text())["experiments"][0]["requests"]
+    assert len(requests) >= 24
+    assert all(len(request["response_timestamps"]) > 1 for request in requests)
+
+
+def test_memory_does_not_grow_with_requests(server: Server) -> None:
+    def stubs() -> int:
+        return sum(p.memory_info().rss for p in server.processes() if "llm" in " ".join(p.cmdline()))
+
+    for _ in range(20):
+        server.text(PROMPT, 8)
+    before = stubs()
+    for _ in range(200):
+        server.text(PROMPT, 8)
+    assert stubs() - before < 20 << 20
+    assert psutil.pid_exists(server.engine_pid())
