@@ -20,14 +20,15 @@ TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-ifeq ($(GPU),0)
-extra = $(1)
-constraints := -c requirements/constraints.txt -c requirements/constraints-cpu.txt
-else
-extra = $(1),cuda
 constraints := -c requirements/constraints.txt
+ifeq ($(GPU),0)
+constraints += -c requirements/constraints-cpu.txt
+serve_extras := server
+else
+serve_extras := server,cuda
 endif
-install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(call extra,$(1))]'
+development_extras := $(serve_extras),client,test,lint
+install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(1)]'
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 
 .PHONY: serve test lint bench clean
@@ -52,12 +53,12 @@ $(BIN)/python:
 
 $(VENV)/for-serve: $(BIN)/python $(pinned)
 	@echo "installing into $(VENV), this takes a minute or two the first time"
-	@$(call install,server)
+	@$(call install,$(serve_extras))
 	@touch $@
 
 $(VENV)/for-development: $(BIN)/python $(pinned)
 	@echo "installing into $(VENV), this takes a minute or two the first time"
-	@$(call install,server,client,test,lint)
+	@$(call install,$(development_extras))
 	@touch $@ $(VENV)/for-serve
 
 clean:
