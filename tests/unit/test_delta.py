@@ -7,11 +7,12 @@ import itertools
 import random
 
 import pytest
-from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder, vocabulary_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, TEXT, byte_level, sentencepiece, word_level
 from tokenizers import Tokenizer
+
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder, vocabulary_size
 
 REPLACEMENT = "\ufffd"
 PER_KIND = pytest.mark.parametrize("kind", sorted(KINDS))

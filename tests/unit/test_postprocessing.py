@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of ids to text, and what becomes of clients that have left."""
+"""Chunks of ids to text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 
 import numpy as np
 import pytest
-import zmq
+from small_tokenizers import KINDS
+
 from flashinfer_backend.text.chunk import (
     LAST,
     NO_LIMIT,
@@ -18,10 +19,7 @@ from flashinfer_backend.text.chunk import (
 )
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton import cancellation
-from flashinfer_backend.triton.cancellation import POLL_SECONDS, CancelWatch, EngineCanceller
 from flashinfer_backend.triton.postprocessing import chunk_contexts, texts
-from small_tokenizers import KINDS
 
 TEXT = "the Größe of 東京 is 😀 isn't it?  Äpfel"
 
@@ -139,90 +137,3 @@ def test_chunk_context_round_trip():
     assert packed.shape == (1, 12)
     assert unpack_chunk_context(packed[0]) == ChunkContext(handle, WHOLE, 12, list(range(12, 20)))
     assert unpack_chunk_context(pack_chunk_context(0)[0]) == ChunkContext(0, 0, NO_LIMIT, [])
-
-
-class Client:
-    """A client that may have left, the clock, and what was asked and cancelled."""
-
-    def __init__(self, cancel_works=True):
-        self.now, self.gone, self.polls, self.cancelled = 100.0, False, 0, []
-        self.cancel_works = cancel_works
-        self.watch = CancelWatch(self.cancel, clock=lambda: self.now)
-
-    def cancel(self, handle):
-        self.cancelled.append(handle)
-        return self.cancel_works
-
-    def is_cancelled(self):
-        self.polls += 1
-        return self.gone
-
-    def chunk(self, handle=7, last=False):
-        return self.watch.client_left(handle, last, self.is_cancelled)
-
-
-def test_a_client_that_left_is_cancelled_once():
-    client = Client()
-    assert not client.chunk()
-    client.gone = True
-    client.now += POLL_SECONDS
-    assert client.chunk()
-    client.now += 10
-    assert client.chunk()
-    assert client.chunk(last=True)
-    assert client.cancelled == [7]
-    assert client.polls == 1
-    assert not client.chunk(last=True), "a finished handle is forgotten"
-
-
-def test_polls_are_spaced():
-    client = Client()
-    for _ in range(1000):
-        client.now += POLL_SECONDS / 50
-        client.chunk()
-    assert 15 <= client.polls <= 20
-    assert client.cancelled == []
-
-
-def test_what_has_no_engine_request_or_ends_is_not_polled():
-    client = Client()
-    client.gone = True
-    for _ in range(3):
-        client.now += 1
-        assert not client.chunk(handle=0)
-        assert not client.chunk(last=True)
-    assert client.polls == 0
-
-
-def test_a_cancel_that_was_not_sent_is_tried_again():
-    client = Client(cancel_works=False)
-    client.gone = True
-    client.chunk()
-    for _ in range(2):
-        client.now += POLL_SECONDS
-        assert client.chunk()
-    assert client.cancelled == [7, 7]
-
-
-def test_the_watch_is_bounded(monkeypatch):
-    monkeypatch.setattr(cancellation, "CAPACITY", 10)
-    client = Client()
-    for handle in range(1, 100):
-        client.chunk(handle)
-    assert len(client.watch._next_poll) == 10
-    client.gone = True
-    client.now += 1
-    assert client.chunk(99), "the newest are kept"
-
-
-def test_the_cancel_reaches_the_engine(tmp_path):
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
-        engine.setsockopt(zmq.LINGER, 0)
-        canceller = EngineCanceller(tmp_path)
-        handle = protocol.make_handle(1234, 5)
-        assert canceller(handle), "also before the engine is there: sent when it comes"
-        engine.bind(protocol.socket_address(tmp_path))
-        assert engine.poll(5000)
-        _, body = engine.recv_multipart()
-        assert protocol.decode_to_engine(body) == protocol.Cancel(handle)
-        canceller.close()

@@ -7,11 +7,12 @@ import json
 
 import numpy as np
 import pytest
+from small_tokenizers import byte_level
+
 from flashinfer_backend.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.preprocessing import Preprocessor
-from small_tokenizers import byte_level
 
 
 def write_folder(folder, tokenizer=None, **files):

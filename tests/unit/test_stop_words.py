@@ -6,11 +6,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
-from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, stop_word_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, byte_level, sentencepiece
+
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
+from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, stop_word_texts
 
 DECODERS = {kind: DeltaDecoder(make()) for kind, make in KINDS.items()}
 BYTES = DECODERS["byte_level"]

@@ -12,7 +12,7 @@ from flashinfer_backend.paths import resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, ChunkContext, unpack_chunk_context
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.cancellation import CancelWatch, EngineCanceller
+from flashinfer_backend.transport.seen import SeenMarker
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 
 Tensors = dict[str, np.ndarray]
@@ -86,9 +86,7 @@ class TritonPythonModel:
             flag_parameter(parameters, "skip_special_tokens", default=True),
         )
         # The parent of a stub is the server.
-        engine_dir = run_dir(os.getppid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL))
-        self._canceller = EngineCanceller(engine_dir)
-        self._watch = CancelWatch(self._canceller)
+        self._seen = SeenMarker(run_dir(os.getppid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
@@ -99,19 +97,11 @@ class TritonPythonModel:
             tensors, error = [], None
             try:
                 contexts = chunk_contexts(inputs)
-                # A generator would stop at the first row; every row's request has to be cancelled.
-                left = [
-                    self._watch.client_left(context.handle, context.last, request.is_cancelled)
-                    for context in contexts or []
-                ]
-                if any(left):
-                    error = pb_utils.TritonError("the client has left", pb_utils.TritonError.CANCELLED)
-                else:
-                    tensors = [pb_utils.Tensor("OUTPUT", texts(self._decoder, inputs, contexts))]
+                # The llm step learns from what is missing here that a client has left (departed.py).
+                for context in contexts or ():
+                    self._seen.mark(context.handle)
+                tensors = [pb_utils.Tensor("OUTPUT", texts(self._decoder, inputs, contexts))]
             except ValueError as problem:
                 error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INVALID_ARG)
             responses.append(pb_utils.InferenceResponse(output_tensors=tensors, error=error))
         return responses
-
-    def finalize(self) -> None:
-        self._canceller.close()

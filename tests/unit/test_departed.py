@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of the ensemble that have left, found out by what postprocessing does not see."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from flashinfer_backend.transport.protocol import make_handle
+from flashinfer_backend.transport.seen import SLOTS, SeenMarker, SeenTable
+from flashinfer_backend.triton.departed import DepartedClients
+
+PID = 4321
+
+
+@pytest.fixture
+def table(tmp_path):
+    table = SeenTable(tmp_path, PID)
+    yield table
+    table.close()
+
+
+@pytest.fixture
+def marker(tmp_path, table):
+    return SeenMarker(tmp_path)
+
+
+def test_a_mark_is_seen_by_the_stub_it_belongs_to(tmp_path, table, marker):
+    other = SeenTable(tmp_path, PID + 1)
+    before = time.monotonic_ns()
+    marker.mark(make_handle(PID, 7))
+    assert before <= table.last(make_handle(PID, 7)) <= time.monotonic_ns()
+    assert table.last(make_handle(PID, 8)) == 0
+    assert other.last(make_handle(PID + 1, 7)) == 0
+
+
+def test_slots_are_used_again(table, marker):
+    marker.mark(make_handle(PID, 7))
+    later = make_handle(PID, 7 + SLOTS)
+    assert table.last(later) > 0
+    table.forget(later)
+    assert table.last(later) == 0
+
+
+def test_a_stub_without_a_table_is_not_marked(tmp_path, marker):
+    marker.mark(make_handle(PID + 5, 1))
+    marker.mark(0)
+    assert [file.name for file in tmp_path.iterdir()] == [f"seen-{PID}"]
+
+
+class Stream:
+    """A sequence that sends chunks, a client that may leave, and the probes that were sent."""
+
+    def __init__(self, table, marker, probe_works=True):
+        self.handle, self.marker, self.probes, self.probe_works = make_handle(PID, 3), marker, 0, probe_works
+        self.queued, self.left, self.sent_at = False, False, 0
+        self.clients = DepartedClients(table, self.probe)
+
+    def probe(self):
+        self.probes += 1
+        if self.queued:  # first in, first out: what waits in front of the probe is seen before it
+            self.marker.mark(self.handle)
+        return self.probe_works
+
+    def send(self):
+        self.sent_at = time.monotonic_ns()
+        if not self.left and not self.queued:
+            self.marker.mark(self.handle)
+
+    def check(self):
+        return self.clients.check({self.handle: self.sent_at})
+
+
+def test_a_client_that_stays_is_never_probed_for(table, marker):
+    stream = Stream(table, marker)
+    assert stream.check() == [], "nothing sent yet"
+    for _ in range(5):
+        stream.send()
+        assert stream.check() == []
+    for _ in range(3):  # generation pauses
+        assert stream.check() == []
+    assert stream.probes == 0
+
+
+def test_a_client_that_left_is_found_at_the_second_check(table, marker):
+    stream = Stream(table, marker)
+    stream.send()
+    stream.left = True
+    stream.send()
+    assert stream.check() == []
+    assert stream.check() == [stream.handle]
+    assert stream.probes == 1
+
+
+def test_a_client_that_left_before_the_first_chunk(table, marker):
+    stream = Stream(table, marker)
+    stream.left = True
+    assert [stream.check(), stream.check()] == [[], []]
+    stream.send()
+    assert [stream.check(), stream.check()] == [[], [stream.handle]]
+
+
+def test_a_queue_that_is_behind_is_no_departure(table, marker):
+    stream = Stream(table, marker)
+    stream.queued = True
+    for _ in range(4):
+        stream.send()
+        assert stream.check() == []
+    assert stream.probes > 0
+
+
+def test_a_probe_that_failed_proves_nothing(table, marker):
+    stream = Stream(table, marker, probe_works=False)
+    stream.left = True
+    stream.send()
+    assert [stream.check() for _ in range(3)] == [[], [], []]
+    assert stream.probes == 2
+
+
+def test_a_sequence_that_ended_meanwhile_is_left_alone(table, marker):
+    stream = Stream(table, marker)
+    stream.left = True
+    stream.send()
+    stream.check()
+    assert stream.clients.check({}) == []
+    assert stream.probes == 0
