@@ -10,14 +10,19 @@ from collections import deque
 import numpy as np
 import torch
 
+from flashinfer_backend.engine.extras import follow_guides, row_extras
 from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.results import Outcome, accept
+from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.runner import Launched
 from flashinfer_backend.engine.server import EngineSocket
 from flashinfer_backend.engine.startup import Core
+from flashinfer_backend.sampling.guide_queue import GuideQueue
+from flashinfer_backend.sampling.logprobs import context_logits_problem
 from flashinfer_backend.transport import protocol
 
 log = logging.getLogger(__name__)
+
+GUIDE_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
 
 
 class EngineLoop:
@@ -27,6 +32,7 @@ class EngineLoop:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.model_config.vocab_size
         self.socket = socket
+        self.guides = GuideQueue(self.config.model_dir, self.vocab_size)
         self.in_flight: deque[Launched] = deque()
         self.iteration = 0
         self.cancellations = 0
@@ -43,15 +49,17 @@ class EngineLoop:
     def step(self) -> bool:
         """One turn; False when the engine should end."""
         idle = not self.in_flight and not self.scheduler.requests
-        for message in self.socket.receive(timeout_ms=self.config.stats_check_period_ms if idle else 0):
+        patience_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
+        for message in self.socket.receive(timeout_ms=patience_ms if idle else 0):
             self._handle(message)
         if self.socket.closed:
             return False
+        self._take_compiled()
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
             self.iteration += 1
             self._last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
-            self.in_flight.append(self.runner.launch(plan))
+            self.in_flight.append(self.runner.launch(plan, self._settle))
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
         self._send_status()
@@ -63,8 +71,11 @@ class EngineLoop:
         elif isinstance(message, protocol.Cancel):
             request = self.scheduler.requests.get(message.handle)
             if request is not None:
-                self.cancellations += 1
                 self.scheduler.release(request)
+            else:
+                request = self.guides.cancel(message.handle)
+            if request is not None:
+                self.cancellations += 1
                 self._send_end(request, protocol.FINISHED_CANCELLED)
         elif isinstance(message, protocol.Hello):
             if message.wants_status:
@@ -76,7 +87,7 @@ class EngineLoop:
         prompt = np.frombuffer(message.prompt, "<i4")
         params = message.params
         problem = None
-        if self.config.max_queue_size and len(self.scheduler.waiting) >= self.config.max_queue_size:
+        if self.config.max_queue_size and self._waiting >= self.config.max_queue_size:
             problem = (
                 f"Maximum queue size of {self.config.max_queue_size} has been reached, please try again later"
             )
@@ -89,6 +100,10 @@ class EngineLoop:
             )
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
+        elif params.guide_type and self.config.guided_decoding_backend == "none":
+            problem = "guided decoding is switched off (guided_decoding_backend none); send no guide"
+        elif params.context_logits:
+            problem = context_logits_problem(len(prompt), self.vocab_size)
         if problem is not None:
             full = problem.startswith("Maximum queue size")
             self.socket.send_failure(protocol.Failure(message.handle, problem, queue_full=full))
@@ -104,26 +119,46 @@ class EngineLoop:
             )
         if params.end_id >= self.vocab_size:
             params.end_id = -1  # accepted, and never matches
-        self.scheduler.submit(
-            Request(
-                handle=message.handle,
-                prompt=prompt,
-                params=params,
-                max_new=min(params.max_tokens, room),
-                share_prompt_with=message.share_prompt_with,
-                arrival_ns=time.time_ns(),
-            )
+        request = Request(
+            handle=message.handle,
+            prompt=prompt,
+            params=params,
+            max_new=min(params.max_tokens, room),
+            share_prompt_with=message.share_prompt_with,
+            arrival_ns=time.time_ns(),
         )
+        if params.guide_type:
+            self.guides.submit(request)
+        else:
+            self.scheduler.submit(request)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self.guides)
+
+    def _take_compiled(self) -> None:
+        for request, problem in self.guides.compiled():
+            if problem is None:
+                self.scheduler.submit(request)
+            else:
+                self.socket.send_failure(protocol.Failure(request.handle, problem))
+
+    def _settle(self) -> None:
+        """Read every step in flight."""
+        while self.in_flight:
+            self._finish(self.in_flight.popleft())
 
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
-        outcome = accept(self.scheduler.table, launched.plan, launched.wait())
+        values = launched.wait()
+        outcome = accept(self.scheduler.table, launched.plan, values)
         self.generated_tokens += int((outcome.tokens != protocol.NO_TOKEN).sum())
         table = self.scheduler.table
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
-        extras = self._extras(launched, outcome)
+        stuck = follow_guides(table, outcome)
+        extras = row_extras(table, outcome, launched.report, values)
         owners = table.stub[outcome.slots]
         local_ids = table.local_id[outcome.slots]
         for pid in np.unique(owners).tolist():
@@ -135,24 +170,9 @@ class EngineLoop:
             assert request is not None
             self.pages_reused += request.reused_pages
             self.scheduler.release(request)
-
-    def _extras(self, launched: Launched, outcome: Outcome) -> dict[int, list[protocol.RowExtras]]:
-        """What rows asked for beside their tokens, by stub pid."""
-        by_row: dict[int, protocol.RowExtras] = {}
-        table = self.scheduler.table
-
-        def extra(index: int) -> protocol.RowExtras:
-            return by_row.setdefault(index, protocol.RowExtras(int(table.local_id[outcome.slots[index]])))
-
-        for index in np.flatnonzero(outcome.codes != protocol.RUNNING).tolist():
-            request = table.requests[outcome.slots[index]]
-            if request is not None and request.params.perf_metrics:
-                request.last_token_ns = time.time_ns()
-                extra(index).perf = perf_of(request)
-        result: dict[int, list[protocol.RowExtras]] = {}
-        for index, row in by_row.items():
-            result.setdefault(int(table.stub[outcome.slots[index]]), []).append(row)
-        return result
+        for request, problem in stuck:
+            self.scheduler.release(request)
+            self.socket.send_failure(protocol.Failure(request.handle, problem))
 
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)
@@ -162,6 +182,7 @@ class EngineLoop:
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
+        self.guides.drop_stub(pid)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:
@@ -187,8 +208,8 @@ class EngineLoop:
             pages_total=allocator.num_pages,
             pages_used=allocator.num_pages - allocator.available,
             pages_cached=allocator.cached,
-            requests_active=len(scheduler.requests),
-            requests_waiting=len(scheduler.waiting),
+            requests_active=len(scheduler.requests) + len(self.guides),
+            requests_waiting=self._waiting,
             requests_running=len(scheduler.running),
             prefill_rows=prefill_rows,
             decode_rows=decode_rows,
@@ -203,15 +224,3 @@ class EngineLoop:
             memory_gpu=torch.cuda.memory_reserved() if cuda else 0,
             timestamp_ns=time.time_ns(),
         )
-
-
-def perf_of(request: Request) -> protocol.Perf:
-    """Times and page counts of a request whose last token has been read."""
-    return protocol.Perf(
-        arrival_ns=request.arrival_ns,
-        first_scheduled_ns=request.first_scheduled_ns,
-        first_token_ns=request.first_token_ns,
-        last_token_ns=request.last_token_ns,
-        new_pages=request.new_pages,
-        reused_pages=request.reused_pages,
-    )

@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashinfer_backend.transport.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashinfer_backend.sampling.guided import Guide
 
 
 @dataclass(eq=False)
@@ -31,22 +37,44 @@ class Request:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    guide: Guide | None = None  # of a guided request, from its admission on
+    context_logits: np.ndarray | None = None  # float32 [prompt, vocab] until sent with the first token
+    device_bias: list[Tensor] | None = None  # bias ids and values, kept by the sampler
 
     @property
     def needs_extras(self) -> bool:
         """Whether the plain greedy/temperature sampler does not do for this request."""
+        return self.changes_logits or self.reports_logits
+
+    @property
+    def changes_logits(self) -> bool:
         p = self.params
-        return bool(
-            (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0))
-            or p.repetition_penalty != 1.0
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.bad_words
-            or p.bias_ids
-            or p.guide_type
-            or p.log_probs
-            or p.generation_logits
-        )
+        return self.filters or self.needs_history or bool(p.bad_words or p.bias_ids or p.guide_type)
+
+    @property
+    def reports_logits(self) -> bool:
+        return self.params.log_probs or self.params.generation_logits
+
+    @property
+    def filters(self) -> bool:
+        """Top-k or top-p."""
+        return self.params.temperature > 0 and (self.params.top_k > 0 or self.params.top_p < 1.0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Presence or frequency penalty."""
+        return bool(self.params.presence_penalty or self.params.frequency_penalty)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token's logits depend on the tokens before it, on the device."""
+        p = self.params
+        return p.repetition_penalty != 1.0 or self.counts_tokens or any(len(word) > 1 for word in p.bad_words)
+
+    @property
+    def known_tokens(self) -> np.ndarray:
+        """Prompt and what was generated before the request came to its slot, int32."""
+        return np.concatenate([self.prompt, self.generated])
 
 
 class SlotTable:
@@ -73,6 +101,7 @@ class SlotTable:
         self.local_id = np.zeros(slots, np.int32)
         self.num_pages = np.zeros(slots, np.int32)
         self.extras = np.zeros(slots, bool)
+        self.guided = np.zeros(slots, bool)
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
         self._free = list(range(slots - 1, -1, -1))
 
@@ -103,6 +132,7 @@ class SlotTable:
         self.local_id[slot] = request.handle & 0x7FFFFFFF
         self.num_pages[slot] = page_count
         self.extras[slot] = request.needs_extras
+        self.guided[slot] = request.guide is not None
         self.stops[slot] = bool(params.stop_sequences)
         request.slot = slot
         return slot

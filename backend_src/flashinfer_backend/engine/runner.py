@@ -20,17 +20,18 @@ from flashinfer_backend.engine.graphs import DecodeGraphs
 from flashinfer_backend.engine.staging import ReadbackRing, StagingRing
 from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.sampling.sampler import Sampler, SamplingRows, StepExtras
+from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
+from flashinfer_backend.sampling.sampler import Sampler
 
 
 @dataclass
 class Launched:
-    """A step on its way; `wait()` gives the sampled tokens, int32 [sampling rows]."""
+    """A step on its way; `wait()` gives the sampled tokens, int32 [sampling rows], and behind them what
+    `report` reads."""
 
     plan: StepPlan
     wait: Callable[[], np.ndarray]
-    extras: StepExtras | None
-    context_logits: dict[int, torch.Tensor]  # slot -> float [chunk, vocab]
+    report: Report | None
 
 
 class Runner:
@@ -52,10 +53,11 @@ class Runner:
         rows = config.max_num_seqs + 1
         self.block_table = torch.zeros((rows, self.max_pages), dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.sampler = Sampler(ops, model.config.vocab_size, config, self.device)
-        self.attention = self._make_attention(config)
         self._staging = StagingRing(16 * config.max_num_tokens, self.device)
-        self._readback = ReadbackRing(config.max_num_seqs, self.device)
+        self._readback = ReadbackRing(2 * config.max_num_seqs, self.device)  # tokens, log probabilities
+        vocab = model.config.vocab_size
+        self.sampler = Sampler(ops, vocab, config, self.device, self._staging, self.last_token)
+        self.attention = self._make_attention(config)
         self.graphs: DecodeGraphs | None = None
 
     def _make_attention(self, config: EngineConfig) -> Any:
@@ -80,24 +82,24 @@ class Runner:
         self.graphs = DecodeGraphs(self, self._staging, sizes)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Enqueue a step. Steps run in the order of their launches; nothing is waited for."""
+    def launch(self, plan: StepPlan, settle: Callable[[], None] = lambda: None) -> Launched:
+        """Enqueue a step. Steps run in the order of their launches; nothing is waited for. `settle` reads
+        the tokens of all earlier steps; it is called where rows cannot be sampled without them."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
             tokens, logits = self.graphs.replay(plan)
-            context_logits: dict[int, torch.Tensor] = {}
             position = plan.decode_positions + 1
         else:
-            logits, position, context_logits = self._forward(plan)
-            tokens = None
-        extras = None
-        if tokens is None or plan.extras:
-            rows = SamplingRows.upload(plan, position, self._staging)
-            tokens, extras = self.sampler.sample(logits, rows, plan)
-            self.last_token[rows.slots] = tokens
-        return Launched(plan, self._readback.download(tokens), extras, context_logits)
+            logits, position = self._forward(plan)
+            tokens = self.sampler.sample(logits, plan, position)
+        report = None
+        if plan.extras:
+            if plan.guided:
+                settle()
+            tokens, report = self.sampler.sample_extras(logits, tokens, plan, position)
+        return Launched(plan, self._readback.download(tokens), report)
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray, dict[int, torch.Tensor]]:
-        """Eager step: (logits [sampling rows, V], positions of the sampled tokens, context logits)."""
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
+        """Eager step: (logits [sampling rows, V], positions of the sampled tokens)."""
         slots = np.concatenate([plan.decode_slots, plan.prefill_slots])
         q_lens = np.concatenate([np.ones(plan.num_decode, np.int32), plan.prefill_lens])
         starts = np.concatenate([plan.decode_positions, plan.prefill_starts])
@@ -137,13 +139,11 @@ class Runner:
             )
         )
         hidden = self.model(input_ids, token_positions, slot_mapping, self.kv_caches, self.attention)
-        context_logits = {}
-        for row in plan.context_logits:
+        for row, request in plan.context_logits:
             last = int(ends[plan.num_decode + row])
             chunk = hidden[last - int(plan.prefill_lens[row]) : last]
-            context_logits[int(plan.prefill_slots[row])] = self.model.logits(chunk)
-        logits = self.model.logits(hidden[last_rows])
-        return logits, (starts + q_lens)[samples], context_logits
+            keep_context_logits(request, self.model, chunk, int(plan.prefill_starts[row]))
+        return self.model.logits(hidden[last_rows]), (starts + q_lens)[samples]
 
     def update_block_table(self, updates: np.ndarray) -> None:
         """Apply (slot, index, page) changes, int32 [n, 3], before anything of the step reads the table."""

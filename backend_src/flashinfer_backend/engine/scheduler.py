@@ -16,7 +16,7 @@ import numpy as np
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request, SlotTable
-from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.engine.step import ExtraRow, StepPlan
 
 NO_SLOTS = np.empty(0, np.int32)
 
@@ -188,7 +188,9 @@ class Scheduler:
         for row in np.flatnonzero(table.extras[sampling]).tolist():
             request = table.requests[sampling[row]]
             assert request is not None
-            extras.append((row, request.params))
+            slot = int(sampling[row])
+            extras.append(ExtraRow(row, slot, int(table.epoch[slot]), request, int(banned[row])))
+            banned[row] = -1
         plan = StepPlan(
             decode_slots=decoding,
             decode_positions=positions,
@@ -204,7 +206,11 @@ class Scheduler:
             seed=table.seed[sampling],
             banned=banned.astype(np.int32),
             extras=extras,
-            context_logits=[i for i, (r, _, _) in enumerate(chunks) if r.params.context_logits],
+            context_logits=[
+                (i, r)
+                for i, (r, _, _) in enumerate(chunks)
+                if r.params.context_logits and not len(r.generated)
+            ],
         )
         # Sequences whose last token this step makes stay in their slots until it is read.
         self.decoding = sampling[table.planned_outputs[sampling] < table.max_new[sampling]]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 DEPTH = 3  # a step being read, one running, one being prepared
-UPLOADS = 3  # at most so many vectors per step: block table, inputs, sampling
+UPLOADS = 7  # at most about so many vectors per step: block table, inputs, sampling; extras: 4
 
 
 class StagingRing:

@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.engine.request import Request
+
+
+class ExtraRow(NamedTuple):
+    """A sampling row whose request asks for more than the plain sampler gives."""
+
+    row: int  # index into the step's sampling rows
+    slot: int
+    epoch: int  # of the slot
+    request: Request
+    banned: int  # a token id that must not be chosen, or -1
 
 
 @dataclass
@@ -32,9 +43,9 @@ class StepPlan:
     sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
     temperature: np.ndarray  # float32 [s]
     seed: np.ndarray  # uint64 [s]
-    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
-    extras: list[tuple[int, SamplingParams]] = field(default_factory=list)
-    context_logits: list[int] = field(default_factory=list)  # prefill rows whose logits are wanted
+    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1; -1 for rows of extras
+    extras: list[ExtraRow] = field(default_factory=list)
+    context_logits: list[tuple[int, Request]] = field(default_factory=list)  # prefill rows that want them
 
     @property
     def num_decode(self) -> int:
@@ -47,6 +58,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return len(self.decode_slots) + len(self.prefill_tokens)
+
+    @property
+    def guided(self) -> bool:
+        """Whether rows can be sampled only after the tokens of all earlier steps were read."""
+        return any(row.request.guide is not None for row in self.extras)
 
 
 @dataclass

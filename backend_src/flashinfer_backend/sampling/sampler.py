@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses tokens from logits: the plain sampler for every row, filters for rows that ask for them."""
+"""Chooses tokens from logits.
+
+`ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
+nothing else cost nothing else. The others are sampled again, from a float32 copy of their logits that
+is changed in this order: penalties, bias, bad words, end id until min_tokens, guide, temperature,
+top-k, top-p. The model's logits are left as they are, for what is reported of them.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +14,27 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.staging import StagingRing
-from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.engine.step import ExtraRow, StepPlan
+from flashinfer_backend.sampling import processors
+from flashinfer_backend.sampling.filters import top_k_top_p_mask
+from flashinfer_backend.sampling.history import TokenHistory
+from flashinfer_backend.sampling.logprobs import Report, ReportedRows
+from flashinfer_backend.sampling.rows import ProcessedRows, upload
 
 
 @dataclass
 class SamplingRows:
     """Per-row sampling state on the device, [s] each."""
 
-    slots: torch.Tensor  # int32
-    temperature: torch.Tensor  # float32
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int32, position the sampled token will have
-    banned: torch.Tensor  # int32, or -1
+    slots: Tensor  # int32
+    temperature: Tensor  # float32
+    seed: Tensor  # int64
+    position: Tensor  # int32, position the sampled token will have
+    banned: Tensor  # int32, or -1
 
     @classmethod
     def upload(cls, plan: StepPlan, position: np.ndarray, staging: StagingRing) -> SamplingRows:
@@ -42,61 +54,108 @@ class SamplingRows:
         )
 
 
-@dataclass
-class StepExtras:
-    """What rows asked for beside their tokens; `rows` index the step's sampling rows."""
-
-    rows: list[int]
-    log_probs: torch.Tensor | None = None  # float32 [len(rows)] on the host
-
-
 class Sampler:
-    """Samples a step's rows. `ops.sample` defines the choice; filters only narrow its logits."""
+    """Samples a step's rows and records their tokens in last_token (int32 [slots + 1])."""
 
-    def __init__(self, ops: ModuleType, vocab_size: int, config: EngineConfig, device: torch.device) -> None:
-        self._ops = ops
-        self._vocab_size = vocab_size
-        self._device = device
+    def __init__(
+        self,
+        ops: ModuleType,
+        vocab_size: int,
+        config: EngineConfig,
+        device: torch.device,
+        staging: StagingRing,
+        last_token: Tensor,
+    ) -> None:
+        self._ops, self._vocab_size = ops, vocab_size
+        self._staging, self._last_token = staging, last_token
+        self._history = TokenHistory(config.max_num_seqs, config.max_seq_len + 1, device, staging)
+        self._extras: list[ExtraRow] = []  # what the two below were made of
+        self._processed: ProcessedRows | None = None
+        self._reported: ReportedRows | None = None
 
-    def sample(
-        self, logits: torch.Tensor, rows: SamplingRows, plan: StepPlan
-    ) -> tuple[torch.Tensor, StepExtras | None]:
-        """Tokens int32 [s] from logits [s, V] (overwritten), and what rows asked for beside."""
-        self.ban(logits, rows.banned)
-        if plan.extras:
-            self._filter(logits, rows, plan)
-        return self._ops.sample(logits, rows.temperature, rows.seed, rows.position), None
+    def sample(self, logits: Tensor, plan: StepPlan, position: np.ndarray) -> Tensor:
+        """Tokens int32 [s] of logits [s, V] for rows that ask for nothing else."""
+        rows = SamplingRows.upload(plan, position, self._staging)
+        record = (self._last_token, rows.slots)
+        return self._ops.sample(logits, rows.temperature, rows.seed, rows.position, rows.banned, record)
 
-    def ban(self, logits: torch.Tensor, banned: torch.Tensor) -> None:
-        """Make `banned[r]` (int32 [R], -1 for none) impossible in row r, in place."""
-        index = banned.clamp(min=0).long().unsqueeze(1)
-        kept = logits.gather(1, index)
-        logits.scatter_(1, index, kept.masked_fill(banned.unsqueeze(1) >= 0, float("-inf")))
+    def sample_extras(
+        self, logits: Tensor, tokens: Tensor, plan: StepPlan, position: np.ndarray
+    ) -> tuple[Tensor, Report | None]:
+        """Sample the rows of plan.extras anew, into `tokens` (int32 [s], from `sample` or a graph).
 
-    def _filter(self, logits: torch.Tensor, rows: SamplingRows, plan: StepPlan) -> None:
-        """Apply top-k, then top-p on what is left, to the rows that ask."""
-        wanted = [(row, p) for row, p in plan.extras if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0)]
-        if not wanted:
-            return
-        vocab = self._vocab_size
-        index = torch.tensor([row for row, _ in wanted], device=self._device)
-        top_k = torch.tensor([min(p.top_k or vocab, vocab) for _, p in wanted], device=self._device)
-        top_p = torch.tensor([p.top_p for _, p in wanted], dtype=torch.float32, device=self._device)
-        scaled = logits[index].float() / rows.temperature[index].unsqueeze(1)
-        kept = top_k_top_p_mask(scaled, top_k, top_p)
-        logits[index] = logits[index].masked_fill(~kept, float("-inf"))
+        logits [s, V]; position int32 [s], of the sampled tokens. Returns what to read back: the tokens,
+        and behind them what the report holds.
+        """
+        if plan.extras != self._extras:
+            self._compose(plan)
+        if self._processed is not None:
+            self._sample_processed(self._processed, logits, tokens, position)
+        if self._reported is None:
+            return tokens, None
+        return self._reported.take(logits, tokens)
+
+    def _compose(self, plan: StepPlan) -> None:
+        self._extras = plan.extras
+        reported = [r for r in plan.extras if r.request.reports_logits]
+        self._reported = ReportedRows(reported, self._staging) if reported else None
+        processed = [r for r in plan.extras if r.request.changes_logits or r.banned >= 0]
+        self._processed = None
+        if processed:
+            self._processed = ProcessedRows(processed, plan, self._vocab_size, self._staging, self._history)
+
+    def _sample_processed(
+        self, rows: ProcessedRows, logits: Tensor, tokens: Tensor, position: np.ndarray
+    ) -> None:
+        host_position = position[rows.host_rows].astype(np.int32)
+        columns = [host_position]
+        if rows.guided:
+            columns.append(np.stack([_mask_of(row, self._vocab_size) for row in rows.guided_rows]))
+        position_, *masks = upload(self._staging, columns)
+        own = logits[rows.rows].float()
+        self._penalise(own, rows, position_, host_position)
+        if rows.bias is not None:
+            processors.add_bias(own, *rows.bias)
+        unbanned = own[rows.guided[0]] if rows.guided else None
+        if rows.words is not None:
+            processors.ban_words(own, rows.words, self._history.tokens, position_)
+        if rows.bans:
+            processors.ban_tokens(own, rows.banned)
+        if rows.guided and unbanned is not None:
+            processors.allow_only(own, rows.guided[0], masks[0], unbanned)
+        if rows.filtered is not None:
+            index = rows.filtered.index
+            scaled = own[index] / rows.temperature[index].unsqueeze(1)
+            kept = top_k_top_p_mask(scaled, rows.filtered.top_k, rows.filtered.top_p)
+            own[index] = own[index].masked_fill(~kept, processors.NEVER)
+        record = (self._last_token, rows.slots)
+        chosen = self._ops.sample(own, rows.temperature, rows.seed, position_, None, record)
+        tokens[rows.rows] = chosen
+        if rows.recorded:
+            index, slots = rows.recorded
+            self._history.record(slots, position_[index], chosen[index])
+
+    def _penalise(
+        self, own: Tensor, rows: ProcessedRows, position: Tensor, host_position: np.ndarray
+    ) -> None:
+        repetition, counts = rows.repetition, rows.counts
+        if repetition is not None:
+            longest = int(host_position[rows.repetition_rows].max())
+            tokens, _ = self._history.before(repetition.slots, position[repetition.index], longest)
+            processors.penalise_repetition(own, repetition.index, tokens, repetition.penalty)
+        if counts is not None:
+            longest = int(host_position[rows.counts_rows].max())
+            tokens, valid = self._history.before(counts.slots, position[counts.index], longest)
+            generated = torch.arange(longest, device=own.device) >= counts.prompt_len.unsqueeze(1)
+            processors.penalise_counts(
+                own, counts.index, tokens, valid & generated, counts.presence, counts.frequency
+            )
 
 
-def top_k_top_p_mask(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """bool [R, V]: the tokens that survive top-k (int64 [R]), then top-p (float32 [R]).
-
-    Top-p keeps the smallest set of most likely tokens whose probability, after top-k, reaches p;
-    the most likely token always survives. logits: float32 [R, V], already divided by temperature.
-    """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k.unsqueeze(1), float("-inf"))
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    kept = (rank < top_k.unsqueeze(1)) & ((before < top_p.unsqueeze(1)) | (rank == 0))
-    return torch.zeros_like(kept).scatter_(1, order, kept)
+def _mask_of(row: ExtraRow, vocab_size: int) -> np.ndarray:
+    """The guide's mask, int32 [ceil(V / 32)]; everything is allowed to a row whose owner has left."""
+    guide = row.request.guide
+    assert guide is not None
+    if row.request.slot != row.slot:
+        return np.full(-(-vocab_size // 32), -1, np.int32)
+    return guide.mask_without(row.banned)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes to stubs beside the tokens, and guides that follow the tokens."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from flashinfer_backend.engine.request import Request, SlotTable
+from flashinfer_backend.engine.results import Outcome
+from flashinfer_backend.sampling.guided import GuideError
+from flashinfer_backend.sampling.logprobs import Report
+from flashinfer_backend.transport import protocol
+
+
+def row_extras(
+    table: SlotTable, outcome: Outcome, report: Report | None, values: np.ndarray
+) -> dict[int, list[protocol.RowExtras]]:
+    """What rows asked for beside their tokens, by stub pid. values: the step's readback.
+
+    A row without a token (its end id was chosen) has no log probability and no logits, so there are
+    as many of them as tokens.
+    """
+    by_row: dict[int, protocol.RowExtras] = {}
+
+    def extra(index: int) -> protocol.RowExtras:
+        local_id = int(table.local_id[outcome.slots[index]])
+        return by_row.setdefault(index, protocol.RowExtras(local_id))
+
+    if report is not None:
+        carries = outcome.tokens != protocol.NO_TOKEN
+        index_of = {int(outcome.rows[i]): i for i in np.flatnonzero(carries).tolist()}
+        for row, log_prob in report.log_probs(values):
+            if row in index_of:
+                extra(index_of[row]).log_prob = log_prob
+        for row, logits in report.generation_logits():
+            if row in index_of:
+                extra(index_of[row]).generation_logits = logits
+    for index in np.flatnonzero(outcome.first).tolist():
+        request = table.requests[outcome.slots[index]]
+        if request is not None and request.context_logits is not None:
+            extra(index).context_logits = request.context_logits.tobytes()
+            request.context_logits = None
+    for index in np.flatnonzero(outcome.codes != protocol.RUNNING).tolist():
+        request = table.requests[outcome.slots[index]]
+        if request is not None and request.params.perf_metrics:
+            request.last_token_ns = time.time_ns()
+            extra(index).perf = perf_of(request)
+    result: dict[int, list[protocol.RowExtras]] = {}
+    for index, row_extra in by_row.items():
+        result.setdefault(int(table.stub[outcome.slots[index]]), []).append(row_extra)
+    return result
+
+
+def follow_guides(table: SlotTable, outcome: Outcome) -> list[tuple[Request, str]]:
+    """Move the guides of a read step's rows on, and end (in outcome.codes) sequences whose guide lets
+    nothing follow. Returns the requests that cannot go on, with why."""
+    stuck = []
+    for index in np.flatnonzero(table.guided[outcome.slots] & (outcome.codes == protocol.RUNNING)).tolist():
+        request = table.requests[outcome.slots[index]]
+        assert request is not None and request.guide is not None
+        try:
+            request.guide.accept(int(outcome.tokens[index]))
+        except GuideError as error:
+            stuck.append((request, str(error)))
+            continue
+        if request.guide.exhausted and request.guide.complete:
+            outcome.codes[index] = protocol.FINISHED_END_ID
+        elif request.guide.exhausted:
+            stuck.append((request, request.guide.problem()))
+    return stuck
+
+
+def perf_of(request: Request) -> protocol.Perf:
+    """Times and page counts of a request whose last token has been read."""
+    return protocol.Perf(
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=request.first_scheduled_ns,
+        first_token_ns=request.first_token_ns,
+        last_token_ns=request.last_token_ns,
+        new_pages=request.new_pages,
+        reused_pages=request.reused_pages,
+    )

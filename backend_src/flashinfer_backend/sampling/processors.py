@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests change about logits before a token is chosen: penalties, biases, bans, guides.
+
+Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NEVER = float("-inf")
+
+
+def penalise_repetition(logits: Tensor, rows: Tensor, tokens: Tensor, penalty: Tensor) -> None:
+    """Make tokens that occurred less likely: a logit is divided by the penalty, or multiplied if negative
+    (https://arxiv.org/abs/1909.05858, section 4.1).
+
+    tokens: int64 [n, L], repeats allowed; penalty: float32 [n].
+    """
+    flat = logits.view(-1)
+    where = rows.unsqueeze(1) * logits.shape[1] + tokens
+    scores, penalty = flat[where], penalty.unsqueeze(1)
+    # Repeats write the same value, so that their order does not matter.
+    flat[where] = torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def penalise_counts(
+    logits: Tensor, rows: Tensor, tokens: Tensor, counted: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """Subtract presence once, and frequency as often as it occurred, from each token's logit.
+
+    tokens: int64 [n, L], of which those with counted (bool [n, L]) occurred; presence and frequency:
+    float32 [n].
+    """
+    counts = torch.zeros((len(rows), logits.shape[1]), device=logits.device)
+    counts.scatter_add_(1, tokens, counted.float())
+    penalty = frequency.unsqueeze(1) * counts + presence.unsqueeze(1) * (counts > 0)
+    logits.index_add_(0, rows, penalty, alpha=-1)
+
+
+def add_bias(logits: Tensor, where: Tensor, bias: Tensor) -> None:
+    """Add bias (float32 [n]) to the logits at `where` (int64 [n], row * V + token)."""
+    logits.view(-1).index_add_(0, where, bias)
+
+
+@dataclass
+class BadWords:
+    """n token sequences that must not be completed. prefix is padded with -1 at the left."""
+
+    rows: Tensor  # int64 [n], row of the logits
+    slots: Tensor  # int64 [n], row of the token history
+    last: Tensor  # int64 [n], the word's last token
+    prefix: Tensor  # int32 [n, longest], the tokens before it
+
+
+def ban_words(logits: Tensor, words: BadWords, history: Tensor | None, position: Tensor) -> None:
+    """Ban the last token of each word whose other tokens end the sequence so far, prompt included.
+
+    history: int32 [slots, length], may be None where no word has two tokens; position: int32 [R], the
+    length of each row's sequence.
+    """
+    longest = words.prefix.shape[1]
+    completes = torch.ones_like(words.rows, dtype=torch.bool)
+    if longest and history is not None:
+        at = position[words.rows].unsqueeze(1) + torch.arange(-longest, 0, device=logits.device)
+        tail = history[words.slots.unsqueeze(1), at.clamp(min=0)]
+        completes = ((words.prefix == tail) & (at >= 0) | (words.prefix < 0)).all(dim=1)
+    # Added, not written: of two words with one last token only one may be complete.
+    ban = torch.where(completes, NEVER, 0.0)
+    logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, ban)
+
+
+def ban_tokens(logits: Tensor, banned: Tensor) -> None:
+    """Make token banned[r] (int32 [R], -1 for none) impossible in row r."""
+    index = banned.clamp(min=0).long().unsqueeze(1)
+    kept = logits.gather(1, index)
+    logits.scatter_(1, index, kept.masked_fill(banned.unsqueeze(1) >= 0, NEVER))
+
+
+def allow_only(logits: Tensor, rows: Tensor, mask: Tensor, fallback: Tensor) -> None:
+    """Keep the tokens whose bit is set in mask (int32 [n, ceil(V / 32)], token t is bit t % 32 of word
+    t // 32). Where every one of them has been banned, the row is taken from fallback (float32 [n, V])
+    instead: a guide outranks what would leave it without a token."""
+    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    kept = logits[rows].masked_fill(~allowed, NEVER)
+    stuck = (kept == NEVER).all(dim=1, keepdim=True)
+    logits[rows] = torch.where(stuck, fallback.masked_fill(~allowed, NEVER), kept)

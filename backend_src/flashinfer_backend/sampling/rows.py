@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a step that ask for more than the plain sampler gives, as tensors.
+
+Most steps have the rows of the step before, so all that does not change from token to token is sent
+to the device once for a composition of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.staging import StagingRing
+from flashinfer_backend.engine.step import ExtraRow, StepPlan
+from flashinfer_backend.sampling.history import TokenHistory
+from flashinfer_backend.sampling.processors import BadWords
+
+T = TypeVar("T")
+
+
+def upload(staging: StagingRing, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Arrays of 4-byte or 8-byte elements as tensors, sent in one copy. Unsigned ones become signed."""
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # 8-byte elements stay aligned
+    data = staging.upload([np.ascontiguousarray(arrays[i]).reshape(-1).view(np.int32) for i in order])
+    result: list[Tensor] = [data] * len(arrays)
+    begin = 0
+    for i in order:
+        array = arrays[i]
+        words = array.size * array.itemsize // 4
+        dtype = torch.float32 if array.dtype == np.float32 else torch.int64 if array.itemsize == 8 else None
+        part = data[begin : begin + words]
+        result[i] = (part.view(dtype) if dtype else part).view(array.shape)
+        begin += words
+    return result
+
+
+@dataclass
+class Filtered:
+    """Rows with top-k or top-p: index int64 [n], top_k int32 [n], top_p float32 [n]."""
+
+    index: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+@dataclass
+class Penalty:
+    """Rows with a repetition penalty: index and slots int64 [n], penalty float32 [n]."""
+
+    index: Tensor
+    slots: Tensor
+    penalty: Tensor
+
+
+@dataclass
+class Counts:
+    """Rows with a presence or frequency penalty (float32 [n]); those count tokens from prompt_len
+    (int32 [n]) on. index and slots: int64 [n]."""
+
+    index: Tensor
+    slots: Tensor
+    prompt_len: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+class ProcessedRows:
+    """Rows sampled from logits of their own, R of them; `index` in the parts below is into these."""
+
+    def __init__(
+        self, rows: list[ExtraRow], plan: StepPlan, vocab: int, staging: StagingRing, history: TokenHistory
+    ) -> None:
+        requests = [row.request for row in rows]
+        self.host_rows = np.array([row.row for row in rows], np.int64)
+        slots = np.array([row.slot for row in rows], np.int64)
+        banned = [-1 if request.guide else row.banned for request, row in zip(requests, rows, strict=True)]
+        own = (
+            self.host_rows,
+            slots,
+            plan.temperature[self.host_rows],
+            plan.seed[self.host_rows],
+            np.array(banned, np.int32),
+        )
+        parts = _Parts(staging)
+        parts.add("own", own)
+        parts.add("filtered", _filtered(requests, vocab))
+        parts.add("repetition", _repetition(requests, slots))
+        parts.add("counts", _counts(requests, slots))
+        parts.add("words", _bad_words(requests, slots))
+        parts.add("guided", _chosen(bool(request.guide) for request in requests))
+        parts.add("recorded", _chosen((request.needs_history for request in requests), slots))
+        parts.send()
+        self.bans = any(token >= 0 for token in banned)
+        self.rows, self.slots, self.temperature, self.seed, self.banned = parts.sent["own"]
+        self.filtered = parts.make("filtered", Filtered)
+        self.repetition = parts.make("repetition", Penalty)
+        self.counts = parts.make("counts", Counts)
+        self.words = parts.make("words", BadWords)
+        self.guided = parts.sent.get("guided")  # [index]
+        self.guided_rows = [row for row in rows if row.request.guide]
+        self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
+        self.repetition_rows = _where(request.params.repetition_penalty != 1.0 for request in requests)
+        self.counts_rows = _where(request.counts_tokens for request in requests)
+        self.bias = _bias(requests, vocab, staging)
+        history.restore(
+            [(row.slot, row.epoch, row.request.known_tokens) for row in rows if row.request.needs_history]
+        )
+
+
+class _Parts:
+    """Named groups of arrays that reach the device in one copy."""
+
+    def __init__(self, staging: StagingRing) -> None:
+        self._staging = staging
+        self._names: list[str] = []
+        self._arrays: list[np.ndarray] = []
+        self.sent: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, arrays: Sequence[np.ndarray] | None) -> None:
+        for array in arrays or ():
+            self._names.append(name)
+            self._arrays.append(array)
+
+    def send(self) -> None:
+        for name, tensor in zip(self._names, upload(self._staging, self._arrays), strict=True):
+            self.sent.setdefault(name, []).append(tensor)
+
+    def make(self, name: str, kind: Callable[..., T]) -> T | None:
+        return kind(*self.sent[name]) if name in self.sent else None
+
+
+def _where(asked: Iterable[bool]) -> np.ndarray:
+    return np.flatnonzero(np.fromiter(asked, bool))
+
+
+def _chosen(asked: Iterable[bool], *columns: np.ndarray) -> Sequence[np.ndarray] | None:
+    """Indices of the rows that ask, and the columns there; None if nobody does."""
+    index = _where(asked)
+    return (index, *(column[index] for column in columns)) if len(index) else None
+
+
+def _filtered(requests: list[Request], vocab: int) -> Sequence[np.ndarray] | None:
+    top_k = np.array([min(r.params.top_k or vocab, vocab) for r in requests], np.int32)
+    top_p = np.array([r.params.top_p for r in requests], np.float32)
+    return _chosen((request.filters for request in requests), top_k, top_p)
+
+
+def _repetition(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    penalty = np.array([r.params.repetition_penalty for r in requests], np.float32)
+    return _chosen((r.params.repetition_penalty != 1.0 for r in requests), slots, penalty)
+
+
+def _counts(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    prompt_len = np.array([len(r.prompt) for r in requests], np.int32)
+    presence = np.array([r.params.presence_penalty for r in requests], np.float32)
+    frequency = np.array([r.params.frequency_penalty for r in requests], np.float32)
+    return _chosen((r.counts_tokens for r in requests), slots, prompt_len, presence, frequency)
+
+
+def _bad_words(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    words = [(i, word) for i, request in enumerate(requests) for word in request.params.bad_words if word]
+    if not words:
+        return None
+    longest = max(len(word) for _, word in words) - 1
+    prefix = np.full((len(words), longest), -1, np.int32)
+    for n, (_, word) in enumerate(words):
+        prefix[n, longest + 1 - len(word) :] = word[:-1]
+    rows = np.array([i for i, _ in words], np.int64)
+    return rows, slots[rows], np.array([word[-1] for _, word in words], np.int64), prefix
+
+
+def _bias(requests: list[Request], vocab: int, staging: StagingRing) -> tuple[Tensor, Tensor] | None:
+    """(row * V + token, bias) of all rows. A request's own part is sent once: it may be of V tokens."""
+    parts = []
+    for i, request in enumerate(requests):
+        params = request.params
+        if params.bias_ids:
+            if request.device_bias is None:
+                ids, values = np.array(params.bias_ids, np.int64), np.array(params.bias_values, np.float32)
+                request.device_bias = upload(staging, [ids, values])
+            parts.append((request.device_bias[0] + i * vocab, request.device_bias[1]))
+    if not parts:
+        return None
+    return torch.cat([where for where, _ in parts]), torch.cat([values for _, values in parts])
