@@ -19,6 +19,7 @@ from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.graphs import DecodeGraphs
 from flashinfer_backend.engine.staging import ReadbackRing, StagingRing
 from flashinfer_backend.engine.step import AttentionBatch, StepPlan
+from flashinfer_backend.engine.token_graphs import TokenGraphs
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
 from flashinfer_backend.sampling.sampler import Sampler
@@ -59,6 +60,7 @@ class Runner:
         self.sampler = Sampler(ops, vocab, config, self.device, self._staging, self.last_token)
         self.attention = self._make_attention(config)
         self.graphs: DecodeGraphs | None = None
+        self.token_graphs: TokenGraphs | None = None
 
     def _make_attention(self, config: EngineConfig) -> Any:
         heads = self.model.config
@@ -78,8 +80,10 @@ class Runner:
         )
 
     def capture_graphs(self, sizes: list[int]) -> None:
-        """Capture decode-only steps for the given numbers of rows."""
+        """Capture decode-only steps for the given numbers of rows, and all but attention of small
+        mixed steps."""
         self.graphs = DecodeGraphs(self, self._staging, sizes)
+        self.token_graphs = TokenGraphs(self.model, self.kv_caches)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, settle: Callable[[], None] = lambda: None) -> Launched:
@@ -99,7 +103,7 @@ class Runner:
         return Launched(plan, self._readback.download(tokens), report)
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
-        """Eager step: (logits [sampling rows, V], positions of the sampled tokens)."""
+        """A step with prompts: (logits [sampling rows, V], positions of the sampled tokens)."""
         slots = np.concatenate([plan.decode_slots, plan.prefill_slots])
         q_lens = np.concatenate([np.ones(plan.num_decode, np.int32), plan.prefill_lens])
         starts = np.concatenate([plan.decode_positions, plan.prefill_starts])
@@ -107,25 +111,20 @@ class Runner:
         offsets = np.repeat(starts - (ends - q_lens), q_lens)
         positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
         samples = np.concatenate([np.ones(plan.num_decode, bool), plan.prefill_samples])
+        size = plan.num_tokens
+        if self.token_graphs is not None:
+            size = self.token_graphs.padded(size)
+        padding = np.zeros(size - plan.num_tokens, np.int32)
         self.update_block_table(plan.table_updates)
-        data = self._staging.upload(
-            [
-                slots,
-                (ends - 1)[samples].astype(np.int32),
-                np.repeat(slots, q_lens),
-                positions,
-                plan.prefill_tokens,
-            ]
-        )
-        rows, tokens = len(slots), plan.num_tokens
-        sizes = [
-            rows,
-            int(samples.sum()),
-            tokens,
-            tokens,
-            len(plan.prefill_tokens),
+        parts = [
+            slots,
+            (ends - 1)[samples].astype(np.int32),
+            np.concatenate([np.repeat(slots, q_lens), padding + self.dummy_slot]),
+            np.concatenate([positions, padding]),
+            np.concatenate([plan.prefill_tokens, padding]),
         ]
-        row_slots, last_rows, token_slots, token_positions, prompt = data.split(sizes)
+        data = self._staging.upload(parts).split([len(part) for part in parts])
+        row_slots, last_rows, token_slots, token_positions, prompt = data
         input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
         slot_mapping = self.slot_mapping(token_slots, token_positions)
         self.attention.plan(
@@ -138,7 +137,11 @@ class Runner:
                 slots_device=row_slots,
             )
         )
-        hidden = self.model(input_ids, token_positions, slot_mapping, self.kv_caches, self.attention)
+        inputs = (input_ids, token_positions, slot_mapping)
+        if self.token_graphs is not None and size <= self.token_graphs.largest:
+            hidden = self.token_graphs.run(*inputs, plan.num_tokens, self.attention)
+        else:
+            hidden = self.model(*inputs, self.kv_caches, self.attention)
         for row, request in plan.context_logits:
             last = int(ends[plan.num_decode + row])
             chunk = hidden[last - int(plan.prefill_lens[row]) : last]

@@ -116,30 +116,51 @@ class Transformer(nn.Module):
         input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset);
         kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
         """
-        config, ops = self.config, self.ops
-        tokens = input_ids.shape[0]
-        hidden = F.embedding(input_ids, self.embed_tokens)
-        for index, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv_caches, strict=True)):
-            qkv = ops.norm_linear(hidden, layer.input_norm, config.rms_norm_eps, layer.qkv, layer.qkv_bias)
-            q = ops.rope_and_store(
-                qkv,
-                positions,
-                self.cos_sin,
-                k_cache,
-                v_cache,
-                slot_mapping,
-                layer.q_norm,
-                layer.k_norm,
-                config.rms_norm_eps,
-                config.num_heads,
-                config.num_kv_heads,
-            )
+        hidden = self.embed(input_ids)
+        for index in range(len(self.layers)):
+            q = self.before_attention(index, hidden, positions, slot_mapping, kv_caches[index])
             out = torch.empty_like(q)
             attention.run(index, q, out)
-            hidden = ops.linear_add(out.view(tokens, -1), layer.o, hidden)
-            gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
-            hidden = ops.linear_add(gated, layer.down, hidden)
+            hidden = self.after_attention(index, out, hidden)
         return hidden
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T, hidden], the residual stream that the first layer takes."""
+        return F.embedding(input_ids, self.embed_tokens)
+
+    def before_attention(
+        self,
+        index: int,
+        hidden: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """First part of layer `index`: stores this step's keys and values, returns q[T, Hq, D] (in `out`
+        when given)."""
+        config, layer, ops = self.config, self.layers[index], self.ops
+        qkv = ops.norm_linear(hidden, layer.input_norm, config.rms_norm_eps, layer.qkv, layer.qkv_bias)
+        return ops.rope_and_store(
+            qkv,
+            positions,
+            self.cos_sin,
+            *kv_cache,
+            slot_mapping,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_norm_eps,
+            config.num_heads,
+            config.num_kv_heads,
+            out,
+        )
+
+    def after_attention(self, index: int, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Second part of layer `index`: attended[T, Hq, D] and the residual stream -> the next one."""
+        config, layer, ops = self.config, self.layers[index], self.ops
+        hidden = ops.linear_add(attended.view(hidden.shape[0], -1), layer.o, hidden)
+        gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
+        return ops.linear_add(gated, layer.down, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V]."""

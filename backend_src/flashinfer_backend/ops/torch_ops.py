@@ -62,8 +62,9 @@ def rope_and_store(
     eps: float,
     num_heads: int,
     num_kv_heads: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate Q and K, write K and V to their slots and return Q as [T, Hq, D].
+    """Rotate Q and K, write K and V to their slots and return Q as [T, Hq, D], in `out` when given.
 
     qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
     D/2 columns and the sines in the last; k_cache and v_cache [pages, P, Hkv, D], contiguous;
@@ -80,7 +81,8 @@ def rope_and_store(
     slots = slot_mapping.long()
     k_cache.view(-1, num_kv_heads, head_dim)[slots] = _rotate(k, cos, sin)
     v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
-    return _rotate(q, cos, sin)
+    rotated = _rotate(q, cos, sin)
+    return rotated if out is None else out.copy_(rotated)
 
 
 def _mix(x: Tensor) -> Tensor:

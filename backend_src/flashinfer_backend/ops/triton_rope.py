@@ -93,12 +93,15 @@ def rope_and_store(
     eps: float,
     num_heads: int,
     num_kv_heads: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None."""
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must both be given or both be None")
-    q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_out = (
+        torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    )
     heads = math.gcd(math.gcd(num_heads, num_kv_heads), 8)
     _rope_and_store[(tokens, (num_heads + 2 * num_kv_heads) // heads)](
         qkv,

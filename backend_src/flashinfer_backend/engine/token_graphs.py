@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed steps of few tokens: everything but attention as CUDA graphs.
+
+A step with prompts has attention of a new shape each time, but its other operations depend only on
+the number of tokens. Launched one by one they cost the host about 10 ms, more than the device needs
+for a short prompt. So for some numbers of tokens each stretch between two attention calls is a
+graph: from the embedding to the first query, from one layer's attention to the next layer's query,
+and from the last attention to the end. Steps are padded to the next captured number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer_backend.models.transformer import Attention, Transformer
+
+# Beyond the last size the device takes longer than the host, so nothing is gained.
+SIZES = [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024]
+
+
+class TokenGraphs:
+    """Captured stretches of a step by number of tokens, over one set of static tensors."""
+
+    def __init__(self, model: Transformer, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._model, self._kv_caches = model, kv_caches
+        self.largest = SIZES[-1]
+        heads, device = model.config, model.device
+        self._inputs = torch.zeros((3, self.largest), dtype=torch.int32, device=device)
+        shape = (self.largest, heads.num_heads, heads.head_dim)
+        self._q = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for size in reversed(SIZES):  # the largest first, so that the others fit its memory
+                self._capture(size)
+
+    def padded(self, tokens: int) -> int:
+        """The number of tokens to run a step of `tokens` with."""
+        return next((size for size in SIZES if size >= tokens), tokens)
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        tokens: int,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must
+        have slots in the dummy page. hidden [padded size, H] is valid until the next run."""
+        size = input_ids.shape[0]
+        for target, source in zip(self._inputs, (input_ids, positions, slot_mapping), strict=True):
+            target[:size].copy_(source)
+        first, *others = self._graphs[size]
+        first.replay()
+        q, attended = self._q[:tokens], self._attended[:tokens]
+        for layer, graph in enumerate(others):
+            attention.run(layer, q, attended)
+            graph.replay()
+        return self._hidden[size]
+
+    def _capture(self, size: int) -> None:
+        input_ids, positions, slot_mapping = (column[:size] for column in self._inputs)
+        model, q, attended = self._model, self._q[:size], self._attended[:size]
+        layers = len(model.layers)
+
+        def stretch(index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            """What runs before the attention of layer `index`, or after the last one."""
+            if hidden is None:
+                hidden = model.embed(input_ids)
+            else:
+                hidden = model.after_attention(index - 1, attended, hidden)
+            if index < layers:
+                model.before_attention(index, hidden, positions, slot_mapping, self._kv_caches[index], q)
+            return hidden
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graphs = []
+        with torch.cuda.stream(stream):
+            stretch(1, stretch(0, None))  # warm-up outside the capture: lazy initialisation
+            stream.synchronize()
+            hidden = None
+            for index in range(layers + 1):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool)
+                hidden = stretch(index, hidden)
+                graph.capture_end()
+                graphs.append(graph)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert hidden is not None
+        self._graphs[size], self._hidden[size] = graphs, hidden
