@@ -54,10 +54,12 @@ def test_defaults_are_greedy() -> None:
 @pytest.mark.parametrize(
     ("changes", "temperature"),
     [
-        ({"temperature": fp32([0.7])}, 0.0),  # neither top_k nor top_p: greedy
+        ({"temperature": fp32([1.0])}, 0.0),  # TensorRT-LLM's clients always send it
+        ({"temperature": fp32([0.7])}, 0.7),
+        ({"seed": np.array([[7]], np.uint64)}, 1.0),
         ({"temperature": fp32([0.7]), "runtime_top_k": int32([5])}, 0.7),
         ({"temperature": fp32([0.7]), "runtime_top_p": fp32([1.0])}, 0.7),
-        ({"temperature": fp32([0.7]), "runtime_top_p": fp32([0.0])}, 0.0),  # 0 counts as unset
+        ({"temperature": fp32([1.0]), "runtime_top_p": fp32([0.0])}, 0.0),  # 0 counts as unset
         ({"temperature": fp32([0.7]), "runtime_top_k": int32([1])}, 0.0),
         ({"temperature": fp32([0.0]), "runtime_top_k": int32([5])}, 0.0),
         ({"temperature": fp32([1e-6]), "runtime_top_p": fp32([1.0])}, 0.0),

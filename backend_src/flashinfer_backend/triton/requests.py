@@ -136,8 +136,11 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
     top_p = reader.number(row, "runtime_top_p", 0.0, at_least=0.0)
     if top_p > 1.0:
         raise ValueError(f"runtime_top_p (top_p) is {top_p:g}; it should lie in (0, 1], or be 0 for unset")
-    # A request that names neither top_k nor top_p wants the likeliest token, whatever its temperature.
-    greedy = temperature < GREEDY_TEMPERATURE or top_k == 1 or (top_k == 0 and top_p == 0.0)
+    # TensorRT-LLM's default is the likeliest token; a request samples when something in it asks for that.
+    # A temperature of exactly 1 does not: its shipped clients send that with every request.
+    seeded = any(reader.scalar(row, name) is not None for name in ("seed", "random_seed"))
+    asks = top_k > 1 or top_p > 0.0 or temperature != 1.0 or seeded
+    greedy = temperature < GREEDY_TEMPERATURE or top_k == 1 or not asks
     repetition_penalty = reader.number(row, "repetition_penalty", 1.0)
     if repetition_penalty <= 0.0:
         raise ValueError(f"repetition_penalty is {repetition_penalty:g}; it should be greater than 0")
