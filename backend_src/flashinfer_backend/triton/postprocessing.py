@@ -71,7 +71,7 @@ def _text(decoder: DeltaDecoder, ids: list[int], context: ChunkContext | None) -
             return decoder.decode(ids)
         return decoder.delta(context.context_ids, ids, context.last)
     # The limit counts the characters of deltas, which whoever matched the stop word went by.
-    text = decoder.delta([] if context.whole else context.context_ids, ids, context.whole or context.last)
+    text = decoder.delta(context.context_ids, ids, context.whole or context.last)
     return text[: context.max_chars]
 
 
