@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guided decoding with the bundled model: whatever is sampled follows the guide."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+
+from flashinfer_backend.engine.startup import Core
+from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.sampling.guide_queue import GuideCompiler
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+
+pytest.importorskip("xgrammar")
+
+END = 1
+REGEX = r"(cat|dog)s? [0-9]{3,5}(-[a-f]{2})?"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "schön"]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'root ::= item (", " item){1,4} "."\nitem ::= [A-Z] [a-z]{2,6}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(resolve_model_dir("bundled"))
+
+
+def start_bundled(**settings: Any) -> Core:
+    return start_core(Path("bundled"), **({"max_seq_len": 512, "max_num_seqs": 12} | settings))
+
+
+def guided(kind: str, text: str = "", seed: int = 0, **options: Any) -> SamplingParams:
+    values = {"max_tokens": 200, "temperature": 1.0, "end_id": END} | options
+    return SamplingParams(guide_type=kind, guide=text, seed=seed, **values)
+
+
+def follows(kind: str, text: str) -> bool:
+    if kind == "regex":
+        return re.fullmatch(REGEX, text) is not None
+    if kind == "ebnf_grammar":
+        return re.fullmatch(r"[A-Z][a-z]{2,6}(, [A-Z][a-z]{2,6}){1,4}\.", text) is not None
+    value = json.loads(text)
+    if kind == "json_schema":
+        assert list(value) == ["name", "age", "tags", "ok"]
+        assert isinstance(value["name"], str) and len(value["name"]) <= 12
+        assert type(value["age"]) is int and 0 <= value["age"] <= 120
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"red", "green", "schön"}
+        assert type(value["ok"]) is bool
+    return True
+
+
+KINDS = [("regex", REGEX), ("json_schema", json.dumps(SCHEMA)), ("ebnf_grammar", GRAMMAR)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="mixed"),
+        pytest.param({"max_num_tokens": 16, "max_num_tokens_while_decoding": 16}, id="chunked"),
+        pytest.param({"max_tokens_in_paged_kv_cache": 256}, id="preempted"),
+    ],
+)
+def test_samples_follow_their_guides_beside_plain_requests(tokenizer, tmp_path, settings):
+    core = start_bundled(**settings)
+    (prompt,) = tokenizer.encode_batch(["Tell me a story about a fox."], True)
+    plain = SamplingParams(max_tokens=60, temperature=0.9, seed=7)
+    with serve(core, tmp_path) as client:
+        alone = client.generate([prompt], plain)[0]
+        asked = [(kind, guided(kind, text, seed)) for kind, text in KINDS for seed in range(4)]
+        ids = [client.submit([*prompt, 100 + i], params) for i, (_, params) in enumerate(asked)]
+        crowd = client.submit(prompt, plain)
+        client.wait([*ids, crowd])
+        assert not client.failure
+        assert client.tokens[crowd] == alone
+        texts = [tokenizer.backend.decode(client.tokens[i]) for i in ids]
+        for local_id, (kind, _), text in zip(ids, asked, texts, strict=True):
+            if client.code[local_id] == protocol.FINISHED_END_ID:
+                assert follows(kind, text), text
+        ended = sum(client.code[i] == protocol.FINISHED_END_ID for i in ids)
+        assert ended >= 10, "max_tokens cut too many to tell anything"
+        assert len(set(texts)) >= 10, "different seeds say different things"
+    assert bool(core.scheduler.preemptions) == ("max_tokens_in_paged_kv_cache" in settings)
+
+
+def test_any_json_is_json(tokenizer, tmp_path):
+    closing = [ids[0] for ids in tokenizer.encode_batch(['"', "}", "]"], False)]
+    bias = {"bias_ids": closing, "bias_values": [6.0] * 3}  # or most would be cut before their end
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        ids = [client.submit([0, 50 + s], guided("json", seed=s, **bias)) for s in range(8)]
+        client.wait(ids)
+        done = [i for i in ids if client.code[i] == protocol.FINISHED_END_ID]
+        assert done
+        for i in done:
+            json.loads(tokenizer.backend.decode(client.tokens[i]))
+
+
+def test_without_end_id_the_sequence_ends_with_the_guide(tokenizer, tmp_path):
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        ids = [client.submit([0], guided("regex", "(yes|no)[.]", seed=s, end_id=-1)) for s in range(4)]
+        client.wait(ids)
+        for i in ids:
+            assert tokenizer.backend.decode(client.tokens[i]) in ("yes.", "no.")
+            assert client.code[i] == protocol.FINISHED_END_ID
+
+
+def test_guides_with_other_features(tokenizer, tmp_path):
+    """A guide outranks what would leave no token; min_tokens holds where the guide has a choice."""
+    (minus,) = tokenizer.encode_batch(["-"], False)
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        fixed = guided("regex", "a-b", bad_words=[minus], min_tokens=50, log_probs=True)
+        open_end = guided(
+            "regex", "x+", min_tokens=5, top_k=4, top_p=0.9, repetition_penalty=1.3, max_tokens=30
+        )
+        one, other = client.submit([0], fixed), client.submit([0], open_end)
+        client.wait([one, other])
+        assert tokenizer.backend.decode(client.tokens[one]) == "a-b"
+        assert len([e.log_prob for e in client.extras[one] if e.log_prob is not None]) == len(
+            client.tokens[one]
+        )
+        assert len(client.tokens[other]) >= 5
+        assert re.fullmatch("x+", tokenizer.backend.decode(client.tokens[other]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("regex", "([", "Unclosed"),
+        ("json_schema", '{"type": "objec', "not a valid json_schema"),
+        ("json_schema", '{"type": "nonsense"}', 'Unsupported type "nonsense"'),
+        ("ebnf_grammar", 'root ::= "a" b', 'Rule "b" is not defined'),
+        ("yaml", "a", "one of json, json_schema, regex, ebnf_grammar"),
+    ],
+)
+def test_invalid_guides_say_why(tmp_path, kind, text, message):
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        good = client.submit([0], guided("regex", "ab"))
+        bad = client.submit([0], guided(kind, text))
+        client.wait([good, bad])
+        assert message in client.failure[bad].message
+        assert good in client.code
+
+
+def test_switched_off(tmp_path):
+    core = start_bundled(guided_decoding_backend="none")
+    with serve(core, tmp_path) as client:
+        bad = client.submit([0], guided("regex", "a"))
+        client.wait([bad])
+        assert "guided_decoding_backend none" in client.failure[bad].message
+
+
+def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
+    core = start_core(make_checkpoint("llama", tmp_path / "model"))
+    with serve(core, tmp_path / "run") as client:
+        bad = client.submit([5], guided("regex", "a"))
+        client.wait([bad])
+        assert "tokenizer" in client.failure[bad].message
+        good = client.submit([5], SamplingParams(max_tokens=2, temperature=0.0))
+        client.wait([good])
+
+
+def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
+    compile_guide, proceed = GuideCompiler._compile, threading.Event()
+
+    def slow(self: GuideCompiler, kind: str, text: str) -> Any:
+        assert proceed.wait(60)
+        return compile_guide(self, kind, text)
+
+    monkeypatch.setattr(GuideCompiler, "_compile", slow)
+    core = start_bundled(max_queue_size=2)
+    with serve(core, tmp_path, wants_status=True) as client:
+        cancelled, kept = (client.submit([0], guided("regex", word)) for word in ("ab", "cd"))
+        refused = client.submit([0], guided("regex", "ef"))
+        client.wait([refused])
+        assert client.failure[refused].queue_full
+        client.cancel(cancelled)
+        client.wait([cancelled])
+        assert client.code[cancelled] == protocol.FINISHED_CANCELLED
+        plain = client.submit([0], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait([plain])
+        assert kept not in client.code and client.loop.status().requests_waiting == 1
+        proceed.set()
+        client.wait([kept])
+        assert client.tokens[kept]
+
+
+def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
+    """A vocabulary without a way to go on: only part of it is known to the guide."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(["<end>", "", "a", "b", *[""] * 252], vocab_size=256, stop_token_ids=[0])
+    monkeypatch.setattr("flashinfer_backend.sampling.guide_queue.tokenizer_info", lambda *_: info)
+    core = start_core(make_checkpoint("llama", tmp_path / "model"))
+    with serve(core, tmp_path / "run") as client:
+        dry = client.submit([5], guided("regex", "abc", end_id=0))
+        never = client.submit([5], guided("regex", "c", end_id=0))
+        good = client.submit([5], guided("regex", "ab", end_id=0))
+        client.wait([dry, never, good])
+        assert "no token of this model's vocabulary after 2 tokens" in client.failure[dry].message
+        assert "allows no token" in client.failure[never].message
+        assert client.tokens[good] == [2, 3]

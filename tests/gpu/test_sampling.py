@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling on CUDA: filters without a sort, and the engine's features with CUDA graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine.harness import serve, start_core
+
+from flashinfer_backend.sampling.filters import sorted_mask, top_k_top_p_mask
+from flashinfer_backend.sampling.logprobs import log_probs
+from flashinfer_backend.transport.protocol import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
+
+
+@pytest.mark.parametrize("vocab", [1000, 2048, 32000, 128256, 151936])
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_filters_equal_the_definition(rows, vocab):
+    generator = torch.Generator("cuda").manual_seed(rows + vocab)
+    logits = torch.randn(rows, vocab, device="cuda", generator=generator) * 4
+    logits[:, 17] = float("-inf")
+    top_k = torch.randint(1, 200, (rows,), device="cuda", generator=generator).int()
+    top_p = torch.rand(rows, device="cuda", generator=generator).clamp(min=0.01)
+    top_k[::3], top_p[::2] = vocab, 1.0
+    kept, expected = top_k_top_p_mask(logits, top_k, top_p), sorted_mask(logits, top_k, top_p)
+    # Sums in another order may move the threshold of top-p by a token.
+    assert (kept != expected)[:, torch.arange(vocab, device="cuda") != 17].sum(dim=1).max() <= 1
+    exact = top_p == 1.0
+    assert torch.equal(kept[exact] & (logits[exact] > -1e30), expected[exact] & (logits[exact] > -1e30))
+
+
+def test_filters_repeat_and_keep_ties():
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(64, 128256, device="cuda", generator=generator).bfloat16().float()
+    top_k = torch.full((64,), 50, dtype=torch.int32, device="cuda")
+    top_p = torch.full((64,), 0.9, device="cuda")
+    first = top_k_top_p_mask(logits, top_k, top_p)
+    for _ in range(5):
+        assert torch.equal(top_k_top_p_mask(logits, top_k, top_p), first)
+    alone = torch.cat([top_k_top_p_mask(logits[i : i + 1], top_k[:1], top_p[:1]) for i in range(64)])
+    assert torch.equal(alone, first), "a row's filter depends on its neighbours"
+    lowest = logits.masked_fill(~first, float("inf")).amin(dim=1, keepdim=True)
+    assert torch.equal(first, logits >= lowest)
+
+
+def mixed_params() -> list[SamplingParams]:
+    common = {"max_tokens": 24}
+    bad_words = [[100], [200, 201], [5, 6, 7]]
+    return [
+        SamplingParams(**common, temperature=0.0),
+        SamplingParams(**common, temperature=0.8, seed=1),
+        SamplingParams(**common, temperature=0.8, top_k=20, seed=2),
+        SamplingParams(**common, temperature=0.8, top_p=0.7, seed=3),
+        SamplingParams(**common, temperature=1.2, top_k=50, top_p=0.9, seed=4, log_probs=True),
+        SamplingParams(**common, temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(**common, temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
+        SamplingParams(**common, temperature=0.0, bad_words=bad_words),
+        SamplingParams(**common, temperature=0.0, bias_ids=[9, 11], bias_values=[4.0, -2.0]),
+        SamplingParams(**common, temperature=0.0, end_id=1, min_tokens=10, log_probs=True),
+        SamplingParams(**common, temperature=1.0, seed=6, generation_logits=True, log_probs=True),
+        SamplingParams(**common, temperature=0.0, context_logits=True),
+    ]
+
+
+def test_features_with_graphs_equal_features_without(tmp_path: Path):
+    """Graphs give logits; the features overwrite their tokens."""
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_num_tokens": 1024}
+    produced, extras = [], []
+    for name, sizes in (("eager", "none"), ("graphs", "auto")):
+        core = start_core(Path("bundled"), cuda_graph_batch_sizes=sizes, **settings)
+        with serve(core, tmp_path / name) as client:
+            # One by one: products of different batch sizes round differently.
+            produced.append(
+                [client.generate([p], params)[0] for p, params in zip(PROMPTS, mixed_params(), strict=True)]
+            )
+            extras.append([client.extras.get(i, []) for i in range(1, len(PROMPTS) + 1)])
+    assert produced[0] == produced[1]
+    for eager, graphs in zip(*extras, strict=True):
+        for one, other in zip(eager, graphs, strict=True):
+            if one.log_prob is not None:
+                assert other.log_prob == pytest.approx(one.log_prob, abs=1e-3)
+            if one.generation_logits is not None:
+                a, b = (np.frombuffer(e.generation_logits, "<f4") for e in (one, other))
+                np.testing.assert_allclose(a, b, atol=0.1)
+            assert (one.context_logits is None) == (other.context_logits is None)
+
+
+def test_features_mixed_in_one_batch(tmp_path: Path):
+    core = start_core(Path("bundled"), device="cuda", dtype="bfloat16", max_num_seqs=16, max_num_tokens=256)
+    with serve(core, tmp_path) as client:
+        all_params = mixed_params()
+        ids = [client.submit(p, params) for p, params in zip(PROMPTS, all_params, strict=True)]
+        client.wait(ids)
+        assert not client.failure
+        for local_id, prompt, params in zip(ids, PROMPTS, all_params, strict=True):
+            tokens, extras = client.tokens[local_id], client.extras.get(local_id, [])
+            assert tokens
+            if params.log_probs:
+                reported = [e.log_prob for e in extras if e.log_prob is not None]
+                assert len(reported) == len(tokens) and max(reported) <= 0
+            if params.generation_logits:
+                rows = torch.tensor(np.stack([np.frombuffer(e.generation_logits, "<f4") for e in extras]))
+                torch.testing.assert_close(
+                    log_probs(rows, torch.tensor(tokens)).tolist(), reported, atol=1e-4, rtol=0
+                )
+            if params.bad_words:
+                assert 100 not in tokens and [200, 201] not in map(
+                    list, zip(tokens, tokens[1:], strict=False)
+                )
+            if params.context_logits:
+                assert len(extras[0].context_logits) == 4 * 2048 * len(prompt)
+
+
+def test_guides_with_graphs(tmp_path: Path):
+    pytest.importorskip("xgrammar")
+    from flashinfer_backend.paths import resolve_model_dir
+    from flashinfer_backend.text.tokenizer import TextTokenizer
+
+    decode = TextTokenizer(resolve_model_dir("bundled")).backend.decode
+    core = start_core(Path("bundled"), device="cuda", dtype="bfloat16", max_num_seqs=16)
+    guide = {"guide_type": "regex", "guide": "(red|green), [0-9]{4}", "end_id": 1}
+    with serve(core, tmp_path) as client:
+        plain = client.submit([0, 50], SamplingParams(max_tokens=40, temperature=0.0))
+        ids = [
+            client.submit([0], SamplingParams(max_tokens=40, temperature=1.0, seed=s, **guide))
+            for s in range(8)
+        ]
+        client.wait([plain, *ids])
+        texts = [decode(client.tokens[i]) for i in ids]
+        assert all(
+            text.split(", ")[0] in ("red", "green") and len(text.split(", ")[1]) == 4 for text in texts
+        )
+        assert len(client.tokens[plain]) == 40

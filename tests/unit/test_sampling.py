@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters, processors and token history against transformers' logits processors and plain definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from flashinfer_backend.engine.staging import StagingRing
+from flashinfer_backend.sampling import processors
+from flashinfer_backend.sampling.filters import top_k_top_p_mask
+from flashinfer_backend.sampling.history import TokenHistory
+from flashinfer_backend.sampling.logprobs import context_logits_problem, log_probs
+from flashinfer_backend.sampling.rows import upload
+
+VOCAB = 101
+NEVER = float("-inf")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_history(*sequences: list[int]) -> TokenHistory:
+    cpu = torch.device("cpu")
+    history = TokenHistory(len(sequences) + 2, 64, cpu, StagingRing(64, cpu))
+    history.restore([(slot, 7, np.array(ids, np.int32)) for slot, ids in enumerate(sequences)])
+    return history
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 50, VOCAB])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1.0])
+def test_filters_keep_what_transformers_keeps(top_k, top_p):
+    logits = torch.randn(8, VOCAB) * 3
+    expected = TopKLogitsWarper(top_k)(None, logits)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    kept = top_k_top_p_mask(logits, torch.full((8,), top_k), torch.full((8,), top_p))
+    assert torch.equal(kept, expected > NEVER)
+
+
+def test_filters_are_per_row_and_keep_ties():
+    logits = torch.tensor([[4.0, 3.0, 3.0, 1.0], [4.0, 3.0, 2.0, 1.0], [9.0, 9.0, 9.0, NEVER]])
+    kept = top_k_top_p_mask(logits, torch.tensor([2, 4, 3]), torch.tensor([1.0, 0.7, 0.01]))
+    assert kept.tolist() == [[True, True, True, False], [True, True, False, False], [True, True, True, False]]
+
+
+def test_top_p_of_one_keeps_what_rounding_would_cut():
+    logits = torch.cat([torch.zeros(1, 1), torch.full((1, 5000), -18.0)], dim=1)
+    assert top_k_top_p_mask(logits, torch.tensor([5001]), torch.ones(1)).all()
+
+
+def test_repetition_penalty_equals_transformers():
+    sequences = [[1, 2, 2, 3], list(range(40, 80)), [100]]
+    history = make_history(*sequences)
+    logits = torch.randn(4, VOCAB)
+    own = logits.clone()
+    rows, slots = torch.tensor([3, 0, 1]), torch.tensor([1, 0, 2])
+    position = torch.tensor([40, 4, 1], dtype=torch.int32)
+    penalty = torch.tensor([1.7, 0.6, 1.2])
+    tokens, _ = history.before(slots, position, 40)
+    processors.penalise_repetition(own, rows, tokens, penalty)
+    for row, slot, factor in zip(rows.tolist(), slots.tolist(), penalty.tolist(), strict=True):
+        ids = torch.tensor([sequences[slot]])
+        expected = RepetitionPenaltyLogitsProcessor(factor)(ids, logits[row : row + 1])
+        torch.testing.assert_close(own[row : row + 1], expected)
+    assert torch.equal(own[2], logits[2])
+
+
+def test_presence_and_frequency_count_generated_tokens_only():
+    history = make_history([5, 6, 7, 7, 8], [5, 5, 5])
+    own = torch.zeros(2, VOCAB)
+    tokens, valid = history.before(torch.tensor([0, 1]), torch.tensor([5, 3], dtype=torch.int32), 5)
+    generated = torch.arange(5) >= torch.tensor([[2], [3]])
+    processors.penalise_counts(
+        own,
+        torch.tensor([0, 1]),
+        tokens,
+        valid & generated,
+        torch.tensor([0.5, 9.0]),
+        torch.tensor([0.25, 9.0]),
+    )
+    expected = torch.zeros(2, VOCAB)
+    expected[0, 7], expected[0, 8] = -(0.5 + 2 * 0.25), -(0.5 + 0.25)
+    torch.testing.assert_close(own, expected)
+
+
+def test_bad_words_equal_transformers():
+    sequences = [[1, 2, 3], [3], [9, 1, 2, 3]]
+    words = [[[3, 4], [2, 3, 5], [7]], [[2, 3, 6], [3, 6], [50, 60, 3, 6]], [[1, 2, 4], [8, 2, 3, 4], [3, 4]]]
+    history = make_history(*sequences)
+    flat = [(i, word) for i, each in enumerate(words) for word in each]
+    prefix = torch.tensor([[-1] * (4 - len(w)) + w[:-1] for _, w in flat], dtype=torch.int32)
+    rows, last = torch.tensor([i for i, _ in flat]), torch.tensor([w[-1] for _, w in flat])
+    logits = torch.randn(3, VOCAB)
+    own = logits.clone()
+    position = torch.tensor([len(s) for s in sequences], dtype=torch.int32)
+    processors.ban_words(own, processors.BadWords(rows, rows, last, prefix), history.tokens, position)
+    for i, (ids, each) in enumerate(zip(sequences, words, strict=True)):
+        fresh = NoBadWordsLogitsProcessor(each, eos_token_id=[])
+        assert torch.equal(own[i : i + 1], fresh(torch.tensor([ids]), logits[i : i + 1]))
+
+
+def test_bad_words_of_one_token_need_no_history():
+    own = torch.zeros(2, VOCAB)
+    rows = torch.tensor([1, 1])
+    words = processors.BadWords(rows, rows, torch.tensor([4, 8]), torch.empty(2, 0, dtype=torch.int32))
+    processors.ban_words(own, words, None, torch.tensor([1, 1], dtype=torch.int32))
+    assert (own == NEVER).nonzero().tolist() == [[1, 4], [1, 8]]
+
+
+def test_bias_and_banned_tokens():
+    own = torch.zeros(2, VOCAB)
+    processors.add_bias(own, torch.tensor([3, VOCAB + 3, VOCAB + 4]), torch.tensor([1.0, -2.0, NEVER]))
+    processors.ban_tokens(own, torch.tensor([-1, 9], dtype=torch.int32))
+    assert (own[0, 3], own[1, 3], own[1, 4], own[1, 9]) == (1.0, -2.0, NEVER, NEVER)
+    assert own.count_nonzero() == 4
+
+
+def test_masks_allow_what_their_bits_say_and_outrank_bans():
+    own = torch.zeros(3, VOCAB)
+    own[2, [3, 64]] = NEVER
+    masks = np.zeros((2, 4), np.uint32)
+    masks[0, 3] = 1 << 4  # token 100
+    masks[0, 0] = 1 << 31
+    masks[1, 0], masks[1, 2] = 1 << 3, 1  # tokens 3 and 64, both banned
+    fallback = torch.zeros(2, VOCAB)
+    processors.allow_only(own, torch.tensor([0, 2]), torch.from_numpy(masks.view(np.int32)), fallback)
+    assert (own > NEVER).nonzero().tolist() == [*([0, t] for t in (31, 100))] + [
+        [1, t] for t in range(VOCAB)
+    ] + [[2, 3], [2, 64]]
+
+
+def test_history_is_restored_for_a_new_owner_only():
+    history = make_history([1, 2, 3], [4])
+    history.record(torch.tensor([0, 1]), torch.tensor([3, 1]), torch.tensor([10, 11], dtype=torch.int32))
+    history.restore([(0, 7, np.array([9, 9, 9], np.int32)), (1, 8, np.array([20, 21], np.int32))])
+    assert history.tokens is not None
+    assert history.tokens[0, :4].tolist() == [1, 2, 3, 10]
+    assert history.tokens[1, :2].tolist() == [20, 21]
+
+
+def test_upload_keeps_values_types_and_shapes():
+    arrays = [
+        np.arange(3, dtype=np.int32),
+        np.array([2**63 + 5, 1], np.uint64),
+        np.array([[0.5], [2.0]], np.float32),
+        np.empty((2, 0), np.int32),
+        np.array([-7], np.int64),
+    ]
+    tensors = upload(StagingRing(64, torch.device("cpu")), arrays)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        expected = array.view(np.int64) if array.dtype == np.uint64 else array
+        assert tensor.shape == expected.shape and torch.equal(tensor, torch.from_numpy(expected))
+
+
+def test_log_probs_are_those_of_a_log_softmax():
+    logits = torch.randn(6, VOCAB, dtype=torch.bfloat16) * 8
+    tokens = torch.randint(0, VOCAB, (6,), dtype=torch.int32)
+    expected = logits.float().log_softmax(-1).gather(1, tokens.long().unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(log_probs(logits, tokens), expected)
+
+
+def test_context_logits_that_fit_no_message_are_refused():
+    assert context_logits_problem(1000, 128256) is None
+    problem = context_logits_problem(8192, 128256)
+    assert problem is not None and "4008 MiB" in problem and "4185 tokens" in problem
