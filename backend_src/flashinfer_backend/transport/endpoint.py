@@ -32,6 +32,9 @@ ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; ple
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
 
 
+LEADS = -1  # share_prompt_with of a sequence whose prompt later ones will share
+
+
 class EngineDown(RuntimeError):
     """There is no engine to submit to at the moment."""
 
@@ -94,14 +97,18 @@ class Endpoint:
     def submit(
         self, sink: Sink, prompt: bytes, params: protocol.SamplingParams, share_prompt_with: int = 0
     ) -> int:
-        """Hands a sequence to the engine and returns its handle. Raises EngineDown."""
+        """Hands a sequence to the engine and returns its handle. Raises EngineDown.
+
+        share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one.
+        """
         with self._lock:
             if not self._up:
                 raise EngineDown(ENGINE_DOWN)
             self._last_id = local_id = self._last_id % 0x7FFFFFFF + 1
             sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
-            self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, share_prompt_with)))
+            shared = handle if share_prompt_with == LEADS else share_prompt_with
+            self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, shared)))
         os.eventfd_write(self._wake, 1)
         return handle
 

@@ -88,8 +88,9 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of an
-    earlier sequence of the same request whose prompt pages this one reuses, or 0."""
+    """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of the
+    first sequence with this prompt in the same request (its own, if it is that one), whose prompt pages
+    the others reuse; or 0."""
 
     handle: int
     prompt: bytes

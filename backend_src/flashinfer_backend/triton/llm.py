@@ -17,13 +17,15 @@ from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.paths import resolve_model_dir, run_dir
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.transport.endpoint import Endpoint, EngineDown
+from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
+from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
 DRAIN_S = 5.0  # how long a reload waits for errors of open requests to be sent
 REQUEST_TYPES = ("context_and_generation",)
@@ -42,11 +44,21 @@ class TritonPythonModel:
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(self._parameters)
         server_pid = os.getppid()  # tritonserver starts its stubs itself
-        period_ms = int(self._parameters.get("cancellation_check_period_ms", "100"))
-        self._responder = Responder(pb_utils, period_ms / 1000)
-        supervisor = Supervisor(run_dir(server_pid, self._name), server_pid, msgspec.json.encode(config))
+        folder = run_dir(server_pid, self._name)
+        self._responder = Responder(pb_utils)
+        supervisor = Supervisor(folder, server_pid, msgspec.json.encode(config))
         self._endpoint = self._responder.endpoint = Endpoint(
             supervisor, on_stop=self._responder.stop, on_replaced=self._reload_soon
+        )
+        self._responder.seen = SeenTable(folder, os.getpid())
+        self._watch = ClientWatch(
+            self._responder.open_requests,
+            self._endpoint.cancel,
+            self._responder.seen,
+            postprocessing_probe(
+                pb_utils, self._parameters.get("postprocessing_model_name", "postprocessing")
+            ),
+            int(self._parameters.get("cancellation_check_period_ms", "100")) / 1000,
         )
         try:
             status = self._endpoint.wait_ready()
@@ -81,6 +93,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Leaves the engine, which ends with the last instance."""
+        self._watch.close()
+        self._responder.seen.close()
         self._endpoint.close()
         self._responder.close()
 
@@ -112,12 +126,13 @@ class TritonPythonModel:
         for sequence in sequences:
             row, number = sequence.row, sequence.place.sequence_index or 0
             params = sequence.match_stop_words(self._decoder) if row.stop_words else row.params
-            if number:
+            shared = 0
+            if number and first is not None:
                 # Sequences of one prompt differ by their seed alone.
                 params = msgspec.structs.replace(params, seed=(params.seed + number) % 2**64)
-            else:
-                first = sequence
-            shared = first.handle if number and first is not None else 0
+                shared = first.handle
+            elif row.num_return_sequences > 1:
+                first, shared = sequence, LEADS
             self._endpoint.submit(sequence, row.prompt.tobytes(), params, shared)
 
     def _stop(self, request: Any, sender: Any) -> None:
@@ -154,7 +169,7 @@ class TritonPythonModel:
             return
         # load_model() keeps the interpreter to itself until the new instances are ready.
         deadline = time.monotonic() + DRAIN_S
-        while not self._responder.idle and time.monotonic() < deadline:
+        while self._responder.open_requests() and time.monotonic() < deadline:
             time.sleep(0.01)
         try:
             pb.load_model(self._name)
