@@ -115,7 +115,7 @@ class Server:
                 status, text = answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read().decode()
-        if stream and status == 200:
+        if stream and text.startswith("data: "):  # with an error status as well
             return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
         return status, json.loads(text)
 

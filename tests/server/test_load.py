@@ -51,7 +51,7 @@ def test_256_streams_are_complete_and_in_order(server: Server) -> None:
     assert len(set(expected)) > 1
     for number, events in enumerate(asyncio.run(_all_streams(server))):
         assert {event["id"] for event in events} == {f"r{number}"}
-        assert sum(event["num_output_tokens"] for event in events) == TOKENS
+        assert sum(event["num_output_tokens"] for event in events) == TOKENS, events
         assert "".join(event["text_output"] for event in events) == expected[number % len(PROMPTS)]
         assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
 

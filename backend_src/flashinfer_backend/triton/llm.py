@@ -27,6 +27,7 @@ from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
+POSTPROCESSING_MODEL = "postprocessing"
 DRAIN_S = 5.0  # how long a reload waits for errors of open requests to be sent
 REQUEST_TYPES = ("context_and_generation",)
 

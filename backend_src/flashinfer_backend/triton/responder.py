@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from flashinfer_backend.transport.endpoint import Endpoint
+from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton.outputs import Chunk, chunk_outputs
 from flashinfer_backend.triton.sequence import Sequence
 
@@ -24,6 +26,9 @@ class OpenRequest:
 
     def __init__(self, responder: Responder, sender: Any, request_id: str, outputs: set[str]) -> None:
         self.sender, self.request_id, self.outputs = sender, request_id, outputs
+        # The ensemble asks for what it maps, chunk_context among it; a client that names no outputs asks
+        # for all there are, also for context_phase_params, which the ensemble does not map.
+        self.in_ensemble = "chunk_context" in outputs and "context_phase_params" not in outputs
         self.sequences: list[Sequence] = []
         self.remaining = 0  # sequences that have not ended
         self._responder = responder
@@ -54,31 +59,27 @@ class OpenRequest:
 
 
 class Responder:
-    """Sends what arrives for the open requests, and looks for clients that left."""
+    """Sends what arrives for the open requests."""
 
-    def __init__(self, pb_utils: Any, check_period_s: float) -> None:
-        """pb_utils: the module triton_python_backend_utils. check_period_s: 0 never asks."""
-        self.endpoint: Endpoint  # set once it exists; the two refer to each other
+    def __init__(self, pb_utils: Any) -> None:
+        """pb_utils: the module triton_python_backend_utils."""
+        self.endpoint: Endpoint  # these are set once they exist; the endpoint refers to us
+        self.seen: SeenTable
         self._pb = pb_utils
         self._open: dict[int, OpenRequest] = {}  # by id()
-        self._check_period_s = check_period_s
-        self._closing = threading.Event()
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
         self._threads: list[threading.Thread] = []
         for _ in range(SENDER_THREADS):
             waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
             self._queues.append(waiting)
             self._threads.append(threading.Thread(target=self._send_loop, args=(waiting,), daemon=True))
-        if check_period_s:
-            self._threads.append(threading.Thread(target=self._check_loop, daemon=True))
         for thread in self._threads:
             thread.start()
         self._next_queue = itertools.cycle(self._queues)
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is open."""
-        return not self._open
+    def open_requests(self) -> list[OpenRequest]:
+        """The requests that have not had their final response."""
+        return list(self._open.values())
 
     def open(self, sender: Any, request_id: str, outputs: set[str]) -> tuple[OpenRequest, Any]:
         """A new request and the queue to which its sequences are scheduled (`schedule` of Sequence)."""
@@ -101,13 +102,12 @@ class Responder:
 
     def stop(self, request_id: str) -> None:
         """Ends the requests with this id early; each is answered with what it has."""
-        for request in list(self._open.values()):
+        for request in self.open_requests():
             if request.request_id == request_id:
                 request.cancel_all()
 
     def close(self) -> None:
         """Sends what is queued and ends the threads."""
-        self._closing.set()
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
@@ -136,7 +136,9 @@ class Responder:
             sequence.row, sequence.place, sequence.handle, chunk, sequence.context_ids, sequence.cum_log_prob
         )
         tensors = [self._pb.Tensor(name, value) for name, value in outputs.items() if name in request.outputs]
-        final = False
+        if not sequence.sent_at:
+            self.seen.forget(sequence.handle)
+        final, now = False, time.monotonic_ns()
         if chunk.last:
             request.remaining -= 1
             final = request.remaining == 0
@@ -148,7 +150,7 @@ class Responder:
             )
         elif tensors:
             request.sender.send(self._pb.InferenceResponse(output_tensors=tensors))
-        sequence.sent(chunk)
+        sequence.sent(chunk, now)
 
     def _send_error(self, send: Callable[..., None], message: str, code: Any) -> None:
         error = self._pb.TritonError(message, code)
@@ -159,10 +161,3 @@ class Responder:
             )
         except Exception:
             traceback.print_exc()
-
-    def _check_loop(self) -> None:
-        # Finds direct clients only: the server does not tell llm when the client of an ensemble leaves.
-        while not self._closing.wait(self._check_period_s):
-            for request in list(self._open.values()):
-                if request.is_cancelled():
-                    request.cancel_all()

@@ -34,6 +34,7 @@ class Sequence:
         self.handle = 0
         self.ended = False
         self.context_ids: list[int] = []  # the last ids that were sent
+        self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
         self.failure: tuple[str, bool] | None = None
         self._schedule = schedule
@@ -121,6 +122,7 @@ class Sequence:
             chunk.max_chars = self._prompt_chars + text_chars
         return running
 
-    def sent(self, chunk: Chunk) -> None:
-        """Notes what is now the context of the next chunk."""
+    def sent(self, chunk: Chunk, now: int) -> None:
+        """Notes that the server has taken a chunk at the earliest at `now`."""
+        self.sent_at = now
         self.context_ids = [*self.context_ids, *chunk.ids][-CONTEXT_IDS:]

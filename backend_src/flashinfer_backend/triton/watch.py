@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for clients that left, so that the engine does not go on for nobody."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.triton.departed import DepartedClients
+
+if TYPE_CHECKING:
+    from flashinfer_backend.triton.responder import OpenRequest
+
+
+class ClientWatch:
+    """Every period, asks the server about each direct client, and finds those of the ensemble, of
+    which the server says nothing, by the chunks that postprocessing did not get."""
+
+    def __init__(
+        self,
+        open_requests: Callable[[], list[OpenRequest]],
+        cancel: Callable[[int], None],
+        seen: SeenTable,
+        probe: Callable[[], bool],
+        period_s: float,
+    ) -> None:
+        """cancel: ends the sequence with a handle. period_s: 0 never looks."""
+        self._open_requests, self._cancel = open_requests, cancel
+        self._departed = DepartedClients(seen, probe)
+        self._period_s = period_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="client watch", daemon=True)
+        if period_s:
+            self._thread.start()
+
+    def check(self) -> None:
+        """One look at every open request."""
+        sent: dict[int, int] = {}
+        for request in self._open_requests():
+            if request.in_ensemble:
+                sent.update({s.handle: s.sent_at for s in request.sequences if s.handle and not s.ended})
+            elif request.is_cancelled():
+                request.cancel_all()
+        for handle in self._departed.check(sent):
+            self._cancel(handle)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._period_s):
+            try:
+                self.check()
+            except Exception:  # looking again may work; not looking any more would go unnoticed
+                traceback.print_exc()
+
+
+def postprocessing_probe(pb_utils: Any, model_name: str) -> Callable[[], bool]:
+    """A request without tokens to postprocessing that goes through its queue like any chunk; True when
+    it has been answered."""
+
+    def probe() -> bool:
+        request = pb_utils.InferenceRequest(
+            model_name=model_name,
+            requested_output_names=["OUTPUT"],
+            inputs=[
+                pb_utils.Tensor("TOKENS_BATCH", np.zeros((1, 1, 1), np.int32)),
+                pb_utils.Tensor("SEQUENCE_LENGTH", np.zeros((1, 1), np.int32)),
+            ],
+        )
+        return not request.exec().has_error()
+
+    return probe
