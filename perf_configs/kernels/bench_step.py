@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+
 from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 from flashinfer_backend.engine.step import AttentionBatch
 from flashinfer_backend.models.config import ModelConfig

@@ -58,7 +58,8 @@ class FlashInferAttention:
         self.kv_caches = kv_caches
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.page_size, self.max_num_seqs = page_size, max_num_seqs
-        self.decode_backend = decode_backend
+        # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows (docs/performance.md).
+        self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         self.dtype = dtype
         self.sm_scale = 1.0 / math.sqrt(head_dim)
         device = kv_caches[0][0].device
@@ -83,7 +84,7 @@ class FlashInferAttention:
         self._prefill_call = _Call("none", 0, None)
         if decode:
             self._decode_call = self.plan_decode(
-                self.choose_decode(decode), batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
+                self.decode_backend, batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
             )
         if rows > decode:
             self._prefill_call = self._plan_prefill(batch, decode)
@@ -103,14 +104,6 @@ class FlashInferAttention:
         return DecodeGraphState(self, bucket)
 
     # What follows is shared with DecodeGraphState.
-
-    def choose_decode(self, rows: int) -> str:
-        """Kernel family for a decode batch of this many rows."""
-        if self.decode_backend != "auto":
-            return self.decode_backend
-        # XQA splits a sequence only while rows * kv_heads leave SMs idle, FA2 always balances.
-        xqa_fits = self.num_heads // self.num_kv_heads == 4 and self.page_size == 16
-        return "xqa" if xqa_fits and rows * self.num_kv_heads <= 132 else "fa2"
 
     def plan_decode(
         self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
@@ -266,7 +259,7 @@ class DecodeGraphState:
 
     def __init__(self, attention: FlashInferAttention, bucket: int) -> None:
         self._attention, self.bucket = attention, bucket
-        self._backend = attention.choose_decode(bucket)
+        self._backend = attention.decode_backend
         none = np.empty(0, dtype=np.int32)
         table = torch.zeros(1, 1, dtype=torch.int32, device=attention.kv_caches[0][0].device)
         self._call = attention.plan_decode(self._backend, none, none, table, bucket)

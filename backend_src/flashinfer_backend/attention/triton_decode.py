@@ -8,6 +8,8 @@ row's chunks in index order, so the result does not depend on timing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -17,13 +19,35 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, unused: one 32-byte sector
 _CHUNK = 64
-# Tokens per block, pipeline stages, warps, tokens of K and V pulled into L2 before waiting.
-CONFIG = (64, 3, 4, 64)
+_MAX_PARTS = 12  # the last program adds a row's parts one after the other
+
+
+class Config(NamedTuple):
+    """block: tokens per step of the loop; stages, warps: pipeline depth and warps of a program; prefetch:
+    tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
+    a split row added at a time."""
+
+    block: int
+    stages: int
+    warps: int
+    prefetch: int
+    merge: int
+
+
+def choose_config(rows: int) -> Config:
+    """Measured on an H200 (docs/performance.md): few rows want wide programs, many want many small ones."""
+    if rows <= 8:
+        return Config(64, 3, 4, 16, 4)
+    if rows <= 32:
+        return Config(128, 2, 4, 16, 4)
+    if rows <= 96:
+        return Config(64, 3, 2, 16, 2)
+    return Config(32, 3, 1, 16, 1) if rows <= 192 else Config(32, 5, 1, 16, 1)
 
 
 def max_items(rows: int, num_kv_heads: int) -> int:
-    """Work items that `rows` rows are split into at most: enough to give every SM two programs."""
-    return rows + triton.cdiv(264, num_kv_heads)
+    """Work items that `rows` rows are split into at most: enough to give every SM four programs."""
+    return rows + triton.cdiv(528, num_kv_heads)
 
 
 def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
@@ -33,7 +57,7 @@ def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
     """
     rows = len(kv_lens)
     spare = items - rows
-    chunk = (int(kv_lens.sum(dtype=np.int64)) + spare - 1) // spare
+    chunk = max(-(int(kv_lens.sum(dtype=np.int64)) // -spare), -(int(kv_lens.max()) // -_MAX_PARTS))
     chunk = max(_CHUNK, (chunk + _CHUNK - 1) // _CHUNK * _CHUNK)
     counts = (kv_lens + chunk - 1) // chunk
     firsts = np.cumsum(counts) - counts
@@ -48,6 +72,56 @@ def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
     out[:used, 2] = np.minimum(start + part[row], kv_lens[row])
     out[:used, 3] = firsts[row]
     out[:used, 4] = counts[row]
+
+
+@triton.jit
+def _merge(
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    first,
+    count,
+    head,
+    KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Add up `count` parts from `first` on, MERGE at a time, and write the heads that share `head`."""
+    CELLS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE * DIM)
+    cell = tl.arange(0, CELLS)
+    inside = cell < GROUP_SIZE * DIM
+    query = tl.minimum(cell // DIM, GROUP_SIZE - 1)
+    peak = tl.full([CELLS], float("-inf"), tl.float32)
+    total = tl.zeros([CELLS], tl.float32)
+    acc = tl.zeros([CELLS], tl.float32)
+    for base in tl.range(0, count, MERGE):
+        part = base + tl.arange(0, MERGE)
+        valid = (part < count)[:, None]
+        slot = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None]
+        peaks = tl.load(
+            part_max + slot * GROUP_SIZE + query[None, :],
+            mask=valid,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        totals = tl.load(
+            part_sum + slot * GROUP_SIZE + query[None, :], mask=valid, other=0.0, cache_modifier=".cg"
+        )
+        values = tl.load(
+            part_out + slot * (GROUP_SIZE * DIM) + cell[None, :],
+            mask=valid & inside[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(peaks - new_peak[None, :])
+        total = total * decay + tl.sum(totals * weights, axis=0)
+        acc = acc * decay + tl.sum(values * weights, axis=0)
+        peak = new_peak
+    tl.store(out + cell, (acc / total).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -72,6 +146,7 @@ def _decode(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
@@ -139,30 +214,26 @@ def _decode(
     else:
         mine = (item * KV_HEADS + head).to(tl.int64)
         cell = group[:, None] * DIM + dims[None, :]
-        tl.store(part_out + mine * (GROUP * DIM) + cell, acc, mask=inside)
-        tl.store(part_max + mine * GROUP + group, peak)
-        tl.store(part_sum + mine * GROUP + group, total)
+        tl.store(part_out + mine * (GROUP_SIZE * DIM) + cell, acc, mask=inside)
+        tl.store(part_max + mine * GROUP_SIZE + group, peak, mask=group < GROUP_SIZE)
+        tl.store(part_sum + mine * GROUP_SIZE + group, total, mask=group < GROUP_SIZE)
         tl.debug_barrier()
         seen = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
         if seen == count - 1:
             tl.store(counters + row * KV_HEADS + head, 0)
-            peak = tl.full([GROUP], float("-inf"), tl.float32)
-            total = tl.zeros([GROUP], tl.float32)
-            acc = tl.zeros([GROUP, DIM], tl.float32)
-            for part in tl.range(0, count, 1, num_stages=3):
-                slot = ((first + part) * KV_HEADS + head).to(tl.int64)
-                other_peak = tl.load(part_max + slot * GROUP + group, cache_modifier=".cg")
-                other_total = tl.load(part_sum + slot * GROUP + group, cache_modifier=".cg")
-                other = tl.load(
-                    part_out + slot * (GROUP * DIM) + cell, mask=inside, other=0.0, cache_modifier=".cg"
-                )
-                new_peak = tl.maximum(peak, other_peak)
-                decay = tl.exp2(peak - new_peak)
-                other_decay = tl.exp2(other_peak - new_peak)
-                total = total * decay + other_total * other_decay
-                acc = acc * decay[:, None] + other * other_decay[:, None]
-                peak = new_peak
-            tl.store(out + q_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+            _merge(
+                out + (row.to(tl.int64) * HEADS + head * GROUP_SIZE) * DIM,
+                part_out,
+                part_max,
+                part_sum,
+                first,
+                count,
+                head,
+                KV_HEADS,
+                GROUP_SIZE,
+                DIM,
+                MERGE,
+            )
 
 
 class DecodeWorkspace:
@@ -172,7 +243,7 @@ class DecodeWorkspace:
         self, rows: int, items: int, num_heads: int, num_kv_heads: int, dim: int, device: torch.device
     ):
         self.group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
-        cells = items * num_kv_heads * self.group
+        cells = items * num_heads
         self.out = torch.empty(cells * dim, dtype=torch.float32, device=device)
         self.peak = torch.empty(cells, dtype=torch.float32, device=device)
         self.total = torch.empty(cells, dtype=torch.float32, device=device)
@@ -195,7 +266,7 @@ def decode(
     k_cache, v_cache = cache
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    block, stages, warps, prefetch = CONFIG
+    config = choose_config(q.shape[0])
     _decode[(items.shape[0] * kv_heads,)](
         q,
         k_cache,
@@ -214,9 +285,10 @@ def decode(
         DIM=dim,
         PAGE=k_cache.shape[1],
         GROUP=workspace.group,
-        BLOCK=block,
-        STAGES=stages,
-        PREFETCH=prefetch,
-        num_warps=warps,
+        BLOCK=config.block,
+        STAGES=config.stages,
+        PREFETCH=config.prefetch,
+        MERGE=config.merge,
+        num_warps=config.warps,
         launch_pdl=True,
     )

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's operations on CUDA (bfloat16 or float16): names and signatures of ops.torch_ops.
 
-Large batches use cuBLAS through torch and FlashInfer's norm and activation; see torch_ops for shapes.
+Few tokens take the Triton products of triton_linear where tilings.py has an entry; the rest is cuBLAS through
+torch with FlashInfer's norm and activation.
 """
 
 from __future__ import annotations
 
 import flashinfer
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashinfer_backend.ops.tilings import Product, choose
 from flashinfer_backend.ops.triton_inputs import decode_inputs
+from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
 
@@ -33,14 +35,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N]. x is unchanged."""
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    product: Product = "wide" if weight.shape[0] < 32768 else "output"
+    tiling = choose(product, x.shape[0], weight)
+    if tiling is None:
+        return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    if tiling.fuse_norm:
+        return linear(x, weight, tiling, norm_weight, eps, bias)
+    return linear(rms_norm(x, norm_weight, eps), weight, tiling, bias=bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor."""
-    return torch.addmm(residual, x, weight.t())
+    """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor.
+
+    May overwrite residual.
+    """
+    tiling = choose("long" if weight.shape[1] >= 2 * weight.shape[0] else "square", x.shape[0], weight)
+    if tiling is None:
+        return residual.addmm_(x, weight.t())
+    return linear(x, weight, tiling, residual=residual)
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
-    return flashinfer.silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), gate_up), enable_pdl=True)
+    tiling = choose("gate_up", x.shape[0], gate_up)
+    if tiling is not None and tiling.fuse_norm:
+        return linear(x, gate_up, tiling, norm_weight, eps, gated=True)
+    normed = rms_norm(x, norm_weight, eps)
+    if tiling is not None:
+        return linear(normed, gate_up, tiling, gated=True)
+    return flashinfer.silu_and_mul(F.linear(normed, gate_up), enable_pdl=True)

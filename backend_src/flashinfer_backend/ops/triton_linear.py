@@ -28,7 +28,8 @@ class Tiling:
     stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
     operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
     program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
-    (and prefetch) at once rather than when the product is done.
+    (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
+    product; else it is a kernel of its own.
     """
 
     tokens: int
@@ -40,6 +41,12 @@ class Tiling:
     swap: bool = True
     prefetch: int = 32768
     early: bool = True
+    fuse_norm: bool = True
+
+    def fits(self, weight: Tensor, gated: bool) -> bool:
+        """Whether weight[N, K] divides into these blocks. gated: its rows are two halves."""
+        rows = weight.shape[0] // 2 if gated else weight.shape[0]
+        return rows % self.rows == 0 and weight.shape[1] % (self.inner * self.split) == 0
 
 
 @triton.jit
@@ -202,16 +209,16 @@ def linear(
 
     norm_weight[K]: x is RMS-normed first (not with split > 1). bias[N], residual[T, N]: added. gated: weight
     holds gate and up rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are
-    contiguous and of one 16-bit dtype; norm_weight may be float32. fits() says which sizes a tiling has.
+    contiguous and of one 16-bit dtype. tiling.fits says which weights it can take.
     """
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     space = workspace(x.device) if tiling.split > 1 else None
-    wide = tiling.tokens >= 128
+    x_blocks = norm_weight is None  # else x passes through registers on its way
     _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
         x,
-        TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if wide else None,
+        TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if x_blocks else None,
         weight,
         TensorDescriptor(weight, list(weight.shape), [inner, 1], [tiling.rows, tiling.inner]),
         norm_weight,

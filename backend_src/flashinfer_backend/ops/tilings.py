@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiling each product takes for how many tokens; None is cuBLAS. From measurement on an H200.
+
+docs/performance.md has the times. Chosen inside a whole decode step of Llama-3.1-8B's shape, where what
+counts is also how a product overlaps its neighbours; perf_configs/kernels/bench_step.py shows the result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from flashinfer_backend.ops.triton_linear import Tiling
+
+# "wide" products have more output than input features (qkv), "output" is the vocabulary, "square" and "long"
+# are the products that add to the residual stream: attention output and MLP down projection.
+Product = Literal["wide", "output", "square", "long", "gate_up"]
+
+# Largest number of tokens -> tiling of each product.
+_TABLE: list[tuple[int, dict[Product, Tiling]]] = [
+    (
+        8,
+        {
+            "wide": Tiling(16, 64, 256, stages=3),
+            "square": Tiling(16, 64, 256, split=2, stages=4, prefetch=131072),
+            "long": Tiling(16, 64, 256, split=2, stages=3),
+            "gate_up": Tiling(16, 64, 256, stages=3),
+            "output": Tiling(16, 128, 128, stages=4, warps=8),
+        },
+    ),
+    (
+        16,
+        {
+            "wide": Tiling(16, 64, 256, stages=4),
+            "square": Tiling(16, 64, 256, split=2, stages=4),
+            "long": Tiling(16, 64, 256, split=2, stages=3),
+            "gate_up": Tiling(16, 64, 256, stages=3),
+            "output": Tiling(16, 128, 128, stages=4, warps=8),
+        },
+    ),
+    (
+        32,
+        {
+            "wide": Tiling(32, 64, 256, stages=4),
+            "square": Tiling(32, 64, 128, split=2, stages=6),
+            "long": Tiling(32, 64, 256, split=2, stages=3),
+            "gate_up": Tiling(32, 128, 128, stages=3, warps=8),
+            "output": Tiling(32, 64, 128, stages=4, fuse_norm=False),
+        },
+    ),
+    (
+        64,
+        {
+            "wide": Tiling(64, 64, 128, stages=6, fuse_norm=False),
+            "square": Tiling(64, 32, 128, stages=5, swap=False),
+            "long": Tiling(64, 64, 128, split=2, stages=6),
+            "gate_up": Tiling(64, 128, 64, stages=4, warps=8, fuse_norm=False),
+            "output": Tiling(64, 128, 128, stages=4, warps=8, fuse_norm=False),
+        },
+    ),
+    # Beyond, the products are bound by arithmetic and cuBLAS is ahead but for the activation's own pass.
+    (256, {"gate_up": Tiling(128, 128, 64, stages=4, warps=8, swap=False, fuse_norm=False)}),
+]
+
+
+def choose(product: Product, tokens: int, weight: Tensor) -> Tiling | None:
+    """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit."""
+    for limit, tilings in _TABLE:
+        if tokens <= limit:
+            tiling = tilings.get(product)
+            return tiling if tiling and tiling.fits(weight, gated=product == "gate_up") else None
+    return None
