@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
-
 from flashinfer_backend.engine.startup import Core
 from flashinfer_backend.paths import resolve_model_dir
 from flashinfer_backend.sampling.guide_queue import GuideCompiler

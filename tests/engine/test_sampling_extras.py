@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from engine.harness import Client, serve, start_core
 from transformers import (
     AutoModelForCausalLM,
     NoBadWordsLogitsProcessor,
@@ -23,6 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from checkpoints import make_checkpoint
+from engine.harness import Client, serve, start_core
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams

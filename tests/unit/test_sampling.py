@@ -95,7 +95,11 @@ def test_presence_and_frequency_count_generated_tokens_only():
 
 def test_bad_words_equal_transformers():
     sequences = [[1, 2, 3], [3], [9, 1, 2, 3]]
-    words = [[[3, 4], [2, 3, 5], [7]], [[2, 3, 6], [3, 6], [50, 60, 3, 6]], [[1, 2, 4], [8, 2, 3, 4], [3, 4]]]
+    words = [
+        [[3, 4], [2, 3, 5], [7]],
+        [[2, 3, 6], [3, 6], [3, 3, 7], [50, 60, 3, 6]],
+        [[1, 2, 4], [8, 2, 3, 4], [3, 4]],
+    ]
     history = make_history(*sequences)
     flat = [(i, word) for i, each in enumerate(words) for word in each]
     prefix = torch.tensor([[-1] * (4 - len(w)) + w[:-1] for _, w in flat], dtype=torch.int32)

@@ -190,7 +190,6 @@ class Scheduler:
             assert request is not None
             slot = int(sampling[row])
             extras.append(ExtraRow(row, slot, int(table.epoch[slot]), request, int(banned[row])))
-            banned[row] = -1
         plan = StepPlan(
             decode_slots=decoding,
             decode_positions=positions,

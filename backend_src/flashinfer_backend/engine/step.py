@@ -43,7 +43,7 @@ class StepPlan:
     sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
     temperature: np.ndarray  # float32 [s]
     seed: np.ndarray  # uint64 [s]
-    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1; -1 for rows of extras
+    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
     extras: list[ExtraRow] = field(default_factory=list)
     context_logits: list[tuple[int, Request]] = field(default_factory=list)  # prefill rows that want them
 

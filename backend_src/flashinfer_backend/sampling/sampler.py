@@ -2,8 +2,8 @@
 """Chooses tokens from logits.
 
 `ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
-nothing else cost nothing else. The others are sampled again, from a float32 copy of their logits that
-is changed in this order: penalties, bias, bad words, end id until min_tokens, guide, temperature,
+nothing else cost nothing else. Those that change their logits are sampled again, from a float32 copy
+that is changed in this order: penalties, bias, bad words, end id until min_tokens, guide, temperature,
 top-k, top-p. The model's logits are left as they are, for what is reported of them.
 """
 
@@ -99,7 +99,7 @@ class Sampler:
         self._extras = plan.extras
         reported = [r for r in plan.extras if r.request.reports_logits]
         self._reported = ReportedRows(reported, self._staging) if reported else None
-        processed = [r for r in plan.extras if r.request.changes_logits or r.banned >= 0]
+        processed = [r for r in plan.extras if r.request.changes_logits]
         self._processed = None
         if processed:
             self._processed = ProcessedRows(processed, plan, self._vocab_size, self._staging, self._history)
