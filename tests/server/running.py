@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -63,8 +65,7 @@ class Server:
         self.url, self.grpc = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         self.shm_prefix = f"fib{uuid.uuid4().hex[:8]}_"
         self.log_path = folder / "server.log"
-        self.runs = folder / "run"
-        self.runs.mkdir()
+        self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         shm = ["--backend-config", f"python,shm-region-prefix-name={self.shm_prefix}"]
         if command is None:
             command = [
@@ -168,6 +169,7 @@ class Server:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        shutil.rmtree(self.runs, ignore_errors=True)
 
 
 @contextlib.contextmanager
