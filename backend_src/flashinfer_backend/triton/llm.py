@@ -20,6 +20,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor
+from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
@@ -52,6 +53,14 @@ class TritonPythonModel:
             supervisor, on_stop=self._responder.stop, on_replaced=self._reload_soon
         )
         self._responder.seen = SeenTable(folder, os.getpid())
+        self._responder.metrics = Metrics(
+            pb_utils,
+            self._name,
+            args["model_version"],
+            folder,
+            lambda: self._endpoint.status if self._endpoint.up else None,
+            config.stats_check_period_ms / 1000,
+        )
         self._watch = ClientWatch(
             self._responder.open_requests,
             self._endpoint.cancel,
@@ -98,6 +107,7 @@ class TritonPythonModel:
         self._responder.seen.close()
         self._endpoint.close()
         self._responder.close()
+        self._responder.metrics.close()
 
     def _accept(self, request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -134,6 +144,8 @@ class TritonPythonModel:
                 shared = first.handle
             elif row.num_return_sequences > 1:
                 first, shared = sequence, LEADS
+            # The queue time, which the metrics show, comes with them.
+            params = msgspec.structs.replace(params, perf_metrics=True)
             self._endpoint.submit(sequence, row.prompt.tobytes(), params, shared)
 
     def _stop(self, request: Any, sender: Any) -> None:

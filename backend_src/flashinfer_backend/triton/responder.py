@@ -13,6 +13,7 @@ from typing import Any
 
 from flashinfer_backend.transport.endpoint import Endpoint
 from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Chunk, chunk_outputs
 from flashinfer_backend.triton.sequence import Sequence
 
@@ -65,6 +66,7 @@ class Responder:
         """pb_utils: the module triton_python_backend_utils."""
         self.endpoint: Endpoint  # these are set once they exist; the endpoint refers to us
         self.seen: SeenTable
+        self.metrics: Metrics
         self._pb = pb_utils
         self._open: dict[int, OpenRequest] = {}  # by id()
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
@@ -89,6 +91,7 @@ class Responder:
 
     def refuse(self, sender: Any, message: str, code: Any) -> None:
         """Answers a request that was never opened with an error."""
+        self.metrics.refused()
         self._send_error(sender.send, message, code)
 
     def drop(self, request: OpenRequest, message: str, code: Any) -> None:
@@ -98,6 +101,7 @@ class Responder:
         request.cancel_all()
         for sequence in request.sequences:
             sequence.ended = True
+            self.metrics.ended(sequence)
         self._send_error(request.finish, message, code)
 
     def stop(self, request_id: str) -> None:
@@ -151,6 +155,8 @@ class Responder:
         elif tensors:
             request.sender.send(self._pb.InferenceResponse(output_tensors=tensors))
         sequence.sent(chunk, now)
+        if chunk.last:
+            self.metrics.ended(sequence, chunk)
 
     def _send_error(self, send: Callable[..., None], message: str, code: Any) -> None:
         error = self._pb.TritonError(message, code)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton.metrics import SequenceTiming
 from flashinfer_backend.triton.outputs import Chunk, Place
 from flashinfer_backend.triton.requests import Row
 
@@ -37,6 +38,7 @@ class Sequence:
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
         self.failure: tuple[str, bool] | None = None
+        self.timing = SequenceTiming()
         self._schedule = schedule
         self._arrived: deque[Item] = deque()
         self._scheduled = False
@@ -63,6 +65,8 @@ class Sequence:
         return protocol.msgspec.structs.replace(params, stop_sequences=ids)
 
     def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
+        if token != protocol.NO_TOKEN:
+            self.timing.token()
         self._arrived.append((token, code, extras))
         self._wake()
 
@@ -125,4 +129,5 @@ class Sequence:
     def sent(self, chunk: Chunk, now: int) -> None:
         """Notes that the server has taken a chunk at the earliest at `now`."""
         self.sent_at = now
+        self.timing.sent += len(chunk.ids)
         self.context_ids = [*self.context_ids, *chunk.ids][-CONTEXT_IDS:]

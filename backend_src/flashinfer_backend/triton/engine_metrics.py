@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the engine, which all instances of a model share: one instance writes them for all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.transport.protocol import Status
+
+Value = Callable[[Status], float]
+
+# Family: (description, label, {label value: value}). Names and labels are TensorRT-LLM's.
+GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
+    "nv_trt_llm_request_metrics": (
+        "Sequences in the engine",
+        "request_type",
+        {
+            "active": lambda s: s.requests_active,
+            "max": lambda s: s.max_num_seqs,
+            "scheduled": lambda s: s.prefill_rows + s.decode_rows,
+            "context": lambda s: s.prefill_rows,
+            "waiting": lambda s: s.requests_waiting,
+        },
+    ),
+    "nv_trt_llm_runtime_memory_metrics": (
+        "Memory of the engine process in bytes",
+        "memory_type",
+        {
+            "cpu": lambda s: resident_bytes(s.pid),
+            "gpu": lambda s: s.memory_gpu,
+            "pinned": lambda s: s.memory_pinned,
+        },
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "Blocks (pages) of the KV cache",
+        "kv_cache_block_type",
+        {
+            "max": lambda s: s.pages_total,
+            "free": lambda s: s.pages_total - s.pages_used,
+            "used": lambda s: s.pages_used,
+            "tokens_per": lambda s: s.page_size,
+            "reused": lambda s: s.pages_reused,
+            "fraction": lambda s: s.pages_used / s.pages_total,
+        },
+    ),
+    "nv_trt_llm_inflight_batcher_metrics": (
+        "The engine's latest step",
+        "inflight_batcher_specific_metric",
+        {
+            "total_context_tokens": lambda s: s.prefill_tokens,
+            "generation_requests": lambda s: s.decode_rows,
+            "micro_batch_id": lambda s: 0,
+            "paused_requests": lambda s: 0,  # of the latest period; update() puts it in
+        },
+    ),
+    "nv_trt_llm_general_metrics": (
+        "Time of the engine's latest report in seconds since the epoch, and its steps",
+        "general_type",
+        {
+            "timestamp": lambda s: s.timestamp_ns / 1e9,
+            "iteration_counter": lambda s: s.iteration,
+        },
+    ),
+}
+PAUSED = ("nv_trt_llm_inflight_batcher_metrics", "paused_requests")
+UP = "flashinfer_backend_engine_up"
+
+# Counter: (description, the field of Status that counts it since the engine's start).
+COUNTERS: dict[str, tuple[str, str]] = {
+    "flashinfer_backend_prompt_tokens_total": ("Prompt tokens of admitted sequences", "prompt_tokens"),
+    "flashinfer_backend_prefix_cache_hit_tokens_total": (
+        "Prompt tokens whose keys and values were taken from the cache",
+        "prompt_tokens_reused",
+    ),
+    "flashinfer_backend_generated_tokens_total": ("Tokens generated", "generated_tokens"),
+    "flashinfer_backend_preemptions_total": (
+        "Sequences put back into the queue because pages ran out",
+        "preemptions",
+    ),
+}
+_TOTALS = struct.Struct(f"<{1 + len(COUNTERS)}q")  # the engine's pid, then the counters
+
+
+class EngineMetrics:
+    """Writes what the engine reports, in one of the instances: whoever holds the lock of `metrics.lock`
+    in the run directory, which passes on when its holder ends. The file holds the totals that have been
+    added to Triton's counters, so that the next writer neither loses nor repeats any.
+    """
+
+    def __init__(self, pb_utils: Any, labels: dict[str, str], run_dir: Path) -> None:
+        """labels: those all metrics have. Every instance registers the metrics; Triton merges them."""
+        kinds = pb_utils.MetricFamily
+        self._families: list[Any] = []  # a metric needs its family to live
+
+        def family(name: str, description: str, kind: Any) -> Any:
+            self._families.append(kinds(name=name, description=description, kind=kind))
+            return self._families[-1]
+
+        self._gauges: dict[tuple[str, str], Any] = {}
+        for name, (description, label, values) in GAUGES.items():
+            gauges = family(name, description, kinds.GAUGE)
+            for kind in values:
+                self._gauges[name, kind] = gauges.Metric(labels={**labels, label: kind})
+        up = family(UP, "Whether the engine process is there and ready (1) or not (0)", kinds.GAUGE)
+        self._gauges[UP, ""] = up.Metric(labels=labels)
+        self._counters = {
+            name: family(name, description, kinds.COUNTER).Metric(labels=labels)
+            for name, (description, _) in COUNTERS.items()
+        }
+        self._lock = os.open(run_dir / "metrics.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._elected = False
+        self._published: tuple[int, ...] = (0,) * (1 + len(COUNTERS))
+        self._written: dict[tuple[str, str], float] = {}
+
+    def update(self, status: Status | None) -> None:
+        """Shows the engine's latest report, or None while there is no engine. To be called often, by
+        every instance: this is also how the writer's end is noticed."""
+        if not self._elected and not self._elect():
+            return
+        values = dict.fromkeys(self._gauges, 0.0)
+        if status is not None:
+            values = {
+                (name, kind): get(status) for name, (_, _, g) in GAUGES.items() for kind, get in g.items()
+            }
+            values[PAUSED] = self._count(status)
+            values[UP, ""] = 1
+        for key, value in values.items():
+            if self._written.get(key) != value:
+                self._gauges[key].set(value)
+                self._written[key] = value
+
+    def close(self) -> None:
+        """Lets another instance write."""
+        os.close(self._lock)
+
+    def _elect(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._elected = True
+        if len(data := os.pread(self._lock, _TOTALS.size, 0)) == _TOTALS.size:
+            self._published = _TOTALS.unpack(data)
+        return True
+
+    def _count(self, status: Status) -> int:
+        """Brings the counters up to date; the preemptions since the last time."""
+        totals = tuple(getattr(status, field) for _, field in COUNTERS.values())
+        # A new engine counts from 0.
+        before = self._published[1:] if self._published[0] == status.pid else (0,) * len(totals)
+        added = {}
+        for name, now, then in zip(COUNTERS, totals, before, strict=True):
+            added[name] = now - then
+            if now > then:
+                self._counters[name].increment(now - then)
+        if self._published != (status.pid, *totals):
+            self._published = (status.pid, *totals)
+            os.pwrite(self._lock, _TOTALS.pack(*self._published), 0)
+        return added["flashinfer_backend_preemptions_total"]
+
+
+def resident_bytes(pid: int) -> int:
+    """Main memory that a process occupies; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

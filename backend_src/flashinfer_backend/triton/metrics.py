@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the llm model on Triton's metrics port; docs/metrics.md explains each.
+
+Setting or observing a value is a round trip to the server (some 20 us), so none is made where tokens
+pass: what a sequence took is noted when it ends, and a thread hands the notes to Triton every period.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashinfer_backend.transport.protocol import Status
+from flashinfer_backend.triton.engine_metrics import EngineMetrics
+from flashinfer_backend.triton.outputs import FINISH_REASONS, Chunk
+
+if TYPE_CHECKING:
+    from flashinfer_backend.triton.sequence import Sequence
+
+LENGTHS = (10, 50, 100, 500, 1000)  # tokens
+INTERVALS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)  # s
+WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # s
+TOTALS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)  # s
+
+INPUT, OUTPUT = "nv_llm_input_token_len", "nv_llm_output_token_len"
+TTFT = "flashinfer_backend_time_to_first_token_seconds"
+ITL = "flashinfer_backend_inter_token_latency_seconds"
+LONGEST_ITL = "flashinfer_backend_inter_token_latency_max_seconds"
+E2E = "flashinfer_backend_e2e_latency_seconds"
+QUEUE = "flashinfer_backend_queue_time_seconds"
+FINISHED = "flashinfer_backend_sequences_finished_total"
+
+# Histogram: (description, buckets, labels beside those that all metrics have).
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], dict[str, str]]] = {
+    INPUT: ("Tokens of the prompt", LENGTHS, {"response_metric_type": "total_input_tokens"}),
+    OUTPUT: ("Tokens of the completion", LENGTHS, {"response_metric_type": "total_output_tokens"}),
+    TTFT: ("From a sequence's arrival at the llm model to its first token", WAITS, {}),
+    ITL: ("Time between two tokens, mean over a sequence", INTERVALS, {}),
+    LONGEST_ITL: ("Time between two tokens, the longest of a sequence", INTERVALS, {}),
+    E2E: ("From a sequence's arrival at the llm model to its last response", TOTALS, {}),
+    QUEUE: ("From a sequence's arrival in the engine until it was first scheduled", WAITS, {}),
+}
+ERROR, REFUSED = "error", "refused"
+REASONS = (*dict.fromkeys(FINISH_REASONS.values()), ERROR, REFUSED)
+
+
+class SequenceTiming:
+    """When a sequence's tokens came, in seconds of time.monotonic()."""
+
+    __slots__ = ("counted", "first", "last", "longest", "sent", "started", "tokens")
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.first = self.last = self.longest = 0.0
+        self.tokens = 0  # arrived from the engine
+        self.sent = 0  # tokens in responses; fewer where a stop word ends the sequence
+        self.counted = False
+
+    def token(self) -> None:
+        """A token has arrived."""
+        now = time.monotonic()
+        if self.tokens:
+            self.longest = max(self.longest, now - self.last)
+        else:
+            self.first = now
+        self.last = now
+        self.tokens += 1
+
+
+class Metrics:
+    """Metrics of one instance; the series are shared by all instances of the model, which Triton adds up."""
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        model: str,
+        version: str,
+        run_dir: Path,
+        engine_status: Callable[[], Status | None],
+        period_s: float,
+    ) -> None:
+        """engine_status: the engine's latest report, None while there is no engine."""
+        kinds = pb_utils.MetricFamily
+        labels = {"model": model, "version": version}
+        self._families: list[Any] = []  # a metric needs its family to live
+        self._histograms: dict[str, Any] = {}
+        for name, (description, buckets, more) in HISTOGRAMS.items():
+            self._families.append(kinds(name=name, description=description, kind=kinds.HISTOGRAM))
+            self._histograms[name] = self._families[-1].Metric(
+                labels={**labels, **more}, buckets=[float(b) for b in buckets]
+            )
+        finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
+        self._families.append(finished)
+        self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
+        self._engine = EngineMetrics(pb_utils, labels, run_dir)
+        self._engine_status = engine_status
+        self._notes: deque[tuple[str, float]] = deque()  # histogram and value
+        self._ends: deque[str] = deque()  # reasons
+        self._period_s = period_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def ended(self, sequence: Sequence, chunk: Chunk | None = None) -> None:
+        """Notes a sequence's end, once: with its last chunk, or None for an error."""
+        timing = sequence.timing
+        if timing.counted:
+            return
+        timing.counted = True
+        if chunk is None:
+            self._ends.append(ERROR)
+            return
+        note = self._notes.append
+        note((INPUT, len(sequence.row.prompt)))
+        note((OUTPUT, timing.sent))
+        note((E2E, time.monotonic() - timing.started))
+        if timing.tokens:
+            note((TTFT, timing.first - timing.started))
+        if timing.tokens > 1:
+            note((ITL, (timing.last - timing.first) / (timing.tokens - 1)))
+            note((LONGEST_ITL, timing.longest))
+        if chunk.extras and (perf := chunk.extras[-1].perf) is not None:
+            # The engine's times are those of the wall clock, which may be set back.
+            note((QUEUE, max(0, perf.first_scheduled_ns - perf.arrival_ns) / 1e9))
+        self._ends.append(FINISH_REASONS[chunk.code])
+
+    def refused(self) -> None:
+        """Notes a request that had a mistake, or came when there was no engine."""
+        self._ends.append(REFUSED)
+
+    def close(self) -> None:
+        """Hands over what is noted and ends the thread."""
+        self._closing.set()
+        self._thread.join()
+        self._engine.close()
+
+    def _run(self) -> None:
+        open_ = True
+        while open_:
+            open_ = not self._closing.wait(self._period_s)
+            try:
+                self._hand_over()
+                self._engine.update(self._engine_status())
+            except Exception:  # the next round may work; none at all would go unnoticed
+                traceback.print_exc()
+
+    def _hand_over(self) -> None:
+        ends: Counter[str] = Counter()
+        while self._notes:
+            name, value = self._notes.popleft()
+            self._histograms[name].observe(value)
+        while self._ends:
+            ends[self._ends.popleft()] += 1
+        for reason, count in ends.items():
+            self._finished[reason].increment(count)
