@@ -124,7 +124,8 @@ def test_without_end_id_the_sequence_ends_with_the_guide(tokenizer, tmp_path):
 
 
 def test_guides_with_other_features(tokenizer, tmp_path):
-    """A guide outranks what would leave no token; min_tokens holds where the guide has a choice."""
+    """A guide outranks what would leave no token; min_tokens holds where the guide has a choice. Special
+    tokens are not their text."""
     (minus,) = tokenizer.encode_batch(["-"], False)
     core = start_bundled()
     with serve(core, tmp_path) as client:
@@ -133,7 +134,11 @@ def test_guides_with_other_features(tokenizer, tmp_path):
             "regex", "x+", min_tokens=5, top_k=4, top_p=0.9, repetition_penalty=1.3, max_tokens=30
         )
         one, other = client.submit([0], fixed), client.submit([0], open_end)
-        client.wait([one, other])
+        special = guided("regex", "[a-z_<>|]{9}", bias_ids=[0, 2], bias_values=[50.0, 50.0])
+        third = client.submit([0], special)
+        client.wait([one, other, third])
+        assert not client.failure
+        assert re.fullmatch("[a-z_<>|]{9}", tokenizer.backend.decode(client.tokens[third]))
         assert tokenizer.backend.decode(client.tokens[one]) == "a-b"
         assert len([e.log_prob for e in client.extras[one] if e.log_prob is not None]) == len(
             client.tokens[one]
@@ -146,7 +151,7 @@ def test_guides_with_other_features(tokenizer, tmp_path):
     ("kind", "text", "message"),
     [
         ("regex", "([", "Unclosed"),
-        ("json_schema", '{"type": "objec', "not a valid json_schema"),
+        ("json_schema", '{"type": "objec', "not a valid json_schema: Failed to parse JSON"),
         ("json_schema", '{"type": "nonsense"}', 'Unsupported type "nonsense"'),
         ("ebnf_grammar", 'root ::= "a" b', 'Rule "b" is not defined'),
         ("yaml", "a", "one of json, json_schema, regex, ebnf_grammar"),

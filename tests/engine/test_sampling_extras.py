@@ -233,3 +233,16 @@ def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
         (extra,) = client.extras[one]
         assert extra.log_prob is None and extra.generation_logits is None
         assert extra.context_logits is not None and len(extra.context_logits) == 4 * VOCAB * len(prompt)
+
+
+def test_context_logits_of_preempted_requests_come_once(checkpoint, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashinfer_backend.sampling.logprobs.CONTEXT_ROWS", 8)
+    core = start_core(checkpoint, max_seq_len=160, max_num_seqs=16, max_tokens_in_paged_kv_cache=320)
+    params = SamplingParams(max_tokens=60, temperature=0.0, context_logits=True)
+    prompts = make_prompts(12, 40)
+    with serve(core, tmp_path) as client:
+        ids = [client.submit(prompt, params) for prompt in prompts]
+        client.wait(ids)
+        assert core.scheduler.preemptions
+        for local_id, prompt in zip(ids, prompts, strict=True):
+            check(model, client, local_id, prompt, params)

@@ -141,6 +141,7 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
 
 def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
+    runner.sampler.warm_up(runner.dummy_slot)
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):

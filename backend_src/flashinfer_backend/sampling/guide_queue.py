@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 CACHED_GUIDES = 128
 COMPILING_THREADS = 2
+# "[12:00:00] /project/cpp/x.cc:1: Check failed: (ok) is false: " in front of xgrammar's messages
+SOURCE_POSITION = r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
 
 
 class GuideCompiler:
@@ -66,7 +69,7 @@ class GuideCompiler:
             if guide_type == "ebnf_grammar":
                 return compiler.compile_grammar(text)
         except Exception as error:  # xgrammar raises RuntimeError with a source position in front
-            reason = str(error).strip().split("] ", 1)[-1].split(": ", 1)[-1]
+            reason = re.sub(SOURCE_POSITION, "", str(error).strip())
             raise GuideError(f"guided_decoding_guide is not a valid {guide_type}: {reason}") from error
         raise GuideError(
             f"guided_decoding_guide_type is {guide_type!r}; it should be one of {', '.join(GUIDE_TYPES)}"

@@ -82,7 +82,7 @@ class ProcessedRows:
         banned = [-1 if request.guide else row.banned for request, row in zip(requests, rows, strict=True)]
         own = (
             self.host_rows,
-            slots,
+            slots.astype(np.int32),
             plan.temperature[self.host_rows],
             plan.seed[self.host_rows],
             np.array(banned, np.int32),
@@ -103,7 +103,8 @@ class ProcessedRows:
         self.counts = parts.make("counts", Counts)
         self.words = parts.make("words", BadWords)
         self.guided = parts.sent.get("guided")  # [index]
-        self.guided_rows = [row for row in rows if row.request.guide]
+        # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
+        self.guides = [(guide, row.banned) for row in rows if (guide := row.request.guide) is not None]
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
         self.repetition_rows = _where(request.params.repetition_penalty != 1.0 for request in requests)
         self.counts_rows = _where(request.counts_tokens for request in requests)

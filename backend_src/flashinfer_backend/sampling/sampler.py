@@ -23,7 +23,9 @@ from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import Report, ReportedRows
-from flashinfer_backend.sampling.rows import ProcessedRows, upload
+from flashinfer_backend.sampling.rows import Filtered, ProcessedRows, upload
+
+FILTER_ROWS = 128  # at a time: the filters work on several copies of their logits
 
 
 @dataclass
@@ -73,6 +75,16 @@ class Sampler:
         self._processed: ProcessedRows | None = None
         self._reported: ReportedRows | None = None
 
+    @torch.inference_mode()
+    def warm_up(self, dummy_slot: int) -> None:
+        """Run what would otherwise be compiled when the first request needs it."""
+        logits = torch.zeros((1, self._vocab_size), device=self._last_token.device)
+        slot = torch.full((1,), dummy_slot, dtype=torch.int32, device=logits.device)
+        one = torch.ones_like(slot)
+        kept = top_k_top_p_mask(logits, one, one / 2)
+        logits.masked_fill_(~kept, processors.NEVER)
+        self._ops.sample(logits, one.float(), one.long(), one, None, (self._last_token, slot))
+
     def sample(self, logits: Tensor, plan: StepPlan, position: np.ndarray) -> Tensor:
         """Tokens int32 [s] of logits [s, V] for rows that ask for nothing else."""
         rows = SamplingRows.upload(plan, position, self._staging)
@@ -110,7 +122,8 @@ class Sampler:
         host_position = position[rows.host_rows].astype(np.int32)
         columns = [host_position]
         if rows.guided:
-            columns.append(np.stack([_mask_of(row, self._vocab_size) for row in rows.guided_rows]))
+            # A row whose owner has left meanwhile gets its last mask; its token is dropped.
+            columns.append(np.stack([guide.mask_without(banned) for guide, banned in rows.guides]))
         position_, *masks = upload(self._staging, columns)
         own = logits[rows.rows].float()
         self._penalise(own, rows, position_, host_position)
@@ -124,16 +137,20 @@ class Sampler:
         if rows.guided and unbanned is not None:
             processors.allow_only(own, rows.guided[0], masks[0], unbanned)
         if rows.filtered is not None:
-            index = rows.filtered.index
-            scaled = own[index] / rows.temperature[index].unsqueeze(1)
-            kept = top_k_top_p_mask(scaled, rows.filtered.top_k, rows.filtered.top_p)
-            own[index] = own[index].masked_fill(~kept, processors.NEVER)
+            self._filter(own, rows.filtered, rows.temperature)
         record = (self._last_token, rows.slots)
         chosen = self._ops.sample(own, rows.temperature, rows.seed, position_, None, record)
         tokens[rows.rows] = chosen
         if rows.recorded:
             index, slots = rows.recorded
             self._history.record(slots, position_[index], chosen[index])
+
+    def _filter(self, own: Tensor, filtered: Filtered, temperature: Tensor) -> None:
+        columns = (filtered.index, filtered.top_k, filtered.top_p)
+        for index, top_k, top_p in zip(*(column.split(FILTER_ROWS) for column in columns), strict=True):
+            logits = own[index]
+            kept = top_k_top_p_mask(logits / temperature[index].unsqueeze(1), top_k, top_p)
+            own[index] = logits.masked_fill_(~kept, processors.NEVER)
 
     def _penalise(
         self, own: Tensor, rows: ProcessedRows, position: Tensor, host_position: np.ndarray
@@ -150,12 +167,3 @@ class Sampler:
             processors.penalise_counts(
                 own, counts.index, tokens, valid & generated, counts.presence, counts.frequency
             )
-
-
-def _mask_of(row: ExtraRow, vocab_size: int) -> np.ndarray:
-    """The guide's mask, int32 [ceil(V / 32)]; everything is allowed to a row whose owner has left."""
-    guide = row.request.guide
-    assert guide is not None
-    if row.request.slot != row.slot:
-        return np.full(-(-vocab_size // 32), -1, np.int32)
-    return guide.mask_without(row.banned)
