@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.server import EngineSocket

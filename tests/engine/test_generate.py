@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
-from transformers import AutoModelForCausalLM
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 

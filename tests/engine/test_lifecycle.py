@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.engine.config import EngineConfig, resolve_limits
