@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Markdown files, drawings and deployment files say exists and is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flashinfer_backend.config_tools import checks, cli, settings
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS
+from flashinfer_backend.config_tools.trt_names import FOREIGN
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "backend_src/flashinfer_backend"
+FOLDERS = ("backend_src", "client", "docker", "docs", "model_repo", "perf_configs", "tests", "tools")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Placeholders for a checkpoint; the bundled model stands in for them.
+CHECKPOINTS = re.compile(r"CHECKPOINT|/models?(/[\w.-]+)?$")
+ALIASES = {alias for knob in KNOBS for alias in knob.aliases}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of every command in fenced blocks and inline code, without prompts and comments."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced += re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    found = []
+    for line in lines:
+        line = line.strip().removeprefix("$ ")
+        program = line.partition(" ")[0].rpartition("/")[2]
+        if program in ("make", "python", "python3", "build.py"):
+            found.append(shlex.split(line, comments=True))
+    return found
+
+
+@each_page
+def test_links_resolve(page):
+    targets = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    local = [target.partition("#")[0] for target in targets if "://" not in target]
+    missing = [target for target in local if target and not (page.parent / target).exists()]
+    assert not missing
+
+
+@each_page
+def test_files_named_in_code_exist(page):
+    names = re.findall(r"`([\w.-]+/[\w./-]*(?:/|\.py|\.toml|\.json|\.yaml|\.md))`", text_of(page))
+    names = [name for name in names if not name.startswith(("results/", "served/"))]  # made by commands
+    missing = [n for n in names if not any((base / n).exists() for base in (ROOT, PACKAGE, page.parent))]
+    assert not missing
+
+
+@each_page
+def test_no_path_of_some_machine(page):
+    assert not re.findall(r"(?<![\w.])/(?:work|root|home)/\S*", text_of(page))
+    assert str(ROOT) not in text_of(page) or Path("/") == ROOT
+
+
+@each_page
+def test_make_targets_and_variables_exist(page):
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands(text_of(page)):
+        if words[0] != "make":
+            continue
+        for word in words[1:]:
+            name, assigned, _ = word.partition("=")
+            pattern = rf"^{name} \?=" if assigned else rf"^{name}:"
+            assert re.search(pattern, makefile, re.MULTILINE), f"{name} in {shlex.join(words)}"
+
+
+def source_of(words: list[str]) -> tuple[Path, list[str]] | None:
+    """Source of the program of this project that a command runs, and its arguments."""
+    if words[0].endswith("build.py"):
+        return PACKAGE / "config_tools/cli.py", words[1:]
+    if words[1:2] == ["build.py"]:
+        return PACKAGE / "config_tools/cli.py", words[2:]
+    if words[1:2] == ["-m"] and words[2] != "pytest":
+        name = words[2].replace(".", "/") + ".py"
+        return (ROOT / "backend_src" if name.startswith("flashinfer_backend") else ROOT) / name, words[3:]
+    if words[0].rpartition("/")[2].startswith("python") and words[1:2] and words[1].endswith(".py"):
+        places = (ROOT, ROOT / "tools/bundled_model")
+        return next(place / words[1] for place in places if (place / words[1]).exists()), words[2:]
+    return None
+
+
+@each_page
+def test_options_of_commands_exist(page):
+    for words in commands(text_of(page)):
+        program = source_of(words)
+        if program is None:
+            continue
+        source, arguments = program
+        known = source.read_text(encoding="utf-8")
+        for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+            assert f'"{option}"' in known, f"{option} in {shlex.join(words)}"
+
+
+def build_arguments() -> list[list[str]]:
+    """Arguments of every build.py command in the pages, and what `make serve` makes of KNOBS."""
+    found = []
+    for words in (words for page in PAGES for words in commands(text_of(page))):
+        program = source_of(words)
+        if words[0] == "make":
+            knobs = [word.removeprefix("KNOBS=") for word in words if word.startswith("KNOBS=")]
+            chosen = [text.split() for text in knobs if "name=value" not in text]
+            found += [["--output", "served", "--set", *pairs] for pairs in chosen]
+        elif program and program[0].name == "cli.py" and "--output" in program[1]:
+            found.append([CHECKPOINTS.sub("bundled", word) for word in program[1]])
+    return found
+
+
+@pytest.mark.parametrize("arguments", build_arguments(), ids=shlex.join)
+def test_build_commands_are_accepted(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # profiles are named from there
+    arguments[arguments.index("--output") + 1] = str(tmp_path / "repository")
+    assert cli.main(ROOT / "model_repo", arguments) == 0, capsys.readouterr().err
+
+
+def test_knobs_of_the_migration_table_exist():
+    rows = re.search(r"^\| TensorRT-LLM \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert rows
+    seen = 0
+    for line in rows[1].splitlines():
+        _, theirs, ours, _ = line.split("|")
+        for name in re.findall(r"`([a-z][a-z_]+)`", theirs):
+            known = name in FOREIGN or name in ALIASES or (name in BY_NAME and BY_NAME[name].in_trt)
+            assert known or name == "tensorrt_llm_bls", f"TensorRT-LLM has no {name}"
+            seen += 1
+        if "the same" in ours:
+            assert all(name in BY_NAME for name in re.findall(r"`([a-z][a-z_]+)`", theirs)), line
+        for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", ours):
+            assert name in BY_NAME or name == BY_NAME["batch_scheduler_policy"].default, name
+    assert seen > 15
+
+
+def test_defaults_named_in_the_migration_table():
+    assert BY_NAME["enable_chunked_context"].default == BY_NAME["enable_kv_cache_reuse"].default == "true"
+    assert BY_NAME["batch_scheduler_policy"].default == "max_utilization"
+
+
+def test_example_answer_is_the_bundled_models():
+    command = re.search(r"generate -d '(\{.*\})'\n(\{.*\})\n", README)
+    printed = re.search(r'--max-tokens (\d+) "(.*)"\n(.*)\n```', README)
+    assert command and printed
+    asked, answer = json.loads(command[1]), json.loads(command[2])
+    folder = PACKAGE / "bundled_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tokenizer(asked["text_input"], return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**ids, max_new_tokens=asked["max_tokens"], do_sample=False)
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    assert answer["text_output"] == text
+    assert (int(printed[1]), printed[2]) == (asked["max_tokens"], asked["text_input"])
+    assert printed[3] == text.removeprefix(asked["text_input"])
+
+
+@pytest.mark.parametrize("drawing", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.name)
+def test_drawings_are_xml_with_a_title(drawing):
+    svg = xml.etree.ElementTree.parse(drawing).getroot()
+    assert svg.findtext("{http://www.w3.org/2000/svg}title")
+
+
+def test_dockerfile_copies_what_exists():
+    text = (ROOT / "docker/Dockerfile").read_text()
+    sources = [word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    ignored = (ROOT / "docker/Dockerfile.dockerignore").read_text()
+    assert all(f"!{source.partition('/')[0]}\n" in ignored for source in sources)
+
+
+def test_knobs_of_deployments_are_accepted():
+    kubernetes = list(yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text()))
+    assert [document["kind"] for document in kubernetes] == ["Deployment", "Service"]
+    container = kubernetes[0]["spec"]["template"]["spec"]["containers"][0]
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    for knobs in (environment["KNOBS"], compose["services"]["ours"]["environment"]["KNOBS"]):
+        problems: list[str] = []
+        chosen = settings.parse_pairs(settings.split_assignments(knobs.split(), problems), "KNOBS", problems)
+        assert not problems + checks.check(settings.complete(chosen))
