@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +24,8 @@ from flashinfer_backend.transport import rundir
 
 log = logging.getLogger("flashinfer_backend.engine")
 
+GRACE_S = 3.0  # for the loop to end by itself when the server has gone
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.engine", description=__doc__)
@@ -28,6 +34,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[engine] %(levelname)s %(message)s")
+    _end_with(options.server_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
@@ -46,6 +53,18 @@ def main() -> int:
             rundir.remove(options.run_dir)  # its stubs, which do that otherwise, were killed with it
     log.info("ended after %d steps", loop.iteration)
     return 0
+
+
+def _end_with(server_pid: int) -> None:
+    """End this process soon after the server, also while a model loads or kernels compile; in the loop
+    EngineSocket is faster and leaves nothing behind."""
+
+    def watch() -> None:
+        select.select([os.pidfd_open(server_pid)], [], [])
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
