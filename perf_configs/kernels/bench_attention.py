@@ -22,7 +22,7 @@ import flashinfer
 import numpy as np
 import torch
 
-from flashinfer_backend.attention import triton_decode
+from flashinfer_backend.attention import split, triton_decode
 
 PAGE, DIM = 16, 128
 
@@ -86,9 +86,9 @@ class Bench:
             torch.from_numpy(indptr), indices, torch.from_numpy(lens - (counts - 1) * PAGE).int(), self.heads,
             self.kv_heads, DIM, PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        max_items = triton_decode.max_items(num_seqs, self.kv_heads)
-        items = np.zeros((max_items, triton_decode.ITEM_WORDS), dtype=np.int32)
-        triton_decode.split_rows(lens, max_items, items)
+        max_items = split.max_items(num_seqs, self.kv_heads)
+        items = np.zeros((max_items, split.ITEM_WORDS), dtype=np.int32)
+        split.split_rows(lens, max_items, items)
         items_device = torch.from_numpy(items).cuda()
         space = triton_decode.DecodeWorkspace(
             num_seqs, max_items, self.heads, self.kv_heads, DIM, torch.device("cuda")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged cache with FlashInfer's kernels: FA2, FA3 and XQA, or our decode kernel.
+"""Attention over the paged cache: FlashInfer's FA2, FA3 and XQA, and the Triton decode kernel.
 
 Decode rows (one query token) and prefill rows of a step are two kernel calls per layer, each over its own
-slice of `q` and `out`. The wrappers' `plan` is bypassed for the module call beneath it: the wrappers read
-lengths with Python's max() and allocate; the module call costs tens of microseconds and never synchronises.
+slice of `q` and `out`.
 
 Stream order is what makes sharing buffers safe: metadata of step N + 1 is copied behind step N's kernels on
 the same stream. Only pinned host memory can be overwritten too early: it comes from a ring guarded by events.
@@ -18,16 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.attention import triton_decode
+from flashinfer_backend.attention import split, triton_decode
+from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 
 if TYPE_CHECKING:
     from flashinfer_backend.engine.step import AttentionBatch
-
-_FLOAT_WORKSPACE = 1 << 30
-_INT_WORKSPACE = 8 << 20
-_XQA_SEMAPHORES = 8 << 20
-_NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 
 
 class FlashInferAttention:
@@ -56,24 +51,20 @@ class FlashInferAttention:
     ) -> None:
         _check_supported(num_heads, num_kv_heads, head_dim, page_size, decode_backend, dtype)
         self.kv_caches = kv_caches
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.page_size, self.max_num_seqs = page_size, max_num_seqs
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.max_num_seqs = max_num_seqs
+        self.sm_scale = 1.0 / math.sqrt(head_dim)
         # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows (docs/performance.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
-        self.dtype = dtype
-        self.sm_scale = 1.0 / math.sqrt(head_dim)
         device = kv_caches[0][0].device
-        self._float_workspace = torch.empty(_FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
-        self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
-        items = triton_decode.max_items(max_num_seqs, num_kv_heads)
-        self._ring = PinnedRing(6, _INT_WORKSPACE, max_num_seqs, items)
+        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, dtype), device)
+        items = split.max_items(max_num_seqs, num_kv_heads)
+        self._ring = PinnedRing(6, INT_WORKSPACE, max_num_seqs, items)
         self._split = triton_decode.DecodeWorkspace(
             max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
         )
         self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
-        self._int_workspace = torch.empty(2, _INT_WORKSPACE, dtype=torch.uint8, device=device)
-        self._modules: dict[str, Any] = {}
         self._decode_call = _Call("none", 0, None)
         self._prefill_call = _Call("none", 0, None)
 
@@ -91,11 +82,15 @@ class FlashInferAttention:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] of the planned step to the layer's cache and write out[T, Hq, D]."""
-        split = self._decode_call.rows
-        if split:
-            self.run_decode(self._decode_call, layer, q[:split], out[:split])
-        if self._prefill_call.rows:
-            self._run_paged(self._prefill_call, self._prefill, 1, layer, q[split:], out[split:], _CAUSAL)
+        decode = self._decode_call.rows
+        if decode:
+            self.run_decode(self._decode_call, layer, q[:decode], out[:decode])
+        call = self._prefill_call
+        if call.rows:
+            cache = self.kv_caches[layer]
+            self._calls.run(
+                call.backend, True, call.info, q[decode:], cache, out[decode:], self._prefill, call.rows
+            )
 
     def graph_state(self, bucket: int) -> DecodeGraphState:
         """State for a CUDA graph of decode-only steps of up to `bucket` rows; see DecodeGraphState."""
@@ -110,135 +105,45 @@ class FlashInferAttention:
     ) -> _Call:
         """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph."""
         rows = bucket or len(slots)
-        items = triton_decode.max_items(rows, self.num_kv_heads) if backend == "triton" else 0
+        items = split.max_items(rows, self.num_kv_heads) if backend == "triton" else 0
         entry = self._decode.upload(None, kv_lens, slots, rows, items)
         self._decode.gather(block_table, entry, packed=backend == "fa2")
         info = None
         if backend == "fa2":
-            info = self._plan_module("fa2", 0, entry, rows, rows, bucket > 0)
+            info = self._calls.plan("fa2", False, entry, rows, rows, bucket > 0)
         self._ring.release(entry)
         return _Call(backend, rows, info)
 
     def run_decode(self, call: _Call, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
+        cache, rows = self.kv_caches[layer], call.rows
         if call.backend == "fa2":
-            self._run_paged(call, self._decode, 0, layer, q, out, _NON_CAUSAL)
-            return
-        if call.backend == "triton":
-            triton_decode.decode(
-                q,
-                self.kv_caches[layer],
-                out,
-                self._decode.items(triton_decode.max_items(call.rows, self.num_kv_heads)),
-                self._decode.table(call.rows),
-                self._split,
-                self.sm_scale,
-            )
-            return
-        from flashinfer.xqa import xqa
-
-        k_cache, v_cache = self.kv_caches[layer]
-        xqa(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            self._decode.table(call.rows),
-            self._decode.kv_lens(call.rows).view(torch.uint32).unsqueeze(1),
-            out.unsqueeze(1),
-            self._float_workspace,
-            self._semaphores.view(torch.uint32),
-            self.num_kv_heads,
-            self.page_size,
-            enable_pdl=True,
-        )
+            self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows)
+        elif call.backend == "xqa":
+            self._calls.xqa(q, cache, out, self._decode, rows)
+        else:
+            items = self._decode.items(split.max_items(rows, self.num_kv_heads))
+            table = self._decode.table(rows)
+            triton_decode.decode(q, cache, out, items, table, self._split, self.sm_scale)
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> _Call:
         q_lens = batch.q_lens[first:]
         rows, tokens = len(q_lens), int(q_lens.sum())
-        # FA3 neither splits long sequences nor packs heads into a tile: it needs long queries, and
-        # enough of them to fill the SMs.
-        tiles = int(((q_lens + 127) // 128).sum()) * self.num_heads
-        backend = "fa3" if tokens >= 256 * rows and tiles >= 132 else "fa2"
+        backend = self.choose_prefill(q_lens, batch.kv_lens[first:])
         entry = self._prefill.upload(q_lens, batch.kv_lens[first:], batch.slots[first:], rows)
         self._prefill.gather(batch.block_table, entry, packed=True)
-        info = self._plan_module(backend, 1, entry, tokens, rows, False)
+        info = self._calls.plan(backend, True, entry, tokens, rows, False)
         self._ring.release(entry)
         return _Call(backend, rows, info)
 
-    def _plan_module(self, backend: str, part: int, entry: Any, tokens: int, rows: int, graph: bool) -> Any:
-        host = entry.host(rows)
-        arguments = [
-            self._float_workspace,
-            self._int_workspace[part],
-            entry.workspace,
-            host.qo_indptr,
-            host.kv_indptr,
-            host.kv_lens,
-            tokens,
-            rows,
-            self.num_heads,
-            self.num_kv_heads,
-            self.page_size,
-            graph,
-            self.head_dim,
-            self.head_dim,
-            part == 1,  # causal
-            -1,  # no sliding window
-        ]
-        if backend == "fa2":
-            arguments += [-1, False, 0, 1 if graph else 0]  # no fixed split; graphs: one query per row
-        return self._module(backend).plan(*arguments)
-
-    def _run_paged(
-        self, call: _Call, metadata: PagedMetadata, part: int, layer: int, q: Tensor, out: Tensor, mask: int
-    ) -> None:
-        k_cache, v_cache = self.kv_caches[layer]
-        none_mask = [None] * (6 if call.backend == "fa2" else 3)
-        extra = (
-            [None, None, 0.0, self.sm_scale, 1.0, 1.0, 0]
-            if call.backend == "fa2"
-            else [None, 0.0, self.sm_scale, 1.0, 0]
-        )
-        self._module(call.backend).paged_run(
-            self._float_workspace,
-            self._int_workspace[part],
-            call.info,
-            q,
-            k_cache,
-            v_cache,
-            metadata.qo_indptr(call.rows),
-            metadata.kv_indptr(call.rows),
-            metadata.indices,
-            metadata.last_page_len(call.rows),
-            out,
-            None,  # no log-sum-exp
-            mask,
-            _NHD,
-            -1,  # no sliding window
-            True,  # programmatic dependent launch
-            *none_mask,
-            *extra,
-        )
-
-    def _module(self, backend: str) -> Any:
-        if backend not in self._modules:
-            from flashinfer.jit.attention.modules import gen_batch_prefill_module
-
-            dtype = self.dtype
-            self._modules[backend] = gen_batch_prefill_module(
-                backend,
-                dtype,
-                dtype,
-                dtype,
-                torch.int32,
-                self.head_dim,
-                self.head_dim,
-                0,
-                False,
-                False,
-                False,
-            ).build_and_load()
-        return self._modules[backend]
+    def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
+        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (measured)."""
+        # A program of FA3 takes 128 queries of one head over the whole length: short rows waste the tile,
+        # and few tiles over a long prefix leave SMs idle where FA2 splits the sequence.
+        tiles = int(((q_lens + 127) // 128).sum()) * self.num_heads
+        wasteful = tiles > 132 and int(q_lens.sum()) < 64 * len(q_lens)
+        idle = tiles < 48 and int(kv_lens.max()) > 512
+        return "fa2" if wasteful or idle else "fa3"
 
 
 class _Call:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashinfer_backend.attention.triton_decode import ITEM_WORDS, split_rows
+from flashinfer_backend.attention.split import ITEM_WORDS, split_rows
 
 
 @triton.jit

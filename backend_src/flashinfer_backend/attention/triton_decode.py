@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention in Triton: one query token per row over the paged cache, long rows split in chunks.
 
-The host splits rows into work items of about equal length (`split_rows`); a program takes one item for one
-key/value head and all query heads that share it. The program that finishes a split row last adds up the
-row's chunks in index order, so the result does not depend on timing.
+The host splits rows into work items of about equal length (split.split_rows); a program takes one item for
+one key/value head and all query heads that share it. The program that finishes a split row last adds up
+the row's chunks in index order, so the result does not depend on timing.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, unused: one 32-byte sector
-_CHUNK = 64
-_MAX_PARTS = 12  # the last program adds a row's parts one after the other
 
 
 class Config(NamedTuple):
@@ -35,43 +30,10 @@ class Config(NamedTuple):
 
 
 def choose_config(rows: int) -> Config:
-    """Measured on an H200 (docs/performance.md): few rows want wide programs, many want many small ones."""
-    if rows <= 8:
-        return Config(64, 3, 4, 16, 4)
-    if rows <= 32:
-        return Config(128, 2, 4, 16, 4)
-    if rows <= 96:
-        return Config(64, 3, 2, 16, 2)
-    return Config(32, 3, 1, 16, 1) if rows <= 192 else Config(32, 5, 1, 16, 1)
-
-
-def max_items(rows: int, num_kv_heads: int) -> int:
-    """Work items that `rows` rows are split into at most: enough to give every SM four programs."""
-    return rows + triton.cdiv(528, num_kv_heads)
-
-
-def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
-    """Fill out[items, ITEM_WORDS] int32 with chunks of the rows of lengths kv_lens (int32 [rows], > 0).
-
-    items must be above len(kv_lens). A row's chunks are consecutive items; unused items have row -1.
-    """
-    rows = len(kv_lens)
-    spare = items - rows
-    chunk = max(-(int(kv_lens.sum(dtype=np.int64)) // -spare), -(int(kv_lens.max()) // -_MAX_PARTS))
-    chunk = max(_CHUNK, (chunk + _CHUNK - 1) // _CHUNK * _CHUNK)
-    counts = (kv_lens + chunk - 1) // chunk
-    firsts = np.cumsum(counts) - counts
-    used = int(counts.sum())
-    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
-    # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
-    part = ((kv_lens + counts - 1) // counts + _CHUNK - 1) // _CHUNK * _CHUNK
-    start = (np.arange(used, dtype=np.int32) - firsts[row]) * part[row]
-    out[used:items, 0] = -1
-    out[:used, 0] = row
-    out[:used, 1] = start
-    out[:used, 2] = np.minimum(start + part[row], kv_lens[row])
-    out[:used, 3] = firsts[row]
-    out[:used, 4] = counts[row]
+    """Measured on an H200 (docs/performance.md): many rows want many single-warp programs a SM."""
+    if rows <= 48:
+        return Config(64, 5, 2, 16, 8)
+    return Config(32, 3 if 96 < rows <= 160 else 5, 1, 16, 4)
 
 
 @triton.jit
@@ -85,33 +47,27 @@ def _merge(
     head,
     KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Add up `count` parts from `first` on, MERGE at a time, and write the heads that share `head`."""
-    CELLS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE * DIM)
-    cell = tl.arange(0, CELLS)
-    inside = cell < GROUP_SIZE * DIM
-    query = tl.minimum(cell // DIM, GROUP_SIZE - 1)
-    peak = tl.full([CELLS], float("-inf"), tl.float32)
-    total = tl.zeros([CELLS], tl.float32)
-    acc = tl.zeros([CELLS], tl.float32)
+    """Add up `count` parts from `first` on and write the heads that share `head`."""
+    query = tl.arange(0, QUERIES)
+    dims = tl.arange(0, DIM)
+    inside = (query < GROUP_SIZE)[None, :]
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
     for base in tl.range(0, count, MERGE):
         part = base + tl.arange(0, MERGE)
-        valid = (part < count)[:, None]
-        slot = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None]
-        peaks = tl.load(
-            part_max + slot * GROUP_SIZE + query[None, :],
-            mask=valid,
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        totals = tl.load(
-            part_sum + slot * GROUP_SIZE + query[None, :], mask=valid, other=0.0, cache_modifier=".cg"
-        )
+        valid = (part < count)[:, None] & inside
+        cell = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None] * GROUP_SIZE + query[None, :]
+        # All loads bypass L1 (.cg): other programs wrote these cells during this kernel.
+        peaks = tl.load(part_max + cell, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(part_sum + cell, mask=valid, other=0.0, cache_modifier=".cg")
         values = tl.load(
-            part_out + slot * (GROUP_SIZE * DIM) + cell[None, :],
-            mask=valid & inside[None, :],
+            part_out + cell[:, :, None] * DIM + dims[None, None, :],
+            mask=valid[:, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -119,9 +75,10 @@ def _merge(
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(peaks - new_peak[None, :])
         total = total * decay + tl.sum(totals * weights, axis=0)
-        acc = acc * decay + tl.sum(values * weights, axis=0)
+        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         peak = new_peak
-    tl.store(out + cell, (acc / total).to(out.dtype.element_ty), mask=inside)
+    cells = query[:, None] * DIM + dims[None, :]
+    tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < GROUP_SIZE)[:, None])
 
 
 @triton.jit
@@ -146,8 +103,11 @@ def _decode(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    QUERIES: tl.constexpr,
     MERGE: tl.constexpr,
 ):
+    # Items and table were complete before the previous kernel started; q, and the newest token's key and
+    # value, are that kernel's.
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(items + item * 8)
@@ -231,6 +191,7 @@ def _decode(
                 head,
                 KV_HEADS,
                 GROUP_SIZE,
+                QUERIES,
                 DIM,
                 MERGE,
             )
@@ -288,6 +249,7 @@ def decode(
         BLOCK=config.block,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
+        QUERIES=triton.next_power_of_2(heads // kv_heads),
         MERGE=config.merge,
         num_warps=config.warps,
         launch_pdl=True,

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splitting decode rows into work items."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashinfer_backend.attention.split import ITEM_WORDS, MAX_PARTS, max_items, split_rows
+
+
+def split(kv_lens, num_kv_heads=8, items=None):
+    kv_lens = np.array(kv_lens, dtype=np.int32)
+    out = np.full((items or max_items(len(kv_lens), num_kv_heads), ITEM_WORDS), 99, dtype=np.int32)
+    split_rows(kv_lens, len(out), out)
+    return out[out[:, 0] >= 0], out
+
+
+@pytest.mark.parametrize("longest", [1, 65, 300, 9000, 131072])
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
+def test_items_cover_every_token_once(longest, num_kv_heads):
+    rng = np.random.default_rng(longest)
+    for _ in range(200):
+        rows = int(rng.integers(1, 300))
+        kv_lens = rng.integers(1, longest + 1, rows).astype(np.int32)
+        kv_lens[rng.integers(rows)] = longest
+        used, out = split(kv_lens, num_kv_heads)
+        assert (used[:, 1] < used[:, 2]).all()
+        ends = np.zeros(rows, dtype=np.int64)
+        for index, (row, start, end, first, count, *_) in enumerate(used):
+            assert start == ends[row] and first <= index < first + count <= first + MAX_PARTS
+            ends[row] = end
+        assert (ends == kv_lens).all()
+        assert (np.diff(used[:, 0]) >= 0).all()
+        assert (out[len(used) :, 0] == -1).all()
+
+
+def test_equal_short_rows_stay_whole_and_long_rows_are_split():
+    assert len(split([256] * 64)[0]) == 64
+    used = split([4096] + [64] * 63)[0]
+    assert (used[:, 0] == 0).sum() > 4 and len(used) == (used[:, 0] == 0).sum() + 63
+
+
+def test_a_graph_of_more_rows_has_room_for_fewer():
+    """A graph's number of items is that of its bucket, whatever the lengths."""
+    used, _ = split([131072] * 3 + [1] * 61)
+    assert len(used) <= max_items(64, 8)
