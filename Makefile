@@ -28,7 +28,11 @@ else
 serve_extras := server,cuda
 endif
 development_extras := $(serve_extras),client,test,lint
-install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(1)]'
+# xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
+ifeq ($(GPU),0)
+guided = && $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements/guided-cpu.txt
+endif
+install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(1)]' $(guided)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 
 .PHONY: serve test lint bench clean

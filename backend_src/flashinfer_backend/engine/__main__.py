@@ -21,6 +21,7 @@ from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.server import EngineSocket
 from flashinfer_backend.engine.startup import start
 from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.orphans import end_orphans_in_background
 
 log = logging.getLogger("flashinfer_backend.engine")
 
@@ -34,7 +35,11 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[engine] %(levelname)s %(message)s")
-    _end_with(options.server_pid)
+    try:
+        _end_with(os.pidfd_open(options.server_pid))
+    except ProcessLookupError:
+        log.error("cannot start: the server, process %d, has ended", options.server_pid)
+        return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
@@ -50,17 +55,18 @@ def main() -> int:
     finally:
         socket.close()
         if not rundir.process_alive(options.server_pid):
-            rundir.remove(options.run_dir)  # its stubs, which do that otherwise, were killed with it
+            rundir.remove(options.run_dir)  # as its stubs do otherwise
+            end_orphans_in_background(options.server_pid)
     log.info("ended after %d steps", loop.iteration)
     return 0
 
 
-def _end_with(server_pid: int) -> None:
+def _end_with(server_pidfd: int) -> None:
     """End this process soon after the server, also while a model loads or kernels compile; in the loop
     EngineSocket is faster and leaves nothing behind."""
 
     def watch() -> None:
-        select.select([os.pidfd_open(server_pid)], [], [])
+        select.select([server_pidfd], [], [])
         time.sleep(GRACE_S)
         os._exit(1)
 
