@@ -22,6 +22,7 @@ from flashinfer_backend.triton.outputs import FINISH_REASONS, Chunk
 if TYPE_CHECKING:
     from flashinfer_backend.triton.sequence import Sequence
 
+CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
 LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 INTERVALS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)  # s
 WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # s
@@ -136,8 +137,9 @@ class Metrics:
     def close(self) -> None:
         """Hands over what is noted and ends the thread."""
         self._closing.set()
-        self._thread.join()
-        self._engine.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._engine.close()
 
     def _run(self) -> None:
         open_ = True
