@@ -20,13 +20,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 class Config(NamedTuple):
     """block: tokens per step of the loop; stages, warps: pipeline depth and warps of a program; prefetch:
     tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
-    a split row added at a time."""
+    a split row added at a time; registers: a thread's, or None for what the assembler picks."""
 
     block: int
     stages: int
     warps: int
     prefetch: int
     merge: int
+    registers: int | None = None
 
 
 def choose_config(rows: int) -> Config:
@@ -252,5 +253,6 @@ def decode(
         QUERIES=triton.next_power_of_2(heads // kv_heads),
         MERGE=config.merge,
         num_warps=config.warps,
+        maxnreg=config.registers,
         launch_pdl=True,
     )
