@@ -27,6 +27,8 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
+from flashinfer_backend.transport.orphans import end_orphans
+
 IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 STOP_S = 9.0  # from the first signal until the server is killed
 DRAIN_S = 4  # of these, how long running requests may go on
@@ -167,6 +169,7 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
             announced = True
             _announce(url)
         time.sleep(0.1)
+    end_orphans(child.pid)
     return 0 if asked_at else child.returncode
 
 

@@ -127,21 +127,20 @@ class Server:
         assert status == 200, answer
         return str(answer["text_output"])
 
-    def processes(self) -> list[psutil.Process]:
-        """tritonserver, its stubs and the engine (with its tee); zombies do not count."""
-        found = []
+    def commands(self) -> dict[psutil.Process, str]:
+        """tritonserver, its stubs and the engine (with its tee) by command line; zombies do not count."""
+        found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())
                 mine = self.shm_prefix in line or str(self.runs) in line
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    found[process] = line
         return found
 
-    def process(self, part: str) -> psutil.Process:
-        """The one process whose command line holds `part`."""
-        (found,) = [p for p in self.processes() if part in " ".join(p.cmdline())]
-        return found
+    def matching(self, part: str) -> list[psutil.Process]:
+        """The processes whose command line holds `part`."""
+        return [process for process, line in self.commands().items() if part in line]
 
     @property
     def run_dir(self) -> Path:
@@ -153,7 +152,7 @@ class Server:
 
     def leftovers(self) -> list[str]:
         """What is left of the server: processes, shared memory, files of the run directory."""
-        left = [f"{p.pid} {' '.join(p.cmdline())}" for p in self.processes()]
+        left = [f"{process.pid} {line}" for process, line in self.commands().items()]
         left += [str(path) for path in Path("/dev/shm").glob(f"{self.shm_prefix}*")]
         return left + [str(path) for path in self.runs.rglob("*")]
 
@@ -166,7 +165,7 @@ class Server:
         if self.launcher.poll() is None:
             self.launcher.terminate()
             self.launcher.wait(TIMEOUT_S)
-        for process in self.processes():
+        for process in self.commands():
             with contextlib.suppress(psutil.Error):
                 process.kill()
         shutil.rmtree(self.runs, ignore_errors=True)

@@ -106,7 +106,7 @@ def test_perf_analyzer_drives_the_ensemble(server: Server, tmp_path: Path) -> No
 
 def test_memory_does_not_grow_with_requests(server: Server) -> None:
     def stubs() -> int:
-        return sum(p.memory_info().rss for p in server.processes() if "llm" in " ".join(p.cmdline()))
+        return sum(process.memory_info().rss for process in server.matching("/llm/1/model.py"))
 
     for _ in range(20):
         server.text(PROMPT, 8)

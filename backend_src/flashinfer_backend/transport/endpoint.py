@@ -60,11 +60,14 @@ class Endpoint:
         on_status: Callable[[protocol.Status], None] = lambda status: None,
         on_stop: Callable[[str], None] = lambda request_id: None,
         on_replaced: Callable[[], None] = lambda: None,
+        on_server_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """on_stop: a stop request for this id reached some stub of the model. on_replaced: this stub,
-        and no other, has just started a new engine in place of a dead one."""
+        and no other, has just started a new engine in place of a dead one. on_server_lost: tritonserver
+        ended and left this stub behind."""
         self._supervisor = supervisor
         self._on_status, self._on_stop, self._on_replaced = on_status, on_stop, on_replaced
+        self._on_server_lost = on_server_lost
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _up and _sinks
         self._up = False
@@ -134,6 +137,10 @@ class Endpoint:
         context = zmq.Context()
         try:
             while not self._closing:
+                if not rundir.process_alive(self._supervisor.server_pid):
+                    rundir.remove(self._supervisor.run_dir)
+                    self._on_server_lost()
+                    return
                 record, replaced = self._supervisor.attach()
                 if record is not None:
                     if replaced:

@@ -57,7 +57,7 @@ class Supervisor:
     ) -> None:
         """`config`: EngineConfig as JSON, the engine's --config file."""
         self.run_dir = run_dir
-        self._server_pid = server_pid
+        self.server_pid = server_pid
         self._config = config
         self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
         self._children: list[subprocess.Popen[bytes]] = []
@@ -108,6 +108,8 @@ class Supervisor:
 
         The stub's peer socket must be closed before. Waits at most about STOP_TIMEOUT_S.
         """
+        if not self.run_dir.exists():
+            return
         with rundir.locked(self.run_dir):
             if living_stubs(self.run_dir):
                 return
@@ -142,7 +144,7 @@ class Supervisor:
             [
                 *self._command,
                 *("--run-dir", str(self.run_dir)),
-                *("--server-pid", str(self._server_pid)),
+                *("--server-pid", str(self.server_pid)),
                 *("--config", str(config_path)),
             ],
             stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from flashinfer_backend.paths import resolve_model_dir, run_dir
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
+from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
@@ -50,7 +51,10 @@ class TritonPythonModel:
         self._responder = Responder(pb_utils)
         supervisor = Supervisor(folder, server_pid, msgspec.json.encode(config))
         self._endpoint = self._responder.endpoint = Endpoint(
-            supervisor, on_stop=self._responder.stop, on_replaced=self._reload_soon
+            supervisor,
+            on_stop=self._responder.stop,
+            on_replaced=self._reload_soon,
+            on_server_lost=lambda: end_orphans(server_pid),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
         self._responder.metrics = Metrics(

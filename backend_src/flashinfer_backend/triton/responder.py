@@ -19,6 +19,7 @@ from flashinfer_backend.triton.sequence import Sequence
 
 # A response costs a round trip to the server, so a few threads overlap their waiting.
 SENDER_THREADS = 4
+CLOSE_S = 1.0  # a thread that waits for a server which has been killed never ends
 
 
 class OpenRequest:
@@ -114,8 +115,9 @@ class Responder:
         """Sends what is queued and ends the threads."""
         for waiting in self._queues:
             waiting.put(None)
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _send_loop(self, waiting: queue.SimpleQueue[Sequence | None]) -> None:
         while (sequence := waiting.get()) is not None:

@@ -16,6 +16,8 @@ from flashinfer_backend.triton.departed import DepartedClients
 if TYPE_CHECKING:
     from flashinfer_backend.triton.responder import OpenRequest
 
+CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
+
 
 class ClientWatch:
     """Every period, asks the server about each direct client, and finds those of the ensemble, of
@@ -53,7 +55,7 @@ class ClientWatch:
         """Ends the thread."""
         self._closing.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while not self._closing.wait(self._period_s):

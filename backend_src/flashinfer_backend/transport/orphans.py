@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the stubs that a killed tritonserver leaves behind, and removes their shared memory.
+
+A stub notices that its server is gone and ends by itself, except where it was just exchanging
+something with the server: then it waits for the answer for ever, some kinds with the interpreter's
+lock held, so that no thread in it can help (seen with tritonserver 2.51).
+
+`python -m flashinfer_backend.transport.orphans PID` does it for one server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE_S = 3.0  # how long stubs have to end by themselves
+
+
+class _Stub(NamedTuple):
+    pid: int
+    region: str  # name of its shared memory
+
+
+def end_orphans(server_pid: int) -> None:
+    """Waits until all stubs of a server that has ended are gone, and kills those that are not soon.
+    When this process is one of them, it does not return."""
+    deadline = time.monotonic() + GRACE_S
+    while (stubs := _stubs(server_pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
+        Path("/dev/shm", stub.region).unlink(missing_ok=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stub.pid, signal.SIGKILL)
+
+
+def end_orphans_in_background(server_pid: int) -> None:
+    """The same in a process of its own, for a caller that should not wait."""
+    command = [sys.executable, "-m", "flashinfer_backend.transport.orphans", str(server_pid)]
+    quiet = subprocess.DEVNULL
+    subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+def _stubs(server_pid: int) -> list[_Stub]:
+    """By the command lines: stub, model.py, shared memory, two sizes, pid of the server, ..."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            is_stub = words[0].endswith("/triton_python_backend_stub") and len(words) > 5
+            if is_stub and words[5] == str(server_pid):
+                found.append(_Stub(int(folder.name), words[2]))
+    return found
+
+
+if __name__ == "__main__":
+    end_orphans(int(sys.argv[1]))
