@@ -25,6 +25,23 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield started
 
 
+@pytest.fixture(scope="session")
+def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The token model under TensorRT-LLM's name for it."""
+    folder = tmp_path_factory.mktemp("contract")
+    with running(build_repository(folder, "--llm-name", "tensorrt_llm"), folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same without decoupled mode, for two sequences at a time and four that wait."""
+    folder = tmp_path_factory.mktemp("unary")
+    knobs = ["decoupled_mode=false", "max_num_seqs=2", "max_queue_size=4", "llm_instance_count=1"]
+    with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
+        yield started
+
+
 @pytest.fixture
 def watch(server: Server) -> Iterator[EngineWatch]:
     watching = EngineWatch(server)
