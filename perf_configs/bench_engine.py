@@ -54,7 +54,7 @@ class Driver:
         host = time.perf_counter() - began
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             launched = self.in_flight.popleft()
-            tokens = launched.wait()
+            tokens = launched.download.wait()
             began = time.perf_counter()
             outcome = accept(scheduler.table, launched.plan, tokens)
             self.output_tokens += len(tokens)

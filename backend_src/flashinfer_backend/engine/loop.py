@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flashinfer_backend.engine.extras import follow_guides, row_extras
+from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.runner import Launched
@@ -34,6 +35,8 @@ class EngineLoop:
         self.socket = socket
         self.guides = GuideQueue(self.config.model_dir, self.vocab_size)
         self.in_flight: deque[Launched] = deque()
+        self.pacer = Pacer()
+        self._read_at = 0.0
         self.iteration = 0
         self.cancellations = 0
         self.generated_tokens = 0
@@ -48,22 +51,37 @@ class EngineLoop:
 
     def step(self) -> bool:
         """One turn; False when the engine should end."""
-        idle = not self.in_flight and not self.scheduler.requests
-        patience_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
-        for message in self.socket.receive(timeout_ms=patience_ms if idle else 0):
-            self._handle(message)
+        self._receive()
         if self.socket.closed:
             return False
         self._take_compiled()
+        began = time.monotonic()
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
             self.iteration += 1
             self._last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
             self.in_flight.append(self.runner.launch(plan, self._settle))
+            self.pacer.planned(time.monotonic() - began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
-            self._finish(self.in_flight.popleft())
+            late = self.in_flight[0].download.done
+            launched = self.in_flight.popleft()
+            self._finish(launched)
+            self.pacer.finished(launched.plan, self._read_at, late, next_runs=bool(self.in_flight))
         self._send_status()
         return True
+
+    def _receive(self) -> None:
+        """Take in what has come: at once if nothing runs on the device, else until it is time to plan."""
+        timeout_ms = 0
+        if not self.in_flight and not self.scheduler.requests:
+            timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
+        deadline = self.pacer.deadline(self.in_flight[0].plan) if self.in_flight else 0.0
+        while not self.socket.closed:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            for message in self.socket.receive(max(timeout_ms, left_ms, 0)):
+                self._handle(message)
+            if left_ms <= 0:
+                break
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Submit):
@@ -150,7 +168,8 @@ class EngineLoop:
 
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
-        values = launched.wait()
+        values = launched.download.wait()
+        self._read_at = time.monotonic()
         outcome = accept(self.scheduler.table, launched.plan, values)
         self.generated_tokens += int((outcome.tokens != protocol.NO_TOKEN).sum())
         table = self.scheduler.table

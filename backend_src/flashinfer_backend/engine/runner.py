@@ -17,7 +17,7 @@ import torch
 
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.graphs import DecodeGraphs
-from flashinfer_backend.engine.staging import ReadbackRing, StagingRing
+from flashinfer_backend.engine.staging import Download, ReadbackRing, StagingRing
 from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 from flashinfer_backend.engine.token_graphs import TokenGraphs
 from flashinfer_backend.models.transformer import Transformer
@@ -27,11 +27,11 @@ from flashinfer_backend.sampling.sampler import Sampler
 
 @dataclass
 class Launched:
-    """A step on its way; `wait()` gives the sampled tokens, int32 [sampling rows], and behind them what
+    """A step on its way; `download` gives the sampled tokens, int32 [sampling rows], and behind them what
     `report` reads."""
 
     plan: StepPlan
-    wait: Callable[[], np.ndarray]
+    download: Download
     report: Report | None
 
 

@@ -7,7 +7,7 @@ event recorded behind its last copy has passed, so steps may be launched ahead o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -61,19 +61,30 @@ class ReadbackRing:
         self._events = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
         self._next = 0
 
-    def download(self, source: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Start copying `source` (int32 [n]); the returned function waits and gives the array.
-        At most DEPTH - 1 downloads may be outstanding."""
+    def download(self, source: torch.Tensor) -> Download:
+        """Start copying `source` (int32 [n]). At most DEPTH - 1 downloads may be outstanding."""
         index, self._next = self._next, (self._next + 1) % DEPTH
         buffer = self._buffers[index][: len(source)]
         buffer.copy_(source, non_blocking=True)
-        if not self._cuda:
-            return lambda: buffer.numpy().copy()
-        event = self._events[index]
-        event.record()
+        event = self._events[index] if self._cuda else None
+        if event is not None:
+            event.record()
+        return Download(buffer, event)
 
-        def wait() -> np.ndarray:
-            event.synchronize()
-            return buffer.numpy().copy()
 
-        return wait
+@dataclass
+class Download:
+    """A tensor on its way to the host, behind everything that was launched before it."""
+
+    buffer: torch.Tensor
+    event: torch.cuda.Event | None  # None: it is there
+
+    @property
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> np.ndarray:
+        """The values, int32 [n], when they are there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.buffer.numpy().copy()

@@ -145,11 +145,11 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-            runner.launch(_prompt_plan(runner.dummy_slot, length)).wait()
+            runner.launch(_prompt_plan(runner.dummy_slot, length)).download.wait()
         if config.cuda_graph_batch_sizes != "none":
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
-    runner.launch(_prompt_plan(runner.dummy_slot, 1)).wait()
+    runner.launch(_prompt_plan(runner.dummy_slot, 1)).download.wait()
 
 
 def _prompt_plan(slot: int, length: int) -> StepPlan:
