@@ -142,7 +142,7 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
     backend, dtype = values["attention_backend"], values["dtype"]
     graphs = values["cuda_graph_batch_sizes"]
     if values["device"] == "cpu":
-        if backend in ("fa2", "xqa"):
+        if backend in ("fa2", "xqa", "triton"):
             problems.append(
                 f"attention_backend={backend} needs a GPU: with device=cpu it should be torch or auto"
             )
@@ -153,7 +153,7 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
                 f"cuda_graph_batch_sizes={graphs} needs a GPU: with device=cpu it should be none or auto"
             )
         return
-    if backend in ("fa2", "xqa"):
+    if backend in ("fa2", "xqa", "triton"):
         if dtype == "float32":
             problems.append(
                 f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "

@@ -135,9 +135,9 @@ KNOBS: tuple[Knob, ...] = (
         meaning="where the engine runs; auto = a GPU if there is one",
     ),
     _engine(
-        "attention_backend", "auto", "choice", words=("auto", "fa2", "xqa", "torch"),
-        meaning="attention of decode steps: FlashInfer's fa2 or xqa, or plain torch; "
-        "auto = FlashInfer on a GPU, torch on a CPU",
+        "attention_backend", "auto", "choice", words=("auto", "fa2", "xqa", "triton", "torch"),
+        meaning="attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain "
+        "torch for everything; auto = what measured fastest on a GPU, torch on a CPU",
     ),
     # Limits.
     _engine(
@@ -200,10 +200,6 @@ KNOBS: tuple[Knob, ...] = (
     _engine(
         "exclude_input_in_output", "false", "bool", in_trt=True,
         meaning="answers which are not streamed leave the prompt out, unless the request says otherwise",
-    ),
-    _engine(
-        "normalize_log_probs", "true", "bool", in_trt=True,
-        meaning="log probs are over the tokens that top-k and top-p leave; false = over the whole vocabulary",
     ),
     _engine(
         "guided_decoding_backend", "xgrammar", "choice", words=("xgrammar", "none"), in_trt=True,

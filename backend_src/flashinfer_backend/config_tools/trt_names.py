@@ -47,6 +47,9 @@ FOREIGN: dict[str, ForeignKnob] = {
     "cross_kv_cache_fraction": ForeignKnob((), _NO_ENCODER),
     "prompt_embedding_table_data_type": ForeignKnob(("TYPE_FP16",), "prompt tables are not supported"),
     "logits_datatype": ForeignKnob(("TYPE_FP32",), "logits are sent as they are computed, in FP32"),
+    "normalize_log_probs": ForeignKnob(
+        ("true",), "log probabilities are always the log-softmax of the model's logits"
+    ),
     "tokenizer_type": ForeignKnob(("auto",), "the tokenizer's type is read from tokenizer_dir"),
     "max_beam_width": ForeignKnob(
         ("1",), "beam search is not supported: several samples of a prompt come with num_return_sequences"

@@ -19,7 +19,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     load_format: Literal["auto", "dummy"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention_backend: Literal["auto", "fa2", "xqa", "torch"] = "auto"
+    attention_backend: Literal["auto", "fa2", "xqa", "triton", "torch"] = "auto"
     max_num_seqs: int = 256
     max_num_tokens: int = 8192
     max_num_tokens_while_decoding: int = 2048

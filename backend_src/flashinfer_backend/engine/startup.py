@@ -46,11 +46,13 @@ def start(config: EngineConfig) -> Core:
     longest = min(model_config.max_position_embeddings, model_config.sliding_window or 1 << 30)
     config = resolve_limits(config, longest)
     device = _device(config)
-    if device.type == "cuda":
-        from flashinfer_backend.ops import cuda_ops as ops
-    else:
-        from flashinfer_backend.ops import torch_ops as ops  # type: ignore[no-redef]
     dtype = _dtype(config, model_config, device)
+    if _plain_torch(config, device, dtype):
+        from flashinfer_backend.ops import torch_ops as ops
+
+        config = msgspec.structs.replace(config, attention_backend="torch", cuda_graph_batch_sizes="none")
+    else:
+        from flashinfer_backend.ops import cuda_ops as ops  # type: ignore[no-redef]
     model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
     log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
@@ -87,11 +89,27 @@ def _device(config: EngineConfig) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device; use device=cpu or auto")
-    if name == "cpu" and config.attention_backend in ("fa2", "xqa"):
+    if name == "cpu" and config.attention_backend in ("fa2", "xqa", "triton"):
         raise ValueError(
             f"attention_backend {config.attention_backend} needs a CUDA device; use auto or torch"
         )
     return torch.device(name)
+
+
+def _plain_torch(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether everything runs in plain torch: on a CPU, or as the slow reference on any GPU."""
+    if device.type == "cpu" or config.attention_backend == "torch":
+        return True
+    if dtype == torch.float32:
+        raise ValueError(
+            "the CUDA kernels compute in bfloat16 or float16: for float32 use attention_backend=torch"
+        )
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"the CUDA kernels need a Hopper GPU or newer, not {name}: use attention_backend=torch"
+        )
+    return False
 
 
 def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -146,7 +164,7 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
             runner.launch(_prompt_plan(runner.dummy_slot, length)).download.wait()
-        if config.cuda_graph_batch_sizes != "none":
+        if config.cuda_graph_batch_sizes != "none":  # plain torch has none
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
     runner.launch(_prompt_plan(runner.dummy_slot, 1)).download.wait()
