@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.engine.step import AttentionBatch
 
