@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import tritonclient.grpc as grpcclient
 from running import Server
-from test_generate import inputs, int32, stream, strings
+from test_generate import int32, stream
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -65,7 +65,7 @@ def greedy(prompt: str, count: int, change: Change | None = None) -> list[int]:
     ids = encode(prompt)
     start = len(ids)
     for _ in range(count):
-        row = logits(ids)[-1]
+        row = logits(ids)[-1].clone()
         ids.append(int((change(ids, start, row) if change else row).argmax()))
     return ids[start:]
 
@@ -129,6 +129,3 @@ def refusal(server: Server, model_name: str, values: dict[str, np.ndarray]) -> s
 
 def output_names(result: grpcclient.InferResult) -> set[str]:
     return {tensor.name for tensor in result.get_response().outputs}
-
-
-__all__ = ["inputs", "int32", "stream", "strings"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from running import Server, wait_for
+from tritonclient.utils import np_to_triton_dtype
 
 PROMPT = "Once upon a time"
 TIMEOUT_S = 30
@@ -21,10 +22,9 @@ def deltas(events: list[dict[str, Any]]) -> list[str]:
 
 
 def inputs(values: dict[str, np.ndarray]) -> list[grpcclient.InferInput]:
-    kinds = {"i": "INT32", "u": "UINT64", "f": "FP32", "b": "BOOL", "O": "BYTES"}
     result = []
     for name, value in values.items():
-        result.append(grpcclient.InferInput(name, list(value.shape), kinds[value.dtype.kind]))
+        result.append(grpcclient.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype)))
         result[-1].set_data_from_numpy(value)
     return result
 

@@ -159,7 +159,8 @@ def _attempt(function: Any, *args: Any) -> Any:
 def _prompts(inputs: Tensors) -> list[str]:
     for name, meaning in REFUSED.items():
         if name in inputs:
-            raise ValueError(f"{name} is not supported: this model takes no {meaning}; leave the input out")
+            known_as = "DECODER_QUERY (decoder_text_input)" if name == "DECODER_QUERY" else name
+            raise ValueError(f"{known_as} is not supported: this model takes no {meaning}; leave it out")
     if "QUERY" not in inputs:
         raise ValueError("QUERY (text_input) is missing; it should be BYTES [batch, 1]")
     query = inputs["QUERY"]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every input of TensorRT-LLM's ensemble does what it does there, or is refused by its name.
+
+The reference is transformers on the bundled model. docs/compatibility.md names these tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import (
+    PROMPT,
+    TEXT,
+    answers,
+    body,
+    decode,
+    encode,
+    events,
+    flag,
+    generate,
+    greedy,
+    number,
+    refusal,
+    text_of,
+    words,
+)
+from running import Server
+from test_generate import int32, strings
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+BOTH_MIN = ("min_tokens", "min_length")
+BOTH_SEEDS = ("seed", "random_seed")
+
+
+def test_prompt_is_in_front_unless_excluded(contract: Server) -> None:
+    completion = decode(greedy(PROMPT, 24))
+    _, answer = contract.post({"text_input": PROMPT, "max_tokens": 24})
+    assert answer[TEXT] == PROMPT + completion
+    assert generate(contract, exclude_input_in_output=False)[TEXT] == PROMPT + completion
+    assert generate(contract, exclude_input_in_output=True)[TEXT] == completion
+    for excluded in (True, False):  # a stream never holds the prompt
+        assert text_of(events(contract, exclude_input_in_output=excluded)) == completion
+
+
+def test_values_of_the_sampling_inputs_that_mean_greedy(contract: Server) -> None:
+    completion = decode(greedy(PROMPT, 24))
+    for greedy_values in (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "top_p": 1.0},  # vLLM's benchmark
+        {"temperature": 0.000001, "top_p": 1.0},  # sglang's benchmark
+        {"temperature": 0.7, "top_k": 1},
+        {"top_p": 0.0, "top_k": 0},
+        {"temperature": 1.5, "top_p": 1e-6},
+        {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "seed": 3},
+    ):
+        assert generate(contract, **greedy_values)[TEXT] == completion, greedy_values
+
+
+@pytest.mark.parametrize("asking", [{"temperature": 1.3}, {"top_k": 40}, {"top_p": 0.95}, {}])
+def test_what_asks_for_sampling_and_both_names_of_its_seed(contract: Server, asking: dict[str, Any]) -> None:
+    texts = [generate(contract, 16, **asking, **{name: 2**63 + 5})[TEXT] for name in BOTH_SEEDS]
+    assert texts[0] == texts[1]
+    assert len({generate(contract, 16, **asking, seed=n)[TEXT] for n in range(6)}) > 1
+    if asking:  # the seed is 0 unless given
+        assert generate(contract, 16, **asking)[TEXT] == generate(contract, 16, **asking, seed=0)[TEXT]
+
+
+@pytest.mark.parametrize("name", BOTH_MIN)
+def test_minimum_of_tokens_keeps_the_end_id_away(contract: Server, name: str) -> None:
+    plain = greedy(PROMPT, 24)
+    end = plain[6]
+    length = plain.index(end)
+    early = generate(contract, end_id=end, return_num_output_tokens=True)
+    assert (early[TEXT], early["finish_reason"]) == (decode(plain[:length]), "stop")
+    assert early["num_output_tokens"] == length  # the end id is no part of the output
+
+    def banned(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        if len(ids) - start < 12:
+            row[end] = -torch.inf
+        return row
+
+    later = generate(contract, 12, end_id=end, **{name: 12})
+    assert later[TEXT] == decode(greedy(PROMPT, 12, banned))
+
+
+def test_pad_id_changes_nothing(contract: Server) -> None:
+    values = {"text_input": strings(PROMPT, "The"), "max_tokens": int32(6, 6), "pad_id": int32(7, 7)}
+    found = {r.as_numpy("batch_index").item(): r for r in answers(contract, "ensemble", values)}
+    for row, prompt in enumerate((PROMPT, "The")):
+        assert found[row].as_numpy(TEXT)[0].decode() == prompt + decode(greedy(prompt, 6))
+
+
+def test_repetition_penalty_counts_the_prompt(contract: Server) -> None:
+    processor = RepetitionPenaltyLogitsProcessor(1.7)
+
+    def penalised(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        return processor(torch.tensor([ids]), row[None])[0]
+
+    assert generate(contract, repetition_penalty=1.7)[TEXT] == decode(greedy(PROMPT, 24, penalised))
+
+
+def test_presence_and_frequency_penalties_count_the_completion(contract: Server) -> None:
+    def penalised(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=len(row))
+        return row - 6.0 * (counts > 0) - 1.5 * counts
+
+    penalties = {"presence_penalty": 6.0, "frequency_penalty": 1.5}
+    expected = greedy(PROMPT, 40, penalised)
+    assert expected != greedy(PROMPT, 40)
+    assert generate(contract, 40, **penalties)[TEXT] == decode(expected)
+
+
+def test_bad_words_are_banned_where_their_beginning_stands(contract: Server) -> None:
+    plain = greedy(PROMPT, 24)
+    bad = [decode(plain[1:2]), decode(plain[4:6]), decode(plain[8:11])]
+    processor = NoBadWordsLogitsProcessor([words(word) for word in bad], eos_token_id=[])
+
+    def banned(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        return processor(torch.tensor([ids]), row[None])[0]
+
+    expected = greedy(PROMPT, 24, banned)
+    assert expected != plain
+    assert generate(contract, bad_words=[*bad, ""])[TEXT] == decode(expected)
+    assert generate(contract, bad_words="")[TEXT] == decode(plain)
+
+
+def test_embedding_bias_is_added_to_all_ids_of_a_word(contract: Server) -> None:
+    plain = greedy(PROMPT, 24)
+    banned, favoured = decode(plain[2:3]), " tree and house"
+
+    def biased(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        row[words(banned)] -= 50.0
+        row[words(favoured)] += 2.5
+        return row
+
+    values = {"embedding_bias_words": [banned, favoured], "embedding_bias_weights": [-50.0, 2.5]}
+    assert generate(contract, **values)[TEXT] == decode(greedy(PROMPT, 24, biased)) != decode(plain)
+
+
+def test_stop_words_inside_a_token_and_across_chunks(contract: Server) -> None:
+    plain = greedy(PROMPT, 40)
+    text = decode(plain)
+    pieces = [decode([token]) for token in plain]
+    long = next(n for n, piece in enumerate(pieces) if n > 4 and len(piece) >= 5)
+    start = len(decode(plain[:long]))
+    inside = text[start + 1 : start + 3]  # neither the token's beginning nor its end
+    across = text[start - 2 : start + 2] + text[start + 2 : start + len(pieces[long]) + 2]
+    for word in (inside, across):
+        begin = text.index(word)
+        for excluded, expected in ((False, text[: begin + len(word)]), (True, text[:begin])):
+            values = {"stop_words": ["never said", word], "exclude_stop_words_in_output": excluded}
+            chunks = events(contract, 40, **values)
+            assert text_of(chunks) == expected
+            assert chunks[-1]["finish_reason"] == "stop"
+            assert generate(contract, 40, **values)[TEXT] == expected
+        assert generate(contract, 40, stop_words=word)[TEXT] == text[: begin + len(word)]  # kept by default
+    for nothing in ([], "", ["", ""]):
+        assert generate(contract, 40, stop_words=nothing)[TEXT] == text
+
+
+def test_several_sequences_share_the_prompt_and_differ_by_seed(contract: Server) -> None:
+    prompt = "One day a kind girl met a fox who had lost his way. " * 6
+    sampling = {"text_input": prompt, "temperature": 1.0, "top_k": 50, "seed": 40}
+    chunks = events(contract, 16, num_return_sequences=3, return_perf_metrics=True, **sampling)
+    parts = [[chunk for chunk in chunks if chunk["sequence_index"] == n] for n in range(3)]
+    assert [text_of(part) for part in parts] == [
+        generate(contract, 16, **{**sampling, "seed": 40 + n})[TEXT] for n in range(3)
+    ]
+    full_pages = (len(encode(prompt)) - 1) // 16
+    for part in parts[1:]:
+        assert part[-1]["kv_cache_reused_blocks"] == full_pages > 1
+    (single,) = events(contract, 1, num_return_sequences=1)
+    assert "sequence_index" not in single
+    _, answer = contract.post(body(num_return_sequences=2))
+    assert "exactly 1 response" in answer["error"]
+
+
+REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
+    ({"beam_width": int32(2)}, "beam_width is 2, which is not supported"),
+    ({"decoder_text_input": strings("a")}, "(decoder_text_input) is not supported"),
+    ({"prompt_embedding_table": np.ones((1, 2, 4), np.float16)}, "prompt_embedding_table is not supported"),
+    ({"prompt_table_extra_id": np.array([[7]], np.uint64)}, "prompt_table_extra_ids is not supported"),
+    ({"prompt_vocab_size": int32(2)}, "prompt_vocab_size is not supported"),
+    ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is not supported"),
+    ({"lora_weights": np.ones((1, 2, 4), np.float16)}, "lora_weights is not supported"),
+    ({"lora_config": np.ones((1, 2, 3), np.int32)}, "lora_config is not supported"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[next(iter(values)) for values, _ in REFUSED])
+def test_what_is_not_served_is_refused_by_name(
+    contract: Server, values: dict[str, np.ndarray], message: str
+) -> None:
+    assert message in refusal(
+        contract, "ensemble", {"text_input": strings(PROMPT), "max_tokens": int32(4), **values}
+    )
+
+
+def test_inputs_of_beam_search_that_ask_for_nothing_pass(contract: Server) -> None:
+    plain = {"text_input": strings(PROMPT), "max_tokens": int32(4)}
+    (expected,) = answers(contract, "ensemble", plain)
+    neutral = {"beam_width": int32(1), "length_penalty": number(0.7), "stream": flag(False)}
+    (found,) = answers(contract, "ensemble", {**plain, **neutral})
+    assert found.as_numpy(TEXT).tolist() == expected.as_numpy(TEXT).tolist()

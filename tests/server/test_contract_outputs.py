@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every output of TensorRT-LLM's ensemble holds what it holds there, and is absent unless asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from contract import (
+    PROMPT,
+    TEXT,
+    answers,
+    body,
+    decode,
+    encode,
+    events,
+    flag,
+    generate,
+    greedy,
+    log_probs,
+    logits,
+    number,
+    output_names,
+)
+from running import Server
+from test_generate import int32, strings
+
+ALWAYS = {"model_name", "model_version", TEXT, "finish_reason"}
+PERF = {
+    *("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"),
+    *("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"),
+    *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"),
+}
+ASKED = {
+    "return_log_probs": {"cum_log_probs", "output_log_probs"},
+    "return_context_logits": {"context_logits"},
+    "return_generation_logits": {"generation_logits"},
+    "return_perf_metrics": PERF,
+    "return_kv_cache_reuse_stats": PERF,
+    "return_num_input_tokens": {"num_input_tokens"},
+    "return_num_output_tokens": {"num_output_tokens"},
+}
+N = 20
+
+
+@pytest.mark.parametrize("name", [None, *ASKED])
+def test_outputs_are_there_when_asked_for_and_only_then(contract: Server, name: str | None) -> None:
+    expected = ALWAYS | (ASKED[name] if name else set())
+    asked = {name: True} if name else {}
+    ours = {*generate(contract, 4, **asked)} - {"sequence_end", "sequence_id", "sequence_start"}
+    assert ours == expected
+    declined = generate(contract, 4, **{name: False for name in asked})
+    assert {*declined} == {*generate(contract, 4)}
+
+
+def test_text_output_is_one_string_in_a_flat_array(contract: Server) -> None:
+    (result,) = answers(contract, "ensemble", {"text_input": strings(PROMPT), "max_tokens": int32(N)})
+    assert result.as_numpy(TEXT).shape == (1,)
+    assert result.as_numpy(TEXT)[0].decode() == PROMPT + decode(greedy(PROMPT, N))
+
+
+def test_characters_of_several_tokens_are_sent_whole(contract: Server) -> None:
+    prompt = "The word hello in many languages:"
+    expected = decode(greedy(prompt, 48)).rstrip("\ufffd")
+    assert any(len(character.encode()) > 1 for character in expected)
+    chunks = events(contract, 48, text_input=prompt)
+    assert "".join(chunk[TEXT] for chunk in chunks).rstrip("\ufffd") == expected
+    assert not any("\ufffd" in chunk[TEXT] for chunk in chunks[:-1])
+
+
+def test_log_probs_equal_those_of_transformers(contract: Server) -> None:
+    plain = greedy(PROMPT, N)
+    expected = log_probs(encode(PROMPT), plain)
+    answer = generate(contract, N, return_log_probs=True)
+    np.testing.assert_allclose(answer["output_log_probs"], expected, atol=1e-4)
+    np.testing.assert_allclose(answer["cum_log_probs"], expected.sum(), atol=1e-3)
+    chunks = events(contract, N, return_log_probs=True)
+    streamed: list[float] = []
+    for chunk in chunks:  # each covers its own tokens, the sum covers all so far
+        part = chunk["output_log_probs"]
+        streamed += part if isinstance(part, list) else [part]
+        np.testing.assert_allclose(chunk["cum_log_probs"], expected[: len(streamed)].sum(), atol=1e-3)
+    np.testing.assert_allclose(streamed, expected, atol=1e-4)
+
+
+def sampled_ids(result: Any, vocabulary: int) -> list[int]:
+    return [int(row.argmax()) for row in result.as_numpy("generation_logits").reshape(-1, vocabulary)]
+
+
+def test_logits_equal_those_of_transformers(contract: Server) -> None:
+    prompt, plain = encode(PROMPT), greedy(PROMPT, N)
+    values = {
+        "text_input": strings(PROMPT), "max_tokens": int32(N), "return_log_probs": flag(True),
+        "return_context_logits": flag(True), "return_generation_logits": flag(True),
+    }  # fmt: skip
+    (result,) = answers(contract, "ensemble", values)
+    reference = logits(prompt + plain).numpy()
+    vocabulary = reference.shape[1]
+    context, generation = result.as_numpy("context_logits"), result.as_numpy("generation_logits")
+    assert context.shape == (1, len(prompt), vocabulary) and context.dtype == np.float32
+    assert generation.shape == (1, 1, N, vocabulary) and generation.dtype == np.float32
+    np.testing.assert_allclose(context[0], reference[: len(prompt)], atol=1e-3)
+    np.testing.assert_allclose(generation[0, 0], reference[len(prompt) - 1 : -1], atol=1e-3)
+    assert result.as_numpy("output_log_probs").shape == (1, 1, N)
+    assert result.as_numpy("cum_log_probs").shape == (1, 1)
+    chunks = answers(contract, "ensemble", {**values, "stream": flag(True)})
+    assert [token for chunk in chunks for token in sampled_ids(chunk, vocabulary)] == plain
+    assert ["context_logits" in output_names(chunk) for chunk in chunks] == [True] + [False] * (
+        len(chunks) - 1
+    )
+
+
+def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
+    prompt = "A horse, a duck and a frog lived by the river and were friends. " * 5
+    pages = len(encode(prompt)) // 16
+
+    def perf(stream: bool) -> dict[str, Any]:
+        asked = {"text_input": prompt, "return_perf_metrics": True}
+        if not stream:
+            return generate(contract, 4, **asked)
+        *earlier, last = events(contract, 4, **asked)
+        assert not any(PERF & {*chunk} for chunk in earlier)  # with the last chunk only
+        return last
+
+    first, second, third = perf(False), perf(False), perf(True)
+    assert pages > 4 and first["kv_cache_reused_blocks"] == 0 and first["kv_cache_alloc_new_blocks"] >= pages
+    for again in (second, third):
+        assert again["kv_cache_reused_blocks"] >= pages - 1
+        assert again["kv_cache_alloc_new_blocks"] < first["kv_cache_alloc_new_blocks"]
+        assert again["kv_cache_alloc_total_blocks"] == (
+            again["kv_cache_alloc_new_blocks"] + again["kv_cache_reused_blocks"]
+        )
+        times = [again[f"{moment}_time_ns"] for moment in ("arrival", "first_scheduled", "first_token")]
+        assert 0 < times[0] <= times[1] <= times[2] <= again["last_token_time_ns"]
+        nothing = [again[name] for name in ("acceptance_rate", "total_draft_tokens")]
+        assert [*nothing, again["total_accepted_draft_tokens"]] == [0, 0, 0]
+    assert second[TEXT] == first[TEXT]
+
+
+def test_token_counts_add_up_over_chunks(contract: Server) -> None:
+    chunks = events(contract, N, return_num_input_tokens=True, return_num_output_tokens=True)
+    assert {chunk["num_input_tokens"] for chunk in chunks} == {len(encode(PROMPT))}
+    assert len(chunks) > 1 and sum(chunk["num_output_tokens"] for chunk in chunks) == N
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({}, "length"), ({"end_id": "4th"}, "stop"), ({"stop_words": "4th"}, "stop")],
+)
+def test_finish_reason_comes_with_the_last_chunk(
+    contract: Server, changes: dict[str, Any], reason: str
+) -> None:
+    token = greedy(PROMPT, N)[4]
+    values: dict[str, Any] = {
+        name: token if name == "end_id" else decode([token]).strip() for name in changes
+    }
+    chunks = events(contract, N, **values)
+    assert [chunk.get("finish_reason") for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
+    assert generate(contract, N, **values)["finish_reason"] == reason
+
+
+def test_a_batch_tags_its_rows_and_its_sequences(contract: Server) -> None:
+    values = {
+        "text_input": strings(PROMPT, "The"), "max_tokens": int32(5, 7), "num_return_sequences": int32(2, 2),
+        "seed": np.array([[1], [2]], np.uint64), "temperature": number(1.0, 1.0),
+    }  # fmt: skip
+    found = answers(contract, "ensemble", values)
+    tags = {(r.as_numpy("batch_index").item(), r.as_numpy("sequence_index").item()) for r in found}
+    assert len(found) == 4 and tags == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert all(r.as_numpy("batch_index").shape == (1, 1) for r in found)
+
+
+GUIDES: list[tuple[str, str, str]] = [
+    ("regex", "[0-9]{3}-[a-f]{2}", r"[0-9]{3}-[a-f]{2}"),
+    ("ebnf_grammar", 'root ::= "yes" | "no"', "yes|no"),
+    (
+        "json_schema",
+        '{"type":"object","properties":{"big":{"type":"boolean"}},"required":["big"],"additionalProperties":false}',
+        r'\{\s*"big"\s*:\s*(true|false)\s*\}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "guide", "pattern"), GUIDES, ids=[kind for kind, _, _ in GUIDES])
+def test_guided_decoding(contract: Server, kind: str, guide: str, pattern: str) -> None:
+    asked = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    # Once a guide is complete it allows nothing but the model's end id. The penalty keeps the bundled
+    # model, which has never seen JSON, from writing blanks for ever.
+    request = body(64, **asked, repetition_penalty=2.0)
+    del request["end_id"]
+    status, answer = contract.post(request)
+    assert status == 200, answer
+    assert re.fullmatch(pattern, answer[TEXT]), answer
+    assert answer["finish_reason"] == "stop"
+
+
+def test_guided_decoding_of_any_json(contract: Server) -> None:
+    asked = {"guided_decoding_guide_type": "json", "repetition_penalty": 1.3}
+    text = generate(contract, 24, **asked)[TEXT].lstrip()
+    assert text[0] in '{["-0123456789tfn', text
