@@ -146,11 +146,6 @@ class Endpoint:
                     if replaced:
                         self._on_replaced()
                     self._serve(context, record)
-                elif not self._settled.is_set() and self._supervisor.failed_attempts() >= RESTART_ATTEMPTS:
-                    raise EngineStartError(
-                        f"the engine process ended {RESTART_ATTEMPTS} times in a row\n"
-                        + self._supervisor.log_tail()
-                    )
                 else:
                     time.sleep(RETRY_S)
         except Exception as error:

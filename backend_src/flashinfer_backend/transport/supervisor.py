@@ -23,7 +23,6 @@ from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.peers import living_stubs
 
 LOG_TAIL_LINES = 20
-RESTART_ATTEMPTS = 5  # while a model is reloaded after a crash; see EngineStartError
 LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 60.0  # an engine that lived so long does not count as a failed attempt
 STOP_TIMEOUT_S = 5.0
@@ -66,9 +65,9 @@ class Supervisor:
     def attach(self) -> tuple[EngineRecord | None, bool]:
         """(the living engine, whether this call replaced a dead one); starts one when there is none.
 
-        No engine is returned while the delay between two attempts runs: call again. Raises
-        EngineStartError when starting has failed too often: at the first failure where no engine has
-        ever been ready, so that a model with a wrong setting fails to load at once.
+        No engine is returned while the delay between two attempts runs, at most LONGEST_DELAY_S: call
+        again. Raises EngineStartError where no engine has ever been ready, so that a model with a wrong
+        setting fails to load at once; one that did run is tried again for ever.
         """
         self.reap()
         with rundir.locked(self.run_dir):
@@ -89,11 +88,6 @@ class Supervisor:
             if now < record.died_at + delay:
                 return None, False
             return self._start(record), True
-
-    def failed_attempts(self) -> int:
-        """How many engines in a row ended without having lived long."""
-        record = self._read()
-        return record.failures if record else 0
 
     def mark_ready(self, pid: int) -> None:
         """Notes that the engine with this pid has reported ready."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 import traceback
 from functools import cached_property
 from typing import Any
@@ -24,13 +23,13 @@ from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
+from flashinfer_backend.triton.reload import reload
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
 POSTPROCESSING_MODEL = "postprocessing"
-DRAIN_S = 5.0  # how long a reload waits for errors of open requests to be sent
 REQUEST_TYPES = ("context_and_generation",)
 
 
@@ -171,27 +170,8 @@ class TritonPythonModel:
         return DeltaDecoder(TextTokenizer(resolve_model_dir(folder)).backend)
 
     def _reload_soon(self) -> None:
-        threading.Thread(target=self._reload, name="reload", daemon=True).start()
-
-    def _reload(self) -> None:
-        """Has Triton reload the model, so that it and the ensemble report not ready until the new engine
-        is: servers without is_ready() know no other way. Possible under explicit model control only;
-        otherwise the model goes on as it is, with an error for each request until the engine is back.
-        """
-        pb, log = self._pb, self._pb.Logger
-        try:
-            pb.unload_model(self._name)
-        except Exception as error:
-            log.log_warn(f"the engine is restarted while {self._name} goes on reporting ready: {error}")
-            return
-        # load_model() keeps the interpreter to itself until the new instances are ready.
-        deadline = time.monotonic() + DRAIN_S
-        while self._responder.open_requests() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        try:
-            pb.load_model(self._name)
-        except Exception as error:
-            log.log_error(f"{self._name} cannot be loaded again after its engine ended: {error}")
+        arguments = (self._pb, self._name, os.getppid(), lambda: bool(self._responder.open_requests()))
+        threading.Thread(target=reload, args=arguments, name="reload", daemon=True).start()
 
 
 def _check_type(parameters: str) -> None:
