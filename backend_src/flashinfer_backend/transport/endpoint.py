@@ -20,12 +20,7 @@ import zmq
 
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.peers import PeerSocket
-from flashinfer_backend.transport.supervisor import (
-    RESTART_ATTEMPTS,
-    EngineRecord,
-    EngineStartError,
-    Supervisor,
-)
+from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."

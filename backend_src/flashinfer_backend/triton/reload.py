@@ -8,6 +8,7 @@ and then crashes at some later request (docs/triton-notes.md).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,4 +43,4 @@ def has_explicit_model_control(server_pid: int) -> bool:
     """Whether the server's command line asks for explicit model control."""
     words = Path(f"/proc/{server_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     name, value = "--model-control-mode", "explicit"
-    return f"{name}={value}" in words or (name, value) in zip(words, words[1:], strict=False)
+    return f"{name}={value}" in words or (name, value) in itertools.pairwise(words)
