@@ -152,7 +152,7 @@ WRONG = [
         "finite",
     ),
     *[
-        ({name: strings(["a"])}, f"{name} is not supported")
+        ({name: strings(["a"])}, f"^{name}.* is not supported")
         for name in ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "PROMPT_TABLE_EXTRA_ID")
     ],
 ]
