@@ -47,3 +47,10 @@ def watch(server: Server) -> Iterator[EngineWatch]:
     watching = EngineWatch(server)
     yield watching
     watching.close()
+
+
+@pytest.fixture
+def watch_contract(contract: Server) -> Iterator[EngineWatch]:
+    watching = EngineWatch(contract)
+    yield watching
+    watching.close()

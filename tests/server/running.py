@@ -144,7 +144,7 @@ class Server:
 
     @property
     def run_dir(self) -> Path:
-        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")
+        (found,) = self.runs.glob("flashinfer-backend-*/*-*")
         return found
 
     def engine_pid(self) -> int:

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model `tensorrt_llm`: token ids in, token ids out, as TensorRT-LLM's clients of it expect."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from contract import (
+    LLM,
+    OUT_OF_VOCABULARY,
+    PROMPT,
+    answers,
+    decode,
+    encode,
+    flag,
+    greedy,
+    ids_request,
+    log_probs,
+    logits,
+    number,
+    output_names,
+    refusal,
+)
+from running import Server, wait_for
+from test_generate import inputs, int32, strings
+
+N = 16
+
+
+def ids(result: Any) -> list[int]:
+    return [int(token) for token in result.as_numpy("output_ids").flatten()]
+
+
+def completion(server: Server, max_tokens: int = N, **more: np.ndarray) -> list[int]:
+    """Ids after the prompt of an answer which is not streamed."""
+    asked = {"exclude_input_in_output": flag(True), **more}
+    (result,) = answers(server, LLM, ids_request(encode(PROMPT), max_tokens, **asked))
+    return ids(result)
+
+
+def test_shapes_of_an_answer(contract: Server) -> None:
+    prompt, plain = encode(PROMPT), greedy(PROMPT, N)
+    (result,) = answers(contract, LLM, ids_request(prompt, N))
+    assert result.as_numpy("output_ids").shape == (1, 1, len(prompt) + N)
+    assert ids(result) == prompt + plain
+    assert result.as_numpy("sequence_length").tolist() == [[len(prompt) + N]]
+    assert completion(contract) == plain
+    chunks = answers(contract, LLM, ids_request(prompt, N, streaming=flag(True)))
+    assert [token for chunk in chunks for token in ids(chunk)] == plain
+    for chunk in chunks:
+        assert chunk.as_numpy("output_ids").shape == (1, 1, chunk.as_numpy("sequence_length").item())
+
+
+def test_extra_outputs_have_a_batch_and_a_beam_dimension(contract: Server) -> None:
+    prompt, plain = encode(PROMPT), greedy(PROMPT, N)
+    names = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
+    asked = {f"return_{name}": flag(True) for name in (*names, "num_input_tokens", "num_output_tokens")}
+    (result,) = answers(contract, LLM, ids_request(prompt, N, **asked))
+    reference = logits(prompt + plain).numpy()
+    np.testing.assert_allclose(
+        result.as_numpy("output_log_probs"), log_probs(prompt, plain)[None, None], atol=1e-4
+    )
+    assert result.as_numpy("cum_log_probs").shape == (1, 1)
+    np.testing.assert_allclose(result.as_numpy("context_logits"), reference[None, : len(prompt)], atol=1e-3)
+    np.testing.assert_allclose(
+        result.as_numpy("generation_logits"), reference[None, None, len(prompt) - 1 : -1], atol=1e-3
+    )
+    for name, value in (("num_input_tokens", len(prompt)), ("num_output_tokens", N)):
+        assert result.as_numpy(name).tolist() == [[value]]
+    assert result.as_numpy("kv_cache_alloc_total_blocks").shape == (1, 1)
+
+
+def test_padded_rows_of_a_batch_end_where_input_lengths_says(contract: Server) -> None:
+    prompts = [encode(PROMPT), encode("The")]
+    padded = np.full((2, max(map(len, prompts))), 3, np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = prompt
+    values = {
+        "input_ids": padded, "input_lengths": int32(*map(len, prompts)), "request_output_len": int32(6, 6),
+        "end_id": int32(OUT_OF_VOCABULARY, OUT_OF_VOCABULARY),
+    }  # fmt: skip
+    found = {r.as_numpy("batch_index").item(): ids(r) for r in answers(contract, LLM, values)}
+    assert found == {0: prompts[0] + greedy(PROMPT, 6), 1: prompts[1] + greedy("The", 6)}
+
+
+def test_word_lists_by_ids(contract: Server) -> None:
+    plain = greedy(PROMPT, N)
+    stop = np.array([[plain[5:7] + [9], [2, 3, -1]]], np.int32)
+    assert completion(contract, stop_words_list=stop) == plain[:7]  # the stop word stays
+    bad = np.array([[[plain[0]], [1]]], np.int32)
+    assert completion(contract, bad_words_list=bad)[0] != plain[0]
+    empty = np.zeros((1, 2, 0), np.int32)
+    assert completion(contract, stop_words_list=empty, bad_words_list=empty) == plain
+    bias = np.zeros((1, len(logits([1])[0])), np.float32)
+    bias[0, 77] = 1000.0
+    assert completion(contract, 3, embedding_bias=bias) == [77] * 3
+    assert completion(contract, embedding_bias=np.zeros((1, 0), np.float32)) == plain
+    text = {"stop_words_text": strings(decode(plain[3:5])), "exclude_stop_words_in_output": flag(False)}
+    assert completion(contract, **text) == plain[:5]
+
+
+def test_sampling_values(contract: Server) -> None:
+    plain = greedy(PROMPT, N)
+    shipped = {"temperature": number(1.0), "runtime_top_k": int32(1), "runtime_top_p": number(0.0)}
+    assert completion(contract, **shipped, beam_width=int32(1), pad_id=int32(2)) == plain
+    ignored = {
+        "runtime_top_p_min": number(0.1), "runtime_top_p_decay": number(1.0),
+        "runtime_top_p_reset_ids": int32(1), "len_penalty": number(2.0), "early_stopping": flag(True),
+        "beam_search_diversity_rate": number(0.5),
+    }  # fmt: skip
+    assert completion(contract, **ignored) == plain
+    seeds = [{name: np.array([[9]], np.uint64)} for name in ("seed", "random_seed")]
+    sampled = [completion(contract, runtime_top_k=int32(50), **seed) for seed in seeds]
+    assert sampled[0] == sampled[1]
+    for name in ("min_tokens", "min_length"):
+        ended = completion(contract, end_id=int32(plain[4]), **{name: int32(8)})
+        assert len(ended) >= 8 and plain[4] not in ended[:8]
+    penalties = {
+        "repetition_penalty": number(1.3),
+        "presence_penalty": number(0.5),
+        "frequency_penalty": number(0.5),
+    }
+    assert len(completion(contract, 40, **penalties)) == 40
+    guide = {"guided_decoding_guide_type": strings("regex"), "guided_decoding_guide": strings("[0-9]+")}
+    assert decode(completion(contract, 4, **guide)).isdigit()
+
+
+def test_several_sequences(contract: Server) -> None:
+    asked = {"num_return_sequences": int32(2), "seed": np.array([[1]], np.uint64)}
+    found = answers(contract, LLM, ids_request(encode(PROMPT), N, **asked))
+    assert sorted(r.as_numpy("sequence_index").item() for r in found) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"output_ids", "sequence_length"},
+        {"output_ids", "sequence_length", "output_log_probs", "cum_log_probs"},
+        {"finish_reason"},
+        set(),
+    ],
+    ids=lambda names: "+".join(sorted(names)) or "none named",
+)
+def test_an_answer_holds_the_outputs_that_were_requested(contract: Server, asked: set[str]) -> None:
+    answer: queue.Queue[Any] = queue.Queue()
+    outputs = [grpcclient.InferRequestedOutput(name) for name in asked] or None
+    values = ids_request(encode(PROMPT), 4, return_log_probs=flag(True))
+    with grpcclient.InferenceServerClient(contract.grpc) as client:
+        client.start_stream(lambda result, error: answer.put((result, error)))
+        client.async_stream_infer(LLM, inputs(values), outputs=outputs, parameters={"Streaming": False})
+        result, error = answer.get(timeout=30)
+    always = {"output_ids", "sequence_length", "chunk_context", "finish_reason"}
+    assert error is None
+    assert output_names(result) == (asked or always | {"output_log_probs", "cum_log_probs"})
+
+
+@pytest.mark.parametrize("stop_by", ["stop request", "cancellation"])
+def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_contract: Any) -> None:
+    """As inflight_batcher_llm_client.py --stop-after-ms does, in both of its ways."""
+    before = watch_contract.status().cancellations
+    started, ended = threading.Event(), threading.Event()
+    produced: list[int] = []
+    others: list[Any] = []
+
+    def receive(result: Any, error: Any) -> None:
+        if error is not None or not result.get_response().outputs:
+            others.append(error or "empty")
+            return
+        produced.extend(ids(result))
+        started.set()
+        if "finish_reason" in output_names(result):
+            ended.set()
+
+    request = inputs(ids_request(encode(PROMPT), 1900, streaming=flag(True)))
+    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    with grpcclient.InferenceServerClient(contract.grpc) as client:
+        client.start_stream(receive)
+        client.async_stream_infer(LLM, request, request_id="1", enable_empty_final_response=True)
+        assert started.wait(30)
+        if stop_by == "stop request":
+            final = {"enable_empty_final_response": True}
+            client.async_stream_infer(LLM, inputs({**stop, "stop": flag(True)}), request_id="1", **final)
+            assert ended.wait(30)
+            client.stop_stream()
+            assert "empty" in others  # the stop request's own, empty answer
+        else:
+            client.stop_stream(cancel_requests=True)
+    wait_for(lambda: watch_contract.status().cancellations > before, "the engine to hear of it")
+    assert 0 < len(produced) < 1900
+    assert watch_contract.status().requests_active == 0
+
+
+def test_a_stop_request_for_an_unknown_id_is_no_error(contract: Server) -> None:
+    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    assert answers(contract, LLM, {**stop, "stop": flag(True)}, request_id="nobody") == []
+    message = refusal(contract, LLM, {**stop, "stop": flag(True)})
+    assert "Trying to stop a request but request ID is not provided" in message

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model `tensorrt_llm` refuses: by name, without harm to anyone else."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from contract import LLM, PROMPT, answers, encode, flag, greedy, ids_request, logits, number, refusal
+from running import Server
+from test_generate import inputs, int32
+
+REFUSED: dict[str, np.ndarray] = {
+    "encoder_input_features": np.ones((1, 2, 2), np.float16),
+    "encoder_output_lengths": int32(1),
+    "decoder_input_ids": int32(1),
+    "cross_attention_mask": np.ones((1, 2, 2), bool),
+    "skip_cross_attn_blocks": flag(True),
+    "mrope_rotary_cos_sin": np.ones((1, 2), np.float32),
+    "mrope_position_deltas": np.array([[1]], np.int64),
+    "prompt_embedding_table": np.ones((1, 2, 2), np.float16),
+    "prompt_table_extra_ids": np.ones((1, 2), np.uint64),
+    "prompt_vocab_size": int32(1),
+    "lora_task_id": np.array([[1]], np.uint64),
+    "lora_weights": np.ones((1, 2, 2), np.float16),
+    "lora_config": np.ones((1, 2, 3), np.int32),
+    "draft_input_ids": int32(1),
+    "draft_logits": np.ones((1, 2, 2), np.float32),
+    "draft_acceptance_threshold": number(0.5),
+    **{f"lookahead_{name}_size": int32(2) for name in ("window", "ngram", "verification_set")},
+    "context_phase_params": np.ones((1, 2), np.uint8),
+    **{
+        f"retention_token_range_{name}": int32(1) for name in ("starts", "ends", "priorities", "durations_ms")
+    },
+    **{f"retention_decode_{name}": int32(1) for name in ("priority", "duration_ms")},
+    "beam_width": int32(2),
+    "runtime_top_p_decay": number(0.5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(contract: Server, name: str) -> None:
+    message = refusal(contract, LLM, ids_request(encode(PROMPT), 4, **{name: REFUSED[name]}))
+    assert f"{name} is " in message and "not supported" in message
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_nothing_else_happens(contract: Server) -> None:
+    for wrong in (2**31 - 1, -1, len(logits([1])[0])):
+        message = refusal(contract, LLM, ids_request([5, wrong], 4))
+        assert f"input_ids holds {wrong}; token ids should lie in 0.." in message
+    (result,) = answers(contract, LLM, ids_request(encode(PROMPT), 9, end_id=int32(2**31 - 1)))
+    assert result.as_numpy("output_ids")[0, 0].tolist() == encode(PROMPT) + greedy(PROMPT, 9)
+
+
+def test_malformed_word_lists_are_refused(contract: Server) -> None:
+    for offsets in ([3, 2], [4, -1], [-1, 2]):
+        bad = np.array([[[5, 6], offsets]], np.int32)
+        message = refusal(contract, LLM, ids_request([5], 4, bad_words_list=bad))
+        assert "Sparse list must not" in message
+
+
+def test_disaggregated_requests_are_refused(contract: Server) -> None:
+    answer: queue.Queue[Any] = queue.Queue()
+    with grpcclient.InferenceServerClient(contract.grpc) as client:
+        client.start_stream(lambda result, error: answer.put((result, error)))
+        for kind in ("context_only", "context_and_generation"):
+            client.async_stream_infer(LLM, inputs(ids_request([5], 2)), parameters={"request_type": kind})
+        (_, error), (result, none) = (answer.get(timeout=30) for _ in range(2))
+    assert "request_type is 'context_only'" in str(error)
+    assert none is None and result.as_numpy("output_ids").shape == (1, 1, 3)
