@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of sequences to responses: order, merging, stop words, ends. Only Triton itself is replaced."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.text.chunk import unpack_chunk_context
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.triton.outputs import Place
+from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton.responder import OpenRequest, Responder
+from flashinfer_backend.triton.sequence import Sequence
+
+TIMEOUT_S = 20
+OUTPUTS = {"output_ids", "sequence_length", "chunk_context", "finish_reason", "batch_index", "sequence_index"}
+FINAL = 1
+
+
+class Tensor:
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self.name, self.value = name, value
+
+
+class Error:
+    INTERNAL, UNAVAILABLE, INVALID_ARG = "internal", "unavailable", "invalid"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class Sender:
+    """A response sender that can be held up, as a busy server would."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, np.ndarray], int, Error | None]] = []
+        self.free, self.ended = threading.Event(), threading.Event()
+        self.entered = threading.Event()
+        self.free.set()
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        assert not self.ended.is_set(), "a response after the final one"
+        self.entered.set()
+        assert self.free.wait(TIMEOUT_S)
+        tensors = {tensor.name: tensor.value for tensor in response.tensors}
+        self.sent.append((tensors, flags, response.error))
+        if flags == FINAL:
+            self.ended.set()
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [tensors["output_ids"].flatten().tolist() for tensors, _, error in self.sent if error is None]
+
+
+class Bench:
+    """A responder whose engine is the test."""
+
+    def __init__(self) -> None:
+        pb_utils = SimpleNamespace(
+            Tensor=Tensor,
+            TritonError=Error,
+            TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+            InferenceResponse=lambda output_tensors, error=None: SimpleNamespace(
+                tensors=output_tensors, error=error
+            ),
+        )
+        self.cancelled: list[int] = []
+        self.responder = Responder(pb_utils)
+        nothing = lambda *_: None  # noqa: E731
+        self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
+        self.responder.seen = SimpleNamespace(forget=nothing)  # type: ignore[assignment]
+        self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
+
+    def open(self, *rows: Row, request_id: str = "") -> tuple[Sender, OpenRequest]:
+        sender = Sender()
+        request, schedule = self.responder.open(sender, request_id, OUTPUTS)
+        for index, row in enumerate(rows):
+            place = Place(batch_index=index if len(rows) > 1 else None)
+            request.sequences.append(Sequence(request, row, place, schedule))
+            request.sequences[-1].handle = 100 + index
+        request.remaining = len(rows)
+        return sender, request
+
+
+@pytest.fixture
+def bench() -> Any:
+    made = Bench()
+    yield made
+    made.responder.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(resolve_model_dir("bundled"))
+
+
+def row(streaming: bool = True, **more: Any) -> Row:
+    return Row(np.array([7, 8], np.int32), SamplingParams(max_tokens=9), streaming=streaming, **more)
+
+
+def feed(sequence: Sequence, *tokens: int, end: int = protocol.RUNNING) -> None:
+    for n, token in enumerate(tokens, start=1):
+        sequence.on_token(token, end if n == len(tokens) else protocol.RUNNING, None)
+
+
+def test_tokens_that_arrive_while_a_response_is_sent_go_out_together(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    sender.free.clear()
+    feed(request.sequences[0], 1)
+    assert sender.entered.wait(TIMEOUT_S)
+    feed(request.sequences[0], 2, 3, 4)
+    feed(request.sequences[0], 5, end=protocol.FINISHED_LENGTH)
+    sender.free.set()
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sender.ids == [[1], [2, 3, 4, 5]]
+    last, flags, _ = sender.sent[-1]
+    assert flags == FINAL and last["finish_reason"].item() == b"length"
+    assert not bench.responder.open_requests()
+
+
+def test_each_chunk_carries_the_ids_before_it(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    for n in range(12):
+        done = len(sender.sent)
+        feed(request.sequences[0], n, end=protocol.FINISHED_END_ID if n == 11 else protocol.RUNNING)
+        while len(sender.sent) == done:
+            pass
+    contexts = [unpack_chunk_context(tensors["chunk_context"][0]) for tensors, _, _ in sender.sent]
+    assert [context.context_ids for context in contexts] == [list(range(max(0, n - 8), n)) for n in range(12)]
+    assert [context.last for context in contexts] == [False] * 11 + [True]
+    assert {context.handle for context in contexts} == {100}
+
+
+def test_the_end_token_is_not_sent(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    feed(request.sequences[0], 5, protocol.NO_TOKEN, end=protocol.FINISHED_END_ID)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert [token for ids in sender.ids for token in ids] == [5]
+    assert sender.sent[-1][0]["finish_reason"].item() == b"stop"
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_without_streaming_there_is_one_response(bench: Bench, exclude: bool) -> None:
+    sender, request = bench.open(row(streaming=False, exclude_input=exclude))
+    feed(request.sequences[0], 1, 2, 3, end=protocol.FINISHED_LENGTH)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sender.ids == [[1, 2, 3] if exclude else [7, 8, 1, 2, 3]]
+    assert unpack_chunk_context(sender.sent[0][0]["chunk_context"][0]).whole
+
+
+def test_only_the_last_row_of_a_batch_is_final(bench: Bench) -> None:
+    sender, request = bench.open(row(), row(), row())
+    for n in (1, 0, 2):
+        feed(request.sequences[n], n + 10, end=protocol.FINISHED_LENGTH)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sorted(tensors["batch_index"].item() for tensors, _, _ in sender.sent) == [0, 1, 2]
+    assert [flags for _, flags, _ in sender.sent] == [0, 0, FINAL]
+
+
+def test_a_failure_comes_after_the_tokens_before_it_and_ends_the_request(bench: Bench) -> None:
+    sender, request = bench.open(row(), row())
+    feed(request.sequences[0], 1)
+    request.sequences[0].on_failure("out of luck", True)
+    assert sender.ended.wait(TIMEOUT_S)
+    feed(request.sequences[1], 2, end=protocol.FINISHED_LENGTH)  # too late: nothing may follow
+    assert sender.ids == [[1]]
+    _, flags, error = sender.sent[-1]
+    assert error is not None and (error.message, error.code, flags) == (
+        "out of luck",
+        Error.UNAVAILABLE,
+        FINAL,
+    )
+    assert 101 in bench.cancelled
+
+
+def test_stop_cancels_the_requests_with_that_id(bench: Bench) -> None:
+    sender, request = bench.open(row(), request_id="a")
+    other, _ = bench.open(row(), request_id="b")
+    bench.responder.stop("a")
+    assert bench.cancelled == [100]
+    feed(request.sequences[0], protocol.NO_TOKEN, end=protocol.FINISHED_CANCELLED)
+    assert sender.ended.wait(TIMEOUT_S) and not other.sent
+    assert sender.sent[-1][0]["finish_reason"].item() == b"cancelled"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("exclude_word", [True, False])
+def test_stop_words_end_the_sequence_and_cut_the_text(
+    bench: Bench, tokenizer: TextTokenizer, streaming: bool, exclude_word: bool
+) -> None:
+    decoder = DeltaDecoder(tokenizer.backend)
+    text = " there was a little girl. She liked to play"
+    (tokens,) = tokenizer.encode_batch([text], False)
+    wanted = row(streaming, exclude_input=True, stop_words=["girl. S"], exclude_stop_words=exclude_word)
+    sender, request = bench.open(wanted)
+    sequence = request.sequences[0]
+    assert sequence.match_stop_words(decoder).stop_sequences == []
+    feed(sequence, *tokens)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert bench.cancelled == [100]
+    found = ""
+    for tensors, _, _ in sender.sent:
+        context = unpack_chunk_context(tensors["chunk_context"][0])
+        piece = decoder.delta(context.context_ids, tensors["output_ids"].flatten().tolist(), context.last)
+        found += piece if context.max_chars < 0 else piece[: context.max_chars]
+    assert found == " there was a little " + ("" if exclude_word else "girl. S")
+    assert sender.sent[-1][0]["finish_reason"].item() == b"stop"
+
+
+def test_stop_words_without_text_stay_with_the_engine(bench: Bench, tokenizer: TextTokenizer) -> None:
+    params = SamplingParams(max_tokens=9, stop_sequences=[[1], [300]])  # 1 is the end-of-text token
+    wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=["x"])
+    _, request = bench.open(wanted)
+    remaining = request.sequences[0].match_stop_words(DeltaDecoder(tokenizer.backend))
+    assert remaining.stop_sequences == [[1]]
