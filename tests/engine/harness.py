@@ -146,5 +146,6 @@ def start_core(model_dir: Path, **settings: object) -> Core:
         "max_num_tokens": 64,
         "max_num_tokens_while_decoding": 64,
         "max_seq_len": 256,
+        "kv_cache_free_gpu_mem_fraction": 0.02,  # several engines may share one test process
     } | settings
     return start(EngineConfig(model_dir=str(model_dir), **values))  # type: ignore[arg-type]

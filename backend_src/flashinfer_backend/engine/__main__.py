@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import select
@@ -50,6 +51,8 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: setattr(socket, "closed", True))
     loop = EngineLoop(core, socket)
+    gc.collect()
+    gc.freeze()  # a full collection over the model's objects would show as a slow step
     try:
         loop.run()
     finally:

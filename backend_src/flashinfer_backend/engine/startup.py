@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from dataclasses import dataclass
@@ -78,8 +77,6 @@ def start(config: EngineConfig) -> Core:
         config.tokens_per_block,
         time.monotonic() - began,
     )
-    gc.collect()
-    gc.freeze()  # a full collection over the model's objects would show as a slow step
     return Core(config, model_config, Scheduler(config, allocator), runner)
 
 

@@ -5,17 +5,26 @@ A step with prompts has attention of a new shape each time, but its other operat
 the number of tokens. Launched one by one they cost the host about 10 ms, more than the device needs
 for a short prompt. So for some numbers of tokens each stretch between two attention calls is a
 graph: from the embedding to the first query, from one layer's attention to the next layer's query,
-and from the last attention to the end. Steps are padded to the next captured number.
+and from the last attention to the end. Steps are padded to a captured number.
+
+More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each
+number is timed once it is captured, and a step takes the fastest that holds it.
 """
 
 from __future__ import annotations
+
+import itertools
+import statistics
+from bisect import bisect_left
 
 import torch
 
 from flashinfer_backend.models.transformer import Attention, Transformer
 
 # Beyond the last size the device takes longer than the host, so nothing is gained.
-SIZES = [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024]
+SIZES = [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 576, 640, 768]
+SIZES += [896, 1024]
+TIMED_REPLAYS = 10
 
 
 class TokenGraphs:
@@ -35,10 +44,12 @@ class TokenGraphs:
         with torch.inference_mode():
             for size in reversed(SIZES):  # the largest first, so that the others fit its memory
                 self._capture(size)
+        times = [self._layer_seconds(size) for size in SIZES]
+        self._best = fastest_sizes(SIZES, times)
 
     def padded(self, tokens: int) -> int:
         """The number of tokens to run a step of `tokens` with."""
-        return next((size for size in SIZES if size >= tokens), tokens)
+        return self._best[bisect_left(SIZES, tokens)] if tokens <= self.largest else tokens
 
     def run(
         self,
@@ -60,6 +71,18 @@ class TokenGraphs:
             attention.run(layer, q, attended)
             graph.replay()
         return self._hidden[size]
+
+    def _layer_seconds(self, size: int) -> float:
+        """Median time of the stretch between two layers' attention."""
+        graph = self._graphs[size][1]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
+        graph.replay()
+        for event in events[:-1]:
+            event.record()
+            graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
     def _capture(self, size: int) -> None:
         input_ids, positions, slot_mapping = (column[:size] for column in self._inputs)
@@ -92,3 +115,16 @@ class TokenGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         assert hidden is not None
         self._graphs[size], self._hidden[size] = graphs, hidden
+
+
+def fastest_sizes(sizes: list[int], seconds: list[float]) -> list[int]:
+    """For each of the ascending `sizes`, the one of at least that size that takes least time."""
+    best: list[int] = []
+    fastest = float("inf")
+    for size, time in zip(reversed(sizes), reversed(seconds), strict=True):
+        if time < fastest:
+            fastest = time
+            best.append(size)
+        else:
+            best.append(best[-1])
+    return best[::-1]
