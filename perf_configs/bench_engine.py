@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept

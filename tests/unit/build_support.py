@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashinfer_backend.config_tools import cli
 from safetensors.numpy import save_file
+
+from flashinfer_backend.config_tools import cli
 
 ROOT = Path(__file__).parents[2]
 MODEL_REPO = ROOT / "model_repo"

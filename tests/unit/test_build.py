@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 from build_support import CONFIG, MODEL_REPO, ROOT, build, checkpoint, snapshot
+from google.protobuf import text_format
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2
+
 from flashinfer_backend.config_tools import checks, cli, patch
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, Knob
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.engine.config import EngineConfig, resolve_limits
-from google.protobuf import text_format
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from tritonclient.grpc import model_config_pb2
 
 
 def read(repo: Path, model: str) -> Any:

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from build_support import MODEL_REPO, build, checkpoint, refused, snapshot, write_checkpoint
+
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 
 REFUSALS = [

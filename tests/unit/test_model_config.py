@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from checkpoints import make_checkpoint
 from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
 from flashinfer_backend.models.transformer import Transformer, rope_cos_sin, rope_inv_freq
 from flashinfer_backend.ops import torch_ops
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # As Llama 3.1 8B was published, with the keys of transformers 4.
 LLAMA31 = {

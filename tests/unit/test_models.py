@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from checkpoints import KINDS, make_checkpoint
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
@@ -17,8 +20,6 @@ from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 PAGE = 16
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from flashinfer_backend.ops import torch_ops
 
 MASK = 0xFFFFFFFF
