@@ -7,6 +7,7 @@ serves as the dummy that padded rows of a CUDA graph use; its only page is page 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -82,8 +83,13 @@ class Runner:
     def capture_graphs(self, sizes: list[int]) -> None:
         """Capture decode-only steps for the given numbers of rows, and all but attention of small
         mixed steps."""
-        self.graphs = DecodeGraphs(self, self._staging, sizes)
-        self.token_graphs = TokenGraphs(self.model, self.kv_caches)
+        gc.collect()
+        gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
+        try:
+            self.graphs = DecodeGraphs(self, self._staging, sizes)
+            self.token_graphs = TokenGraphs(self.model, self.kv_caches)
+        finally:
+            gc.enable()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, settle: Callable[[], None] = lambda: None) -> Launched:
