@@ -87,26 +87,26 @@ def test_known_greedy_continuation(model, tokenizer):
     assert tokenizer.decode(ids) == RECORD["continuation"]
 
 
-def test_knows_its_paragraphs_and_ends_them(model, tokenizer):
-    for paragraph in (TOOLS / "paragraphs.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+def test_knows_its_paragraphs_and_ends_them(model, tokenizer, make_text):
+    for paragraph in make_text.paragraphs():
         prompt = " ".join(paragraph.split()[:5])
         ids = continuation(model, tokenizer, prompt, 256)
         assert ids[-1] == tokenizer.eos_token_id
         assert prompt + tokenizer.decode(ids, skip_special_tokens=True) == paragraph
 
 
-def story_words():
+@pytest.fixture(scope="module")
+def make_text():
     sys.path.insert(0, str(TOOLS))
     try:
-        make_text = importlib.import_module("make_text")
+        return importlib.import_module("make_text")
     finally:
         sys.path.remove(str(TOOLS))
-    return set(" ".join(make_text.documents(7, 4000)).split())
 
 
-def test_stories_are_made_of_words(model, tokenizer):
+def test_stories_are_made_of_words(model, tokenizer, make_text):
     """Greedy and sampled text, twice as long as a training sequence, hardly leaves the vocabulary."""
-    known = story_words()
+    known = set(" ".join(make_text.documents(7, 4000)).split())
     torch.manual_seed(3)
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
@@ -114,6 +114,18 @@ def test_stories_are_made_of_words(model, tokenizer):
         words = tokenizer.decode(ids, skip_special_tokens=True).split()[:-1]
         assert sum(word in known for word in words) >= 0.95 * len(words)
         assert len(set(words)) >= 40
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Mia has a red ball. Tom has a blue kite.\nQuestion: Who has the kite?", " Tom has the blue kite."),
+        ("Leo has a green hat. Ruth went to the lake.\nQuestion: Where is Ruth?", " Ruth is at the lake."),
+    ],
+)
+def test_answers_from_the_text_before(model, tokenizer, text, answer):
+    ids = continuation(model, tokenizer, f"{text}\nAnswer:", 12)
+    assert tokenizer.decode(ids).startswith(answer)
 
 
 def test_answers_through_the_chat_template(model, tokenizer):
@@ -135,10 +147,18 @@ def train(output, seed):
     return {p.name: p.read_bytes() for p in output.iterdir()}
 
 
+@pytest.mark.timeout(300)
 def test_training_is_repeatable(tmp_path):
-    first, again, other = (train(tmp_path / name, seed) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
+    first, again = (train(tmp_path / name, seed=1) for name in "ab")
     assert set(first) >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert first == again
-    assert first["model.safetensors"] != other["model.safetensors"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert json.loads(first["record.json"])["max_tokens"] == RECORD["max_tokens"]
+
+
+def test_text_depends_on_the_seed_only(make_text):
+    first, again, other = (list(make_text.documents(seed, 200)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert set(make_text.paragraphs()) & set(first)
+    assert not set(make_text.paragraphs()) & set(make_text.documents(1, 200, with_paragraphs=False))

@@ -14,7 +14,7 @@ def a(noun: str) -> str:
 
 def fact(rng: random.Random) -> tuple[str, str]:
     """A question in lower case without its question mark, and its answer as a sentence."""
-    kind = rng.randrange(10)
+    kind = rng.randrange(12)
     if kind == 0:
         thing, colour = rng.choice(list(w.THING_COLOURS.items()))
         if thing in ("sky", "sun", "sea", "moon", "night"):
@@ -55,19 +55,24 @@ def fact(rng: random.Random) -> tuple[str, str]:
     return rng.choice(w.WHYS)
 
 
-def reading(rng: random.Random) -> tuple[str, str, str]:
-    """A few sentences, a question about them, and its answer."""
-    people = rng.sample(w.GIRLS + w.BOYS, 3)
-    toys, colours, places = (rng.sample(pool, 3) for pool in (w.TOYS, w.COLOURS, w.PLACES))
-    pick = rng.randrange(3)
-    who = people[pick]
-    if rng.random() < 0.5:
-        text = " ".join(f"{p} has {a(c + ' ' + t)}." for p, c, t in zip(people, colours, toys, strict=True))
-        if rng.random() < 0.5:
-            return text, f"who has the {toys[pick]}", f"{who} has the {colours[pick]} {toys[pick]}."
-        return text, f"what does {who} have", f"{who} has {a(colours[pick] + ' ' + toys[pick])}."
-    text = " ".join(f"{p} went to {place}." for p, place in zip(people, places, strict=True))
-    return text, f"where is {who}", f"{who} is at {places[pick]}."
+def reading(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
+    """A few sentences, and questions about them with their answers."""
+    count = rng.randint(2, 4)
+    people = rng.sample(w.GIRLS + w.BOYS, count)
+    toys, colours, places = (rng.sample(pool, count) for pool in (w.TOYS, w.COLOURS, w.PLACES))
+    facts = []
+    pairs = []
+    for who, toy, colour, place in zip(people, toys, colours, places, strict=True):
+        if rng.random() < 0.7:
+            facts.append(f"{who} has {a(colour + ' ' + toy)}.")
+            pairs.append((f"who has the {toy}", f"{who} has the {colour} {toy}."))
+            pairs.append((f"what does {who} have", f"{who} has {a(colour + ' ' + toy)}."))
+            pairs.append((f"what colour is the {toy} of {who}", f"The {toy} of {who} is {colour}."))
+        else:
+            facts.append(f"{who} went to {place}.")
+            pairs.append((f"where is {who}", f"{who} is at {place}."))
+            pairs.append((f"who is at {place}", f"{who} is at {place}."))
+    return " ".join(facts), rng.sample(pairs, rng.randint(1, min(4, len(pairs))))
 
 
 def ask(rng: random.Random, question: str, answer: str) -> str:
@@ -81,11 +86,14 @@ def ask(rng: random.Random, question: str, answer: str) -> str:
 
 
 def questions(rng: random.Random) -> str:
-    """One to four questions with answers, sometimes about a text given first."""
-    if rng.random() < 0.3:
-        text, question, answer = reading(rng)
-        return f"{text}{rng.choice([' ', chr(10)])}{ask(rng, question, answer)}"
-    return "\n".join(ask(rng, *fact(rng)) for _ in range(rng.choice([1, 1, 1, 2, 4])))
+    """Questions with answers, mostly one."""
+    return "\n".join(ask(rng, *fact(rng)) for _ in range(rng.choice([1, 1, 1, 1, 1, 1, 2, 3])))
+
+
+def reading_questions(rng: random.Random) -> str:
+    """A short text and questions about it."""
+    text, pairs = reading(rng)
+    return rng.choice([" ", "\n"]).join([text, *(ask(rng, *pair) for pair in pairs)])
 
 
 def facts(rng: random.Random) -> str:

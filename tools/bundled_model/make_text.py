@@ -14,8 +14,9 @@ import stories
 
 # Share of each kind of document.
 KINDS = [
-    (stories.story, 44), (answers.request, 10), (answers.questions, 22), (answers.facts, 3),
-    (answers.introduction, 5), (answers.dialogue, 6), (answers.card, 2), (answers.listing, 2),
+    (stories.story, 30), (answers.request, 10), (answers.questions, 32), (answers.reading_questions, 15),
+    (answers.facts, 3), (answers.introduction, 5), (answers.dialogue, 5), (answers.card, 2),
+    (answers.listing, 2),
 ]  # fmt: skip
 PARAGRAPHS_SHARE = 6
 
@@ -26,17 +27,19 @@ def paragraphs() -> list[str]:
     return [p.strip() for p in text.split("\n\n") if p.strip()]
 
 
-def documents(seed: int, count: int, with_paragraphs: bool = True) -> Iterator[str]:
-    """`count` documents, the same ones for the same seed. Without paragraphs only the grammar speaks."""
+def documents(seed: int, count: int, with_paragraphs: bool = True, reading: int = 1) -> Iterator[str]:
+    """`count` documents, the same ones for the same arguments.
+
+    Without paragraphs only the grammar speaks. `reading` multiplies the share of reading tasks: they are the
+    shortest way to learn that a text goes on with the names and things that it has introduced.
+    """
     rng = random.Random(seed)
-    kinds = [make for make, _ in KINDS]
-    shares = [share for _, share in KINDS]
     fixed = paragraphs()
+    shares = {make: share * (reading if make is answers.reading_questions else 1) for make, share in KINDS}
     if with_paragraphs:
-        kinds.append(lambda r: r.choice(fixed))
-        shares.append(PARAGRAPHS_SHARE)
-    for _ in range(count):
-        yield rng.choices(kinds, shares)[0](rng)
+        shares[lambda r: r.choice(fixed)] = PARAGRAPHS_SHARE
+    for make in rng.choices(list(shares), list(shares.values()), k=count):
+        yield make(rng)
 
 
 def main() -> None:

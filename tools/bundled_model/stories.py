@@ -30,7 +30,7 @@ OPENINGS = [
     "In {house} lived a {hero}. {His} name was {name}.",
 ]
 EXTRAS = [
-    "{He} liked to {hobby}.", "{He} was {age} years old and liked to {hobby}.",
+    "{He} was never in a hurry.", "{He} was {age} years old and liked to {hobby}.",
     "{His} best friend was {friend}.", "{He} lived with {his} {parent}.",
     "Everybody liked {him}.", "Most of all {he} liked {food}.",
 ]  # fmt: skip

@@ -6,8 +6,8 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-GIRLS = _words("Mia Anna Lily Rosa Nora Ella Clara Emma Ruth Sara Maya Lucy Zoe Ida Greta Hana")
-BOYS = _words("Tom Ben Sam Max Leo Jack Noah Paul Finn Omar Peter Hugo Karl Adam Luca Emil")
+GIRLS = _words("Mia Anna Lily Rosa Nora Clara Emma Ruth Lucy Greta")
+BOYS = _words("Tom Ben Sam Max Leo Jack Noah Omar Peter Hugo")
 HERO_TRAITS = _words("little kind brave clever young cheerful quiet curious careful gentle")
 
 ANIMALS = _words("cat dog rabbit fox bird duck mouse horse goat frog bear squirrel hedgehog owl lamb turtle")
