@@ -54,3 +54,10 @@ def watch_contract(contract: Server) -> Iterator[EngineWatch]:
     watching = EngineWatch(contract)
     yield watching
     watching.close()
+
+
+@pytest.fixture
+def watch_unary(unary: Server) -> Iterator[EngineWatch]:
+    watching = EngineWatch(unary)
+    yield watching
+    watching.close()

@@ -39,7 +39,7 @@ class Preprocessor:
 
         Outputs: INPUT_ID int32 [B,L] right-padded, REQUEST_INPUT_LEN, REQUEST_OUTPUT_LEN, OUT_END_ID,
         OUT_PAD_ID int32 [B,1], STOP_WORDS_IDS and BAD_WORDS_IDS int32 [B,2,W] (row 0 the ids of all
-        words padded with 0, row 1 the words' end offsets padded with -1; W = 0 without words),
+        words padded with 0, row 1 the words' end offsets padded with -1; W = 0 where the input is absent),
         EMBEDDING_BIAS float32 [B, tokenizer's vocabulary, or 0], and what a decoder-only model has
         for a decoder prompt: DECODER_INPUT_ID int32 [B,1] of pad ids, REQUEST_DECODER_INPUT_LEN 1.
         """
@@ -116,7 +116,7 @@ class Preprocessor:
             return np.zeros((batch, 2, 0), dtype=np.int32)
         rows = self._words(inputs, name, batch)
         flat = [[i for _, ids in row for i in ids] for row in rows]
-        width = max(len(ids) for ids in flat)
+        width = max(1, *(len(ids) for ids in flat))  # clients over HTTP lose the type of empty tensors
         result = np.zeros((batch, 2, width), dtype=np.int32)
         result[:, 1] = -1
         for row, words in enumerate(rows):

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model repository without decoupled mode: one answer a request, and bounded queues.
+
+TensorRT-LLM's end_to_end_test.py, benchmark_core_model.py and test_max_queue_size.py want it like this.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from contract import (
+    LLM,
+    PROMPT,
+    TEXT,
+    decode,
+    encode,
+    flag,
+    greedy,
+    ids_request,
+    log_probs,
+)
+from running import EngineWatch, Server, wait_for
+from test_generate import inputs, int32, strings
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+N = 12
+FLOOD = 40
+FULL = (
+    "Exceeds maximum queue size",  # Triton's queue before the model
+    "Maximum queue size of 4 has been reached, please try again later",  # the engine's own
+)
+
+
+class Unary:
+    """One request, one answer, over gRPC's ModelInfer or HTTP's /infer."""
+
+    def __init__(self, server: Server, protocol: str) -> None:
+        self._kind: Any = {"grpc": grpcclient, "http": httpclient}[protocol]
+        address = server.grpc if protocol == "grpc" else server.url.removeprefix("http://")
+        self._client = self._kind.InferenceServerClient(address)
+
+    def __call__(self, model: str, values: dict[str, np.ndarray]) -> Any:
+        tensors = []
+        for name, value in values.items():
+            kind = np_to_triton_dtype(value.dtype)
+            tensors.append(self._kind.InferInput(name, list(value.shape), kind))
+            tensors[-1].set_data_from_numpy(value)
+        return self._client.infer(model, tensors)
+
+    def first_output(self, result: Any) -> str:
+        response = result.get_response()
+        return str(response["outputs"][0]["name"] if isinstance(response, dict) else response.outputs[0].name)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture(params=["grpc", "http"])
+def infer(unary: Server, request: pytest.FixtureRequest) -> Iterator[Unary]:
+    client = Unary(unary, request.param)
+    yield client
+    client.close()
+
+
+def test_the_three_models_walked_by_hand_give_what_the_ensemble_gives(infer: Unary) -> None:
+    """As end_to_end_test.py does."""
+    no_words = strings("")
+    asked = {"QUERY": strings(PROMPT), "REQUEST_OUTPUT_LEN": int32(N)}
+    before = infer("preprocessing", {**asked, "BAD_WORDS_DICT": no_words, "STOP_WORDS_DICT": no_words})
+    prompt = before.as_numpy("INPUT_ID")
+    assert prompt.tolist() == [encode(PROMPT)]
+    assert before.as_numpy("REQUEST_INPUT_LEN").tolist() == [[prompt.shape[1]]]
+    for name in ("BAD_WORDS_IDS", "STOP_WORDS_IDS"):
+        assert before.as_numpy(name).tolist() == [[[0], [-1]]]
+    bias = before.as_numpy("EMBEDDING_BIAS").astype(
+        np.float32
+    )  # the HTTP client loses an empty tensor's type
+    assert bias.shape == (1, 0)
+    middle = infer(
+        LLM,
+        {
+            "input_ids": prompt,
+            "input_lengths": before.as_numpy("REQUEST_INPUT_LEN"),
+            "request_output_len": before.as_numpy("REQUEST_OUTPUT_LEN"),
+            "bad_words_list": before.as_numpy("BAD_WORDS_IDS"),
+            "stop_words_list": before.as_numpy("STOP_WORDS_IDS"),
+            "embedding_bias": bias,
+            "end_id": before.as_numpy("OUT_END_ID"),
+            "pad_id": before.as_numpy("OUT_PAD_ID"),
+            "return_log_probs": flag(True),
+        },
+    )
+    lengths = middle.as_numpy("sequence_length")
+    assert middle.as_numpy("output_ids").shape == (1, 1, lengths.item())
+    after = infer(
+        "postprocessing", {"TOKENS_BATCH": middle.as_numpy("output_ids"), "SEQUENCE_LENGTH": lengths}
+    )
+    assert after.as_numpy("OUTPUT").shape == (1,)
+    text = after.as_numpy("OUTPUT")[0].decode()
+    assert text == PROMPT + decode(greedy(PROMPT, N))
+
+    request = {"text_input": strings(PROMPT), "max_tokens": int32(N), "return_log_probs": flag(True)}
+    whole = infer("ensemble", {**request, "bad_words": no_words, "stop_words": no_words})
+    assert whole.as_numpy(TEXT)[0].decode() == text
+    for name in ("output_log_probs", "cum_log_probs"):
+        assert whole.as_numpy(name).tolist() == middle.as_numpy(name).tolist()
+    expected = log_probs(encode(PROMPT), greedy(PROMPT, N))
+    np.testing.assert_allclose(whole.as_numpy("output_log_probs")[0, 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_benchmark_core_model(infer: Unary, excluded: bool) -> None:
+    """Its requests of random ids: most lie outside the vocabulary and are refused, the server lives on."""
+    generator = np.random.default_rng(0)
+    for length in (7, 20):
+        random = {"pad_id": int32(0), "end_id": int32(1), "exclude_input_in_output": flag(excluded)}
+        wild = generator.integers(3000, 2**31 - 1, length).tolist()
+        with pytest.raises(InferenceServerException, match="token ids should lie in 0"):
+            infer(LLM, {**ids_request(wild, N), **random})
+        inside = generator.integers(3, 2000, length).tolist()
+        result = infer(LLM, {**ids_request(inside, N), **random})
+        assert (
+            infer.first_output(result) == "output_ids"
+        )  # the tool counts the tokens in whatever comes first
+        made = result.as_numpy("output_ids").shape[2] - (0 if excluded else length)
+        assert 0 <= made <= N
+
+
+def test_streaming_and_batches_are_refused(infer: Unary) -> None:
+    one = {"text_input": strings(PROMPT), "max_tokens": int32(4)}
+    exact = re.escape("Streaming is only supported if model is deployed using decoupled mode.")
+    with pytest.raises(InferenceServerException, match=exact):
+        infer("ensemble", {**one, "stream": flag(True)})
+    with pytest.raises(InferenceServerException, match=exact):
+        infer(LLM, ids_request([5], 2, streaming=flag(True)))
+    with pytest.raises(InferenceServerException, match=r"batch size greater than 1 .* decoupled mode"):
+        infer("ensemble", {"text_input": strings("a", "b"), "max_tokens": int32(4, 4)})
+    with pytest.raises(InferenceServerException, match=r"more than one .* decoupled mode"):
+        infer("ensemble", {**one, "num_return_sequences": int32(2)})
+
+
+def test_generate_stream_sends_one_chunk(unary: Server) -> None:
+    (event,) = unary.post({"text_input": PROMPT, "max_tokens": N}, stream=True)
+    assert event[TEXT] == PROMPT + decode(greedy(PROMPT, N))
+
+
+def test_a_stop_request_ends_a_unary_request_early(unary: Server) -> None:
+    answer: queue.Queue[Any] = queue.Queue()
+    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        client.async_infer(
+            LLM,
+            inputs(ids_request(encode(PROMPT), 1900)),
+            lambda result, error: answer.put((result, error)),
+            request_id="early",
+        )
+        while answer.empty():  # the running request may not have arrived yet
+            client.infer(LLM, inputs({**stop, "stop": flag(True)}), request_id="early")
+        result, error = answer.get()
+    assert error is None
+    assert result.as_numpy("output_ids").size < 1900
+    assert result.as_numpy("finish_reason").item() == b"cancelled"
+
+
+def flood_grpc(server: Server) -> list[tuple[Any, str]]:
+    answer: queue.Queue[Any] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        for _ in range(FLOOD):
+            request = inputs(ids_request(encode(PROMPT), 300))
+            client.async_infer(LLM, request, lambda result, error: answer.put(error))
+        errors = [answer.get(timeout=60) for _ in range(FLOOD)]
+    return [(error.status(), error.message()) for error in errors if error is not None]
+
+
+def flood_http(server: Server) -> list[tuple[Any, str]]:
+    failures: list[tuple[Any, str]] = []
+
+    def ask() -> None:
+        client = Unary(server, "http")
+        try:
+            client(LLM, ids_request(encode(PROMPT), 300))
+        except InferenceServerException as error:
+            failures.append((error.status(), error.message()))
+        finally:
+            client.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(FLOOD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+@pytest.mark.parametrize(("flood", "status"), [(flood_grpc, "StatusCode.UNAVAILABLE"), (flood_http, "503")])
+def test_full_queues_refuse_with_the_texts_clients_look_for(unary: Server, flood: Any, status: str) -> None:
+    """As test_max_queue_size.py does."""
+    failures = flood(unary)
+    assert 0 < len(failures) < FLOOD
+    for got, message in failures:
+        assert got == status and any(text in message for text in FULL), (got, message)
+    _, answer = unary.post({"text_input": PROMPT, "max_tokens": 4})
+    assert answer[TEXT] == PROMPT + decode(greedy(PROMPT, 4))
+
+
+def test_the_engines_queue_has_a_bound_of_its_own(unary: Server, watch_unary: EngineWatch) -> None:
+    """Two sequences run and four wait, so the seventh is one too many. They come one by one, so Triton's own
+    queue is empty whenever the next one comes."""
+    answer: queue.Queue[Any] = queue.Queue()
+    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        for number in range(6):
+            client.async_infer(
+                LLM,
+                inputs(ids_request(encode(PROMPT), 1900)),
+                lambda result, error: answer.put(error),
+                request_id=f"queue {number}",
+            )
+            wait_for(lambda: watch_unary.status().requests_active > number, "the request to arrive")  # noqa: B023
+        with pytest.raises(InferenceServerException) as refused:
+            client.infer(LLM, inputs(ids_request(encode(PROMPT), 4)))
+        assert (refused.value.status(), refused.value.message()) == ("StatusCode.UNAVAILABLE", FULL[1])
+        _, http_answer = unary.post({"text_input": PROMPT, "max_tokens": 4})
+        assert http_answer["error"] == f"in ensemble 'ensemble', {FULL[1]}"
+        for number in range(6):
+            client.infer(LLM, inputs({**stop, "stop": flag(True)}), request_id=f"queue {number}")
+        assert [answer.get(timeout=30) for _ in range(6)] == [None] * 6
