@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
-from build_support import MODEL_REPO, build, checkpoint, refused, snapshot, write_checkpoint
+from build_support import MODEL_REPO, ROOT, build, checkpoint, refused, snapshot, write_checkpoint
 
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 
@@ -187,3 +189,10 @@ def test_every_foreign_name_is_refused_or_accepted_by_value(name):
         assert FOREIGN[name].refusal(value) is None
 
 
+def test_a_python_without_the_dependencies_is_told_what_to_do():
+    isolated = subprocess.run(
+        [sys.executable, "-I", "-S", "build.py", "--list-knobs"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert isolated.returncode == 1
+    assert "is missing in" in isolated.stderr and ".venv/bin/python build.py" in isolated.stderr
+    assert "Traceback" not in isolated.stderr
