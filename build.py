@@ -12,8 +12,9 @@ try:
     from flashinfer_backend.config_tools.cli import main
 except ModuleNotFoundError as missing:
     sys.exit(
-        f"build.py: the Python package {missing.name!r} is missing in {sys.executable}. Run it with an environment "
-        "that has this project installed: `.venv/bin/python build.py ...` after `make serve`, or `pip install -e .`"
+        f"build.py: the Python package {missing.name!r} is missing in {sys.executable}. Run it with an"
+        " environment that has this project installed: `.venv/bin/python build.py ...` after `make serve`, or"
+        " `pip install -e .`"
     )
 
 if __name__ == "__main__":
