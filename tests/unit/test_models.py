@@ -276,3 +276,13 @@ def test_dummy_weights(checkpoint):
     assert bool((models[0].layers[1].post_norm == 1).all())
     with pytest.raises(ValueError, match=r"load_format 'npz' is unknown; known: auto, dummy"):
         load_weights(models[0], checkpoint, load_format="npz")
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    folder = make_checkpoint("llama", tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    config = ModelConfig.from_pretrained(folder)
+    model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*download complete"):
+        load_weights(model, folder)

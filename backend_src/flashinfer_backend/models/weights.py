@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flashinfer_backend.models.transformer import Layer, Transformer
@@ -36,6 +37,14 @@ def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "
         _load_safetensors(model, Path(model_dir))
     else:
         raise ValueError(f"load_format {load_format!r} is unknown; known: auto, dummy")
+
+
+def _opened(path: Path) -> Any:
+    """The open safetensors file; raises WeightsError naming a file that is cut short or none."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise WeightsError(f"{path} cannot be read ({error}): is its download complete?") from None
 
 
 @torch.no_grad()
@@ -107,7 +116,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     loaded: set[str] = set()
     tied_head: Tensor | None = None
     for path in _files(model_dir):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
