@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/compatibility.md names every tensor of the ensemble and of llm, and tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+TITLES = {"ensemble": "Ensemble", "llm": "The model llm"}
+
+
+def rows(title: str) -> list[list[str]]:
+    """Cells of the table's rows below a heading."""
+    section = PAGE.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    table = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def declared(model: str, kind: str) -> set[str]:
+    config = (ROOT / "model_repo" / model / "config.pbtxt").read_text(encoding="utf-8")
+    block = re.search(rf"^{kind} \[\n(.*?)^\]", config, re.MULTILINE | re.DOTALL)
+    assert block
+    return set(re.findall(r'^ *\{ name: "(\w+)"', block[1], re.MULTILINE))
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+@pytest.mark.parametrize("model", TITLES)
+def test_every_tensor_has_its_row(model: str, kind: str) -> None:
+    named = [name for cells in rows(f"{TITLES[model]}: {kind}s") for name in code(cells[0])]
+    assert len(named) == len(set(named)) and set(named) == declared(model, kind)
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    existing = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
+    titles = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    checked = 0
+    for cells in (cells for title in titles for cells in rows(title)):
+        tests = code(cells[-1])
+        assert tests and set(tests) <= existing, cells
+        checked += len(tests)
+    assert checked > 60
