@@ -188,7 +188,7 @@ def test_guided_decoding(contract: Server, kind: str, guide: str, pattern: str) 
     asked = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
     # Once a guide is complete it allows nothing but the model's end id. The penalty keeps the bundled
     # model, which has never seen JSON, from writing blanks for ever.
-    request = body(64, **asked, repetition_penalty=2.0)
+    request = body(160, **asked, repetition_penalty=2.0)
     del request["end_id"]
     status, answer = contract.post(request)
     assert status == 200, answer

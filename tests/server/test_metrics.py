@@ -144,7 +144,7 @@ def test_the_documented_families_are_those_that_are_shown(server: Server) -> Non
 
 
 def test_labels_and_buckets_of_tensorrt_llm(server: Server) -> None:
-    now = shown(server)
+    now = shown_once(server, lambda s: s.blocks("max") > 0, "the engine's first report")
     expected = {
         ("nv_trt_llm_request_metrics", "request_type"): "active max scheduled context waiting",
         ("nv_trt_llm_runtime_memory_metrics", "memory_type"): "cpu gpu pinned",
@@ -366,12 +366,19 @@ def test_a_new_engine_shows_nothing_of_the_old_one(server: Server) -> None:
     with leaving(server, 500):
         before = shown_once(server, lambda s: s.blocks("used") > 0, "a sequence")
         os.kill(old, signal.SIGKILL)
-    # Starting an engine takes longer than noticing that the old one is gone.
+    # The old engine's gauges go to 0 or vanish, unless the new one is there before we look.
     up = "flashinfer_backend_engine_up"
-    down = shown_once(server, lambda s: not any(s.named(up)), "the engine to be shown as down")
-    for name, kind in down.types.items():
-        if name.startswith("nv_trt_llm_"):
-            assert kind == "gauge" and not any(down.named(name)), name
+
+    def replaced(now: Shown) -> bool:
+        return not any(now.named(up)) or now.general("iteration_counter") < before.general(
+            "iteration_counter"
+        )
+
+    down = shown_once(server, replaced, "the end of the old engine's gauges")
+    if not any(down.named(up)):
+        for name, kind in down.types.items():
+            if name.startswith("nv_trt_llm_"):
+                assert kind == "gauge" and not any(down.named(name)), name
     wait_for(lambda: server.ready() and server.engine_pid() != old, "the new engine")
     after = idle(server)
     assert after.get(up) == 1

@@ -17,6 +17,8 @@ from flashinfer_backend.paths import resolve_model_dir
 from flashinfer_backend.sampling.guided import Guide, GuideError
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
+# Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
+MOST_BLANKS = 20
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 CACHED_GUIDES = 128
 COMPILING_THREADS = 2
@@ -63,7 +65,7 @@ class GuideCompiler:
             if guide_type == "json":
                 return compiler.compile_builtin_json_grammar()
             if guide_type == "json_schema":
-                return compiler.compile_json_schema(text)
+                return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_BLANKS)
             if guide_type == "regex":
                 return compiler.compile_regex(text)
             if guide_type == "ebnf_grammar":
