@@ -28,12 +28,11 @@ def make_prompts(count: int, longest: int = 100, vocab: int = 250) -> list[list[
     return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> dict[tuple[int, ...], list[int]]:
-    """transformers' own greedy continuations of the prompts below."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    result = {}
-    for prompt in make_prompts(12):
+def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' own greedy continuations, 64 ids each."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = []
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = model.generate(
@@ -45,8 +44,15 @@ def expected(checkpoint: Path) -> dict[tuple[int, ...], list[int]]:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        result[tuple(prompt)] = out[0, len(prompt) :].tolist()
+        result.append(out[0, len(prompt) :].tolist())
     return result
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[tuple[int, ...], list[int]]:
+    """Prompts and their continuations."""
+    prompts = make_prompts(12)
+    return dict(zip(map(tuple, prompts), reference(checkpoint, prompts), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -100,24 +106,10 @@ def test_greedy_ids_equal_transformers(checkpoint, expected, tmp_path, settings)
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-sharded", "mistral", "qwen2", "qwen3"])
 def test_every_family_equals_transformers(kind, tmp_path):
     folder = make_checkpoint(kind, tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = make_prompts(4)
     core = start_core(folder)
     with serve(core, tmp_path / "run") as client:
-        produced = client.generate(prompts, GREEDY)
-    for prompt, tokens in zip(prompts, produced, strict=True):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=64,
-                min_new_tokens=64,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        assert tokens == out[0, len(prompt) :].tolist()
+        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
 
 
 def test_seeded_sampling_repeats_alone_and_among_64(checkpoint, tmp_path):
