@@ -57,7 +57,6 @@ class Setup:
             np.array(kv_lens, dtype=np.int32),
             slots,
             self.table,
-            torch.from_numpy(slots).cuda(),
         )
 
     def query(self, tokens: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ def load(model_dir: Path, dtype: str = "float32") -> Transformer:
 
 def attention_batch(num_decode, q_lens, kv_lens, slots, table) -> AttentionBatch:
     host = [np.array(values, dtype=np.int32) for values in (q_lens, kv_lens, slots)]
-    return AttentionBatch(num_decode, *host, table, torch.from_numpy(host[2]))
+    return AttentionBatch(num_decode, *host, table)
 
 
 class Paged:

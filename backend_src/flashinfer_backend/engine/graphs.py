@@ -81,7 +81,6 @@ class DecodeGraphs:
             kv_lens=np.concatenate([positions + 1, ones]),
             slots=np.concatenate([slots, ones * self._runner.dummy_slot]),
             block_table=self._runner.block_table,
-            slots_device=self._inputs[size][2 * size : 3 * size],
         )
 
     def _capture(self, size: int, pool: Any) -> Any:

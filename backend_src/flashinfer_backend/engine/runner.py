@@ -140,7 +140,6 @@ class Runner:
                 kv_lens=starts + q_lens,
                 slots=slots,
                 block_table=self.block_table,
-                slots_device=row_slots,
             )
         )
         inputs = (input_ids, token_positions, slot_mapping)

@@ -70,7 +70,7 @@ class AttentionBatch:
     """One step as attention sees it: rows 0..num_decode have one query token and come first.
 
     q_lens, kv_lens, slots: int32 [rows] on the host; kv_lens count this step's tokens.
-    block_table: int32 [slots, max pages] on the device, row = slot; slots_device: int32 [rows].
+    block_table: int32 [slots, max pages] on the device, row = slot.
     """
 
     num_decode: int
@@ -78,4 +78,3 @@ class AttentionBatch:
     kv_lens: np.ndarray
     slots: np.ndarray
     block_table: torch.Tensor
-    slots_device: torch.Tensor

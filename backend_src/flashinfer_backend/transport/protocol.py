@@ -170,7 +170,6 @@ class Status(msgspec.Struct):
     generated_tokens: int = 0
     pages_reused: int = 0
     memory_gpu: int = 0
-    memory_cpu: int = 0
     memory_pinned: int = 0
     timestamp_ns: int = 0
 

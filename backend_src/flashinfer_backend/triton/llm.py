@@ -29,7 +29,6 @@ from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
-POSTPROCESSING_MODEL = "postprocessing"
 REQUEST_TYPES = ("context_and_generation",)
 
 
