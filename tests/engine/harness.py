@@ -84,6 +84,11 @@ class Client:
             assert self.thread and self.thread.is_alive(), "the engine's loop has ended"
             self.receive()
 
+    def queue_times(self, local_ids: list[int]) -> list[list[int]]:
+        """The queue times that came for each, in nanoseconds; there should be one."""
+        extras = [self.extras.get(i, []) for i in local_ids]
+        return [[e.queue_ns for e in each if e.queue_ns is not None] for each in extras]
+
     def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[list[int]]:

@@ -99,6 +99,7 @@ def test_greedy_ids_equal_transformers(checkpoint, expected, tmp_path, settings)
             assert core.scheduler.prompt_tokens_reused > reused, (
                 "the second round did not use the prefix cache"
             )
+        assert {len(times) for times in client.queue_times([*client.tokens])} == {1}  # preempted or not
     preempts = small_cache and "batch_scheduler_policy" not in settings
     assert bool(core.scheduler.preemptions) == bool(preempts)
 

@@ -163,7 +163,7 @@ def test_invalid_guides_say_why(tmp_path, kind, text, message):
         good = client.submit([0], guided("regex", "ab"))
         bad = client.submit([0], guided(kind, text))
         client.wait([good, bad])
-        assert message in client.failure[bad].message
+        assert message in client.failure[bad].message and client.failure[bad].refused
         assert good in client.code
 
 
@@ -198,7 +198,7 @@ def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
         cancelled, kept = (client.submit([0], guided("regex", word)) for word in ("ab", "cd"))
         refused = client.submit([0], guided("regex", "ef"))
         client.wait([refused])
-        assert client.failure[refused].queue_full
+        assert client.failure[refused].refused
         client.cancel(cancelled)
         client.wait([cancelled])
         assert client.code[cancelled] == protocol.FINISHED_CANCELLED
@@ -224,4 +224,5 @@ def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
         client.wait([dry, never, good])
         assert "no token of this model's vocabulary after 2 tokens" in client.failure[dry].message
         assert "allows no token" in client.failure[never].message
+        assert not client.failure[dry].refused  # it had begun
         assert client.tokens[good] == [2, 3]

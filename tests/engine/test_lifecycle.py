@@ -42,6 +42,9 @@ def test_cancel_while_running_waiting_and_unknown(checkpoint, tmp_path):
         ]
         assert client.tokens[ids[1]] == client.tokens[ids[2]]
         assert client.loop.cancellations == 2
+        assert all(len(times) == 1 and times[0] >= 0 for times in client.queue_times(ids))
+        (ran,), (waited,) = client.queue_times([ids[0], ids[3]])
+        assert waited > ran  # it had waited since the first one began
 
 
 def test_cancel_storm_leaves_nothing_and_harms_nobody(checkpoint, tmp_path):
@@ -57,6 +60,7 @@ def test_cancel_storm_leaves_nothing_and_harms_nobody(checkpoint, tmp_path):
                 client.receive(5)
         client.wait([kept, *ids])
         assert client.tokens[kept] == calm
+        assert all(len(times) == 1 for times in client.queue_times([kept, *ids]))
 
 
 def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
@@ -97,6 +101,7 @@ def test_full_queue_is_refused(checkpoint, tmp_path):
         client.wait([first, *ids])
         assert sorted(i for i in ids if i in client.failure) == ids[2:]
         assert "Maximum queue size of 2" in client.failure[ids[3]].message
+        assert client.failure[ids[3]].refused
 
 
 def test_status_counts_pages_and_requests(checkpoint, tmp_path):

@@ -47,8 +47,8 @@ class Answer:
         if code != protocol.RUNNING:
             self.ended.set()
 
-    def on_failure(self, message: str, unavailable: bool) -> None:
-        self.failure = (message, unavailable)
+    def on_failure(self, message: str, refused: bool) -> None:
+        self.failure = (message, refused)
         self.ended.set()
 
 
@@ -129,7 +129,7 @@ def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> N
         assert answer.started.wait(TIMEOUT_S)
         os.kill(pid, signal.SIGKILL)
         assert answer.ended.wait(TIMEOUT_S)
-        assert answer.failure is not None and answer.failure[1]
+        assert answer.failure is not None and not answer.failure[1]
         assert "ended unexpectedly" in answer.failure[0]
         with contextlib.suppress(EngineDown):
             late = submit(link)  # where it is accepted, it is answered

@@ -166,17 +166,26 @@ def test_only_the_last_row_of_a_batch_is_final(bench: Bench) -> None:
     assert [flags for _, flags, _ in sender.sent] == [0, 0, FINAL]
 
 
-def test_a_failure_comes_after_the_tokens_before_it_and_ends_the_request(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (True, "out of luck"),
+        (False, "Executor failed process requestId 100 due to the following error: out of luck"),
+    ],
+)
+def test_a_failure_comes_after_the_tokens_before_it_and_ends_the_request(
+    bench: Bench, refused: bool, message: str
+) -> None:
     sender, request = bench.open(row(), row())
     feed(request.sequences[0], 1)
-    request.sequences[0].on_failure("out of luck", True)
+    request.sequences[0].on_failure("out of luck", refused)
     assert sender.ended.wait(TIMEOUT_S)
     feed(request.sequences[1], 2, end=protocol.FINISHED_LENGTH)  # too late: nothing may follow
     assert sender.ids == [[1]]
     _, flags, error = sender.sent[-1]
     assert error is not None and (error.message, error.code, flags) == (
-        "out of luck",
-        Error.UNAVAILABLE,
+        message,
+        Error.INTERNAL,
         FINAL,
     )
     assert 101 in bench.cancelled

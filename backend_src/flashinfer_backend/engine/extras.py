@@ -39,7 +39,9 @@ def row_extras(
                 extra(index_of[row]).generation_logits = logits
     for index in np.flatnonzero(outcome.first).tolist():
         request = table.requests[outcome.slots[index]]
-        if request is not None and request.context_logits is not None:
+        assert request is not None
+        extra(index).queue_ns = queue_ns(request)
+        if request.context_logits is not None:
             extra(index).context_logits = request.context_logits.tobytes()
             request.context_logits = None
     for index in np.flatnonzero(outcome.codes != protocol.RUNNING).tolist():
@@ -70,6 +72,13 @@ def follow_guides(table: SlotTable, outcome: Outcome) -> list[tuple[Request, str
         elif request.guide.exhausted:
             stuck.append((request, request.guide.problem()))
     return stuck
+
+
+def queue_ns(request: Request) -> int:
+    """How long a request waited for its first step, or has waited so far. It travels with the first thing
+    that a stub hears of the request, so that none is missed however it ends."""
+    until = request.first_scheduled_ns or time.time_ns()
+    return max(0, until - request.arrival_ns)  # the wall clock may have been set back
 
 
 def perf_of(request: Request) -> protocol.Perf:

@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.extras import follow_guides, row_extras
+from flashinfer_backend.engine.extras import follow_guides, queue_ns, row_extras
 from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept
@@ -123,8 +123,7 @@ class EngineLoop:
         elif params.context_logits:
             problem = context_logits_problem(len(prompt), self.vocab_size)
         if problem is not None:
-            full = problem.startswith("Maximum queue size")
-            self.socket.send_failure(protocol.Failure(message.handle, problem, queue_full=full))
+            self.socket.send_failure(protocol.Failure(message.handle, problem, refused=True))
             return
         room = self.config.max_seq_len - len(prompt)
         if params.max_tokens > room:
@@ -159,7 +158,7 @@ class EngineLoop:
             if problem is None:
                 self.scheduler.submit(request)
             else:
-                self.socket.send_failure(protocol.Failure(request.handle, problem))
+                self.socket.send_failure(protocol.Failure(request.handle, problem, refused=True))
 
     def _settle(self) -> None:
         """Read every step in flight."""
@@ -196,7 +195,8 @@ class EngineLoop:
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)
         frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
-        self.socket.send_tokens(pid, frame, None)
+        extras = protocol.RowExtras(local_id, queue_ns=queue_ns(request))
+        self.socket.send_tokens(pid, frame, None if request.first_token_ns else [extras])
 
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:

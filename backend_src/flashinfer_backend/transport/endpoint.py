@@ -42,8 +42,8 @@ class Sink(Protocol):
     def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
         """A token (or NO_TOKEN) and a finish code; nothing follows a code other than RUNNING."""
 
-    def on_failure(self, message: str, unavailable: bool) -> None:
-        """The sequence ends without result; `unavailable`: trying again may help."""
+    def on_failure(self, message: str, refused: bool) -> None:
+        """The sequence ends without result; `refused`: the engine never admitted it."""
 
 
 class Endpoint:
@@ -198,7 +198,7 @@ class Endpoint:
                     failure = protocol.decode_failure(payload)
                     sink = self._forget(protocol.split_handle(failure.handle)[1])
                     if sink is not None:
-                        sink.on_failure(failure.message, failure.queue_full)
+                        sink.on_failure(failure.message, failure.refused)
                 elif kind == protocol.STATUS:
                     self._take_status(protocol.decode_status(payload))
                 else:
@@ -231,4 +231,4 @@ class Endpoint:
             sinks, self._sinks = self._sinks, {}
             self._outbox.clear()
         for sink in sinks.values():
-            sink.on_failure(message, True)
+            sink.on_failure(message, False)

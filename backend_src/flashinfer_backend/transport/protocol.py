@@ -114,11 +114,11 @@ ToEngine = Hello | Submit | Cancel | Goodbye
 
 
 class Failure(msgspec.Struct):
-    """A sequence that cannot go on; nothing follows for this handle."""
+    """A sequence that cannot go on; nothing follows for this handle. `refused`: it was never admitted."""
 
     handle: int
     message: str
-    queue_full: bool = False
+    refused: bool = False
 
 
 class Perf(msgspec.Struct):
@@ -134,13 +134,15 @@ class Perf(msgspec.Struct):
 
 class RowExtras(msgspec.Struct, omit_defaults=True):
     """What a request asked for beside its tokens. Logits are float32 little endian, row major:
-    context [prompt_len, vocab], generation [1, vocab] for the token of this frame."""
+    context [prompt_len, vocab], generation [1, vocab] for the token of this frame. queue_ns comes unasked
+    with the first row of a sequence: nanoseconds until its first step."""
 
     local_id: int
     log_prob: float | None = None
     context_logits: bytes | None = None
     generation_logits: bytes | None = None
     perf: Perf | None = None
+    queue_ns: int | None = None
 
 
 class Status(msgspec.Struct):

@@ -96,7 +96,8 @@ class TritonPythonModel:
             try:
                 self._accept(request, sender)
             except ValueError as error:
-                self._responder.refuse(sender, str(error), self._pb.TritonError.INVALID_ARG)
+                # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
+                self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
             except EngineDown as error:
                 self._responder.refuse(sender, str(error), self._pb.TritonError.UNAVAILABLE)
             except Exception as error:  # the other requests of this call must not fail with it
@@ -146,8 +147,6 @@ class TritonPythonModel:
                 shared = first.handle
             elif row.num_return_sequences > 1:
                 first, shared = sequence, LEADS
-            # The queue time, which the metrics show, comes with them.
-            params = msgspec.structs.replace(params, perf_metrics=True)
             self._endpoint.submit(sequence, row.prompt.tobytes(), params, shared)
 
     def _stop(self, request: Any, sender: Any) -> None:

@@ -53,11 +53,12 @@ REASONS = (*dict.fromkeys(FINISH_REASONS.values()), ERROR, REFUSED)
 class SequenceTiming:
     """When a sequence's tokens came, in seconds of time.monotonic()."""
 
-    __slots__ = ("counted", "first", "last", "longest", "sent", "started", "tokens")
+    __slots__ = ("counted", "first", "last", "longest", "queued", "sent", "started", "tokens")
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.first = self.last = self.longest = 0.0
+        self.queued: float | None = None  # seconds until its first step, or its end before that
         self.tokens = 0  # arrived from the engine
         self.sent = 0  # tokens in responses; fewer where a stop word ends the sequence
         self.counted = False
@@ -125,9 +126,8 @@ class Metrics:
         if timing.tokens > 1:
             note((ITL, (timing.last - timing.first) / (timing.tokens - 1)))
             note((LONGEST_ITL, timing.longest))
-        if chunk.extras and (perf := chunk.extras[-1].perf) is not None:
-            # The engine's times are those of the wall clock, which may be set back.
-            note((QUEUE, max(0, perf.first_scheduled_ns - perf.arrival_ns) / 1e9))
+        if timing.queued is not None:
+            note((QUEUE, timing.queued))
         self._ends.append(FINISH_REASONS[chunk.code])
 
     def refused(self) -> None:

@@ -86,7 +86,7 @@ def _add_extras(outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_
     for extra in extras:
         if extra.context_logits is not None:
             outputs["context_logits"] = _logits(extra.context_logits, len(row.prompt))[None]
-        if extra.perf is not None and params.perf_metrics:
+        if extra.perf is not None:
             outputs.update(perf_outputs(extra.perf))
 
 

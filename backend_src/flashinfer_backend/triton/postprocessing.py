@@ -102,6 +102,6 @@ class TritonPythonModel:
                     self._seen.mark(context.handle)
                 tensors = [pb_utils.Tensor("OUTPUT", texts(self._decoder, inputs, contexts))]
             except ValueError as problem:
-                error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INVALID_ARG)
+                error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INTERNAL)
             responses.append(pb_utils.InferenceResponse(output_tensors=tensors, error=error))
         return responses

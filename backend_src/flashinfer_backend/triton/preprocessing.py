@@ -216,7 +216,7 @@ class TritonPythonModel:
         responses = []
         for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
             if isinstance(result, ValueError):
-                error = pb_utils.TritonError(str(result), pb_utils.TritonError.INVALID_ARG)
+                error = pb_utils.TritonError(str(result), pb_utils.TritonError.INTERNAL)
                 responses.append(pb_utils.InferenceResponse(output_tensors=[], error=error))
                 continue
             names = [name for name in request.requested_output_names() if name in result]

@@ -132,9 +132,7 @@ class Responder:
         if chunk is not None:
             self._send_chunk(sequence, chunk)
         if sequence.failure is not None and not sequence.ended:
-            message, unavailable = sequence.failure
-            codes = self._pb.TritonError
-            self.drop(sequence.request, message, codes.UNAVAILABLE if unavailable else codes.INTERNAL)
+            self.drop(sequence.request, sequence.failure, self._pb.TritonError.INTERNAL)
 
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
         request = sequence.request

@@ -17,6 +17,7 @@ from flashinfer_backend.triton.requests import Row
 if TYPE_CHECKING:
     from flashinfer_backend.triton.responder import OpenRequest
 
+FAILED = "Executor failed process requestId {} due to the following error: {}"
 Item = tuple[int, int, protocol.RowExtras | None]  # token, finish code, extras
 
 
@@ -37,7 +38,7 @@ class Sequence:
         self.context_ids: list[int] = []  # the last ids that were sent
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
-        self.failure: tuple[str, bool] | None = None
+        self.failure: str | None = None
         self.timing = SequenceTiming()
         self._schedule = schedule
         self._arrived: deque[Item] = deque()
@@ -67,11 +68,14 @@ class Sequence:
     def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
         if token != protocol.NO_TOKEN:
             self.timing.token()
+        if extras is not None and extras.queue_ns is not None:
+            self.timing.queued = extras.queue_ns / 1e9
         self._arrived.append((token, code, extras))
         self._wake()
 
-    def on_failure(self, message: str, unavailable: bool) -> None:
-        self.failure = (message, unavailable)
+    def on_failure(self, message: str, refused: bool) -> None:
+        # TensorRT-LLM's wording; the handle is what the engine's log calls the request.
+        self.failure = message if refused else FAILED.format(self.handle, message)
         self._wake()
 
     def _wake(self) -> None:
