@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,19 @@ class Server:
             return bool(a.status == 200)
         return False
 
+    def raw(self, body: bytes, model: str = "ensemble", verb: str = "generate") -> tuple[int, Message, str]:
+        """Status, headers and text of the answer to a POST."""
+        request = urllib.request.Request(f"{self.url}/v2/models/{model}/{verb}", body)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return answer.status, answer.headers, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, error.read().decode()
+
     def post(self, body: dict[str, Any], model: str = "ensemble", stream: bool = False) -> Any:
         """Status and JSON of generate, or the list of JSON events of generate_stream."""
         verb = "generate_stream" if stream else "generate"
-        request = urllib.request.Request(f"{self.url}/v2/models/{model}/{verb}", json.dumps(body).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                status, text = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
+        status, _, text = self.raw(json.dumps(body).encode(), model, verb)
         if stream and text.startswith("data: "):  # with an error status as well
             return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
         return status, json.loads(text)

@@ -33,6 +33,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 BOTH_MIN = ("min_tokens", "min_length")
 BOTH_SEEDS = ("seed", "random_seed")
+MAX_SEQ_LEN = 2048  # of the bundled model
 
 
 def test_prompt_is_in_front_unless_excluded(contract: Server) -> None:
@@ -85,6 +86,33 @@ def test_minimum_of_tokens_keeps_the_end_id_away(contract: Server, name: str) ->
 
     later = generate(contract, 12, end_id=end, **{name: 12})
     assert later[TEXT] == decode(greedy(PROMPT, 12, banned))
+
+
+@pytest.mark.parametrize("name", BOTH_MIN)
+def test_stop_words_end_a_sequence_before_its_minimum_of_tokens(contract: Server, name: str) -> None:
+    plain = greedy(PROMPT, 24)
+    text = decode(plain)
+    word = text[len(decode(plain[:5])) :][:4]
+    expected = text[: text.index(word) + len(word)]
+    values = {"stop_words": word, name: 20, "return_num_output_tokens": True}
+    whole, chunks = generate(contract, **values), events(contract, **values)
+    assert (whole[TEXT], whole["finish_reason"]) == (expected, "stop")
+    assert (text_of(chunks), chunks[-1]["finish_reason"]) == (expected, "stop")
+    assert whole["num_output_tokens"] == sum(chunk["num_output_tokens"] for chunk in chunks) < 20
+
+
+def test_max_tokens_is_cut_to_what_max_seq_len_leaves(contract: Server) -> None:
+    prompt = "Once upon a time there was a cat. " * 200
+    counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    for max_tokens in (2000, 2**31 - 1):
+        whole = generate(contract, max_tokens, text_input=prompt, **counts)
+        assert whole["finish_reason"] == "length"
+        room = MAX_SEQ_LEN - whole["num_input_tokens"]
+        assert 0 < whole["num_output_tokens"] == room < 1000
+        assert (
+            f"max_tokens {max_tokens} is cut to {room}, what max_seq_len {MAX_SEQ_LEN} leaves" in contract.log
+        )
+    assert events(contract, 2000, text_input=prompt)[-1]["finish_reason"] == "length"
 
 
 def test_pad_id_changes_nothing(contract: Server) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
 from running import Server
-from test_generate import PROMPT, inputs, int32, stream, strings
-from tritonclient.utils import InferenceServerException
+from test_generate import PROMPT, int32, stream, strings
 
 LONG = "word " * 3000
 
@@ -57,7 +55,7 @@ def test_mistakes_are_named_while_others_go_on(server: Server) -> None:
     try:
         for changes, message in MISTAKES:
             status, answer = server.post({"text_input": PROMPT, "max_tokens": 4, **changes})
-            assert status == 400, (changes, answer)
+            assert status == 400, (changes, answer)  # whatever the model's own status is
             assert message in answer["error"], changes
             # Streaming, the status may have been sent by then.
             body = {"text_input": PROMPT, "max_tokens": 4, "stream": True, **changes}
@@ -98,16 +96,3 @@ def test_mistakes_of_clients_of_llm(server: Server, changes: dict[str, np.ndarra
     good = {"input_ids": np.array([[5]], np.int32), "input_lengths": int32(1), "request_output_len": int32(2)}
     ((_, error),) = stream(server, "llm", [("", {**good, **changes})])
     assert message in str(error)
-
-
-def test_what_the_server_itself_refuses(server: Server) -> None:
-    assert server.post({"max_tokens": 4})[0] == 400
-    assert server.post({"text_input": PROMPT, "max_tokens": "four"})[0] in (400, 500)
-    assert server.post({"text_input": PROMPT, "max_tokens": 4}, model="nothing")[0] in (400, 404)
-    status, answer = server.post({"text_input": PROMPT, "max_tokens": 4, "accumulate_tokens": True})
-    assert status == 200 and answer["text_output"].startswith(PROMPT)
-    with (
-        grpcclient.InferenceServerClient(server.grpc) as client,
-        pytest.raises(InferenceServerException, match="doesn't support models with decoupled"),
-    ):
-        client.infer("ensemble", inputs({"text_input": strings(PROMPT), "max_tokens": int32(4)}))

@@ -38,6 +38,13 @@ def test_every_tensor_has_its_row(model: str, kind: str) -> None:
     assert len(named) == len(set(named)) and set(named) == declared(model, kind)
 
 
+def test_every_tensor_of_preprocessing_and_postprocessing_is_named() -> None:
+    table = rows("The models preprocessing and postprocessing")
+    named = {name for cells in table for cell in cells[:2] for name in code(cell)}
+    models = [(model, kind) for model in ("preprocessing", "postprocessing") for kind in ("input", "output")]
+    assert named == set().union(*(declared(*each) for each in models))
+
+
 def test_every_row_names_tests_that_exist() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     existing = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
