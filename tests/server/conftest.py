@@ -11,7 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from running import EngineWatch, Server, build_repository, running
+from metering import BLOCKS, metrics_port_open
+from running import EngineWatch, Server, build_repository, running, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +40,16 @@ def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("unary")
     knobs = ["decoupled_mode=false", "max_num_seqs=2", "max_queue_size=4", "llm_instance_count=1"]
     with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for tests of the metrics; some of them leave it otherwise than they found it."""
+    folder = tmp_path_factory.mktemp("metered")
+    with running(build_repository(folder, "max_seq_len=512", kv_tokens=16 * BLOCKS), folder) as started:
+        # The metrics port opens after the one that says ready.
+        wait_for(lambda: metrics_port_open(started), "the metrics port")
         yield started
 
 

@@ -32,9 +32,9 @@ START_S = 90
 TIMEOUT_S = 30
 
 
-def build_repository(folder: Path, *knobs: str) -> Path:
-    """A model repository with the bundled model and a KV cache of 32768 tokens."""
-    defaults = ["device=cpu", "max_tokens_in_paged_kv_cache=32768"]
+def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:
+    """A model repository with the bundled model and a KV cache of so many tokens."""
+    defaults = ["device=cpu", f"max_tokens_in_paged_kv_cache={kv_tokens}"]
     arguments = ["--output", str(folder / "repository"), "--set", *defaults, *knobs]
     assert cli.main(ROOT / "model_repo", arguments) == 0
     return folder / "repository"
