@@ -7,6 +7,7 @@ upload, the block-table update, one attention plan (which reads the block table)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,13 +47,15 @@ class DecodeGraphs:
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay."""
+    def replay(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay.
+        `progress` is called once, before the graph's launch."""
         rows = plan.num_decode
         size = self._sizes[int(np.searchsorted(self._sizes, rows))]
         self._staging.upload(self._columns(plan, size), self._inputs[size])
         self._runner.update_block_table(plan.table_updates)
         self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))
+        progress()
         self._graphs[size].replay()
         tokens, logits = self._outputs[size]
         return tokens[:rows], logits[:rows]

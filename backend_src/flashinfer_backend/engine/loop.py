@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.runner import Launched
 from flashinfer_backend.engine.server import EngineSocket
 from flashinfer_backend.engine.startup import Core
+from flashinfer_backend.engine.step import StepPlan
 from flashinfer_backend.sampling.guide_queue import GuideQueue
 from flashinfer_backend.sampling.logprobs import context_logits_problem
 from flashinfer_backend.transport import protocol
@@ -36,7 +38,6 @@ class EngineLoop:
         self.guides = GuideQueue(self.config.model_dir, self.vocab_size)
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
-        self._read_at = 0.0
         self.iteration = 0
         self.cancellations = 0
         self.generated_tokens = 0
@@ -60,13 +61,9 @@ class EngineLoop:
         if plan is not None:
             self.iteration += 1
             self._last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
-            self.in_flight.append(self.runner.launch(plan, self._settle))
-            self.pacer.planned(time.monotonic() - began)
+            self.in_flight.append(self.runner.launch(plan, self._settle, self._progress(plan, began)))
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
-            late = self.in_flight[0].download.done
-            launched = self.in_flight.popleft()
-            self._finish(launched)
-            self.pacer.finished(launched.plan, self._read_at, late, next_runs=bool(self.in_flight))
+            self._finish(self.in_flight.popleft())
         self._send_status()
         return True
 
@@ -75,8 +72,11 @@ class EngineLoop:
         timeout_ms = 0
         if not self.in_flight and not self.scheduler.requests:
             timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
-        deadline = self.pacer.deadline(self.in_flight[0].plan) if self.in_flight else 0.0
         while not self.socket.closed:
+            deadline = 0.0
+            if self.in_flight:
+                prompts_wait = bool(self.scheduler.waiting or self.scheduler.prefilling)
+                deadline = self.pacer.deadline(self.in_flight[0].plan, prompts_wait)
             left_ms = int((deadline - time.monotonic()) * 1000)
             for message in self.socket.receive(max(timeout_ms, left_ms, 0)):
                 self._handle(message)
@@ -160,6 +160,24 @@ class EngineLoop:
             else:
                 self.socket.send_failure(protocol.Failure(request.handle, problem, refused=True))
 
+    def _progress(self, plan: StepPlan, began: float) -> Callable[[], None]:
+        """What the runner calls when it gives the first work of `plan`, planned since `began`, to the
+        device, and again after every layer that it launches one by one: launching a step with prompts
+        takes the host long enough for the step before it to end meanwhile."""
+        given = False
+
+        def progress() -> None:
+            nonlocal given
+            ended = bool(self.in_flight) and self.in_flight[0].download.done
+            if not given:
+                given = True
+                running = self.in_flight[0].plan if self.in_flight else None
+                self.pacer.planned(plan, began, time.monotonic(), running, late=ended)
+            elif ended:
+                self._finish(self.in_flight.popleft())
+
+        return progress
+
     def _settle(self) -> None:
         """Read every step in flight."""
         while self.in_flight:
@@ -168,7 +186,7 @@ class EngineLoop:
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
         values = launched.download.wait()
-        self._read_at = time.monotonic()
+        self.pacer.finished(launched.plan, time.monotonic())
         outcome = accept(self.scheduler.table, launched.plan, values)
         self.generated_tokens += int((outcome.tokens != protocol.NO_TOKEN).sum())
         table = self.scheduler.table

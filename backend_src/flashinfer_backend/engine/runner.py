@@ -21,7 +21,7 @@ from flashinfer_backend.engine.graphs import DecodeGraphs
 from flashinfer_backend.engine.staging import Download, ReadbackRing, StagingRing
 from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 from flashinfer_backend.engine.token_graphs import TokenGraphs
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Attention, Transformer
 from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
 from flashinfer_backend.sampling.sampler import Sampler
 
@@ -34,6 +34,18 @@ class Launched:
     plan: StepPlan
     download: Download
     report: Report | None
+
+
+@dataclass
+class _Reporting:
+    """Attention that calls `progress` after every layer."""
+
+    attention: Attention
+    progress: Callable[[], None]
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self.attention.run(layer, q, out)
+        self.progress()
 
 
 class Runner:
@@ -92,14 +104,21 @@ class Runner:
             gc.enable()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, settle: Callable[[], None] = lambda: None) -> Launched:
+    def launch(
+        self,
+        plan: StepPlan,
+        settle: Callable[[], None] = lambda: None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> Launched:
         """Enqueue a step. Steps run in the order of their launches; nothing is waited for. `settle` reads
-        the tokens of all earlier steps; it is called where rows cannot be sampled without them."""
+        the tokens of all earlier steps; it is called where rows cannot be sampled without them.
+        `progress` is called just before the step's first kernel, and after each layer of a step with
+        prompts."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
-            tokens, logits = self.graphs.replay(plan)
+            tokens, logits = self.graphs.replay(plan, progress)
             position = plan.decode_positions + 1
         else:
-            logits, position = self._forward(plan)
+            logits, position = self._forward(plan, progress)
             tokens = self.sampler.sample(logits, plan, position)
         report = None
         if plan.extras:
@@ -108,7 +127,7 @@ class Runner:
             tokens, report = self.sampler.sample_extras(logits, tokens, plan, position)
         return Launched(plan, self._readback.download(tokens), report)
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
+    def _forward(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, np.ndarray]:
         """A step with prompts: (logits [sampling rows, V], positions of the sampled tokens)."""
         slots = np.concatenate([plan.decode_slots, plan.prefill_slots])
         q_lens = np.concatenate([np.ones(plan.num_decode, np.int32), plan.prefill_lens])
@@ -143,10 +162,12 @@ class Runner:
             )
         )
         inputs = (input_ids, token_positions, slot_mapping)
+        attention = _Reporting(self.attention, progress)
+        progress()
         if self.token_graphs is not None and size <= self.token_graphs.largest:
-            hidden = self.token_graphs.run(*inputs, plan.num_tokens, self.attention)
+            hidden = self.token_graphs.run(*inputs, plan.num_tokens, attention)
         else:
-            hidden = self.model(*inputs, self.kv_caches, self.attention)
+            hidden = self.model(*inputs, self.kv_caches, attention)
         for row, request in plan.context_logits:
             last = int(ends[plan.num_decode + row])
             chunk = hidden[last - int(plan.prefill_lens[row]) : last]

@@ -19,6 +19,7 @@ from flashinfer_backend.engine.request import Request, SlotTable
 from flashinfer_backend.engine.step import ExtraRow, StepPlan
 
 NO_SLOTS = np.empty(0, np.int32)
+PROMPTS_TOGETHER = 1024  # tokens
 
 
 class Scheduler:
@@ -102,6 +103,8 @@ class Scheduler:
         while budget > 0:
             if candidates:
                 request = candidates.popleft()
+            elif chunks and not self._joins(sum(length for _, _, length in chunks)):
+                break
             else:
                 admitted = self._admit(budget, updates)
                 if admitted is None:
@@ -112,6 +115,21 @@ class Scheduler:
             chunks.append((request, start, length))
             budget -= length
         return chunks
+
+    def _joins(self, tokens: int) -> bool:
+        """Whether the oldest waiting prompt should share a step that has `tokens` of prompts already.
+
+        The device is busy with PROMPTS_TOGETHER tokens: more in one step keep the prompts before waiting
+        and hardly help those behind. Only a backlog of more than a step is worked off in the fewest steps.
+        """
+        if len(self.waiting) > self.config.max_num_tokens:
+            return True
+        lengths = [len(request.prompt) + len(request.generated) for request in self.waiting]
+        return (
+            not lengths
+            or tokens + lengths[0] <= PROMPTS_TOGETHER
+            or sum(lengths) > self.config.max_num_tokens
+        )
 
     def _admit(self, budget: int, updates: list[tuple[int, int, int]]) -> Request | None:
         """Move the oldest waiting request to a slot if slot, pages and budget allow."""

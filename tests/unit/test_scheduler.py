@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What shares a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.pages import PageAllocator
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.scheduler import Scheduler
+from flashinfer_backend.transport.protocol import SamplingParams
+
+
+def scheduler(*lengths: int, max_num_tokens: int = 8192) -> Scheduler:
+    config = EngineConfig(
+        model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, max_num_tokens=max_num_tokens
+    )
+    result = Scheduler(config, PageAllocator(4096, 16, reuse=False))
+    for handle, length in enumerate(lengths, 1):
+        prompt = np.zeros(length, np.int32)
+        params = SamplingParams(max_tokens=8)
+        result.submit(Request(handle=handle, prompt=prompt, params=params, max_new=8))
+    return result
+
+
+def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
+    """Prompt tokens a row, of each step until all prompts are done."""
+    steps = []
+    while scheduler.waiting or scheduler.prefilling:
+        plan = scheduler.schedule(in_flight=False)
+        assert plan is not None
+        steps.append(plan.prefill_lens.tolist())
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([300, 300, 300], [[300, 300, 300]]),
+        ([1000, 100, 200, 900], [[1000], [100, 200], [900]]),
+        ([2000, 2000], [[2000], [2000]]),
+        ([10, 2000, 10], [[10], [2000], [10]]),
+    ],
+)
+def test_a_prompt_does_not_wait_for_those_behind_it(lengths, steps):
+    """Together they would take longer than the first alone, and hardly less than one after the other."""
+    assert prompts_of_steps(scheduler(*lengths)) == steps
+
+
+def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
+    steps = prompts_of_steps(scheduler(*[2000] * 9))
+    assert steps == [[2000, 2000, 2000, 2000, 192], [1808], [2000], [2000], [2000], [2000]]
