@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import socket
 import subprocess
 import sysconfig
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc as grpcclient
 from running import EngineWatch, Server, wait_for
-from test_generate import PROMPT
+from test_generate import PROMPT, inputs, int32, strings
 
 STREAMS = 256
 PROMPTS = [
@@ -70,6 +73,43 @@ def test_a_client_that_leaves_the_ensemble_frees_its_pages(server: Server, watch
     assert left.cancellations == idle.cancellations + 1
     assert left.pages_used == idle.pages_used
     assert left.generated_tokens - idle.generated_tokens < 1900
+
+
+def test_a_client_that_leaves_without_streaming_harms_nobody(server: Server, watch: EngineWatch) -> None:
+    """tritonserver gives no sign of it, so it runs to its end, as with TensorRT-LLM."""
+    idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 600, "end_id": 1048576}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: {host}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: watch.status().requests_active == 1, "the request")
+    assert server.text(PROMPT, 4)
+    ended = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "its end")
+    assert (ended.cancellations, ended.pages_used) == (idle.cancellations, idle.pages_used)
+    assert server.ready()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_does_not_request_text_output(server: Server, streaming: bool) -> None:
+    """Streaming, it looks like one that left, since postprocessing gets nothing of it; it is told."""
+    answers: queue.Queue[Any] = queue.Queue()
+    values = {
+        "text_input": strings(PROMPT), "max_tokens": int32(1900), "end_id": int32(1048576),
+        "stream": np.array([[streaming]]), "return_num_output_tokens": np.array([[True]]),
+    }  # fmt: skip
+    outputs = [grpcclient.InferRequestedOutput(name) for name in ("num_output_tokens", "finish_reason")]
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("ensemble", inputs(values), outputs=outputs)
+        found = [answers.get(timeout=60)]
+        while streaming and found[-1][1] is None:
+            found.append(answers.get(timeout=60))
+    result, error = found[-1]
+    if streaming:
+        assert "request text_output beside the other outputs" in str(error)
+    else:
+        assert error is None and result.as_numpy("num_output_tokens").item() == 1900
 
 
 def _perf_analyzer(folder: Path) -> tuple[str, dict[str, str]]:

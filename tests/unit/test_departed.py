@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from flashinfer_backend.transport.protocol import make_handle
 from flashinfer_backend.transport.seen import SLOTS, SeenMarker, SeenTable
 from flashinfer_backend.triton.departed import DepartedClients
+from flashinfer_backend.triton.watch import ClientWatch
 
 PID = 4321
 
@@ -125,3 +127,20 @@ def test_a_sequence_that_ended_meanwhile_is_left_alone(table, marker):
     stream.check()
     assert stream.clients.check({}) == []
     assert stream.probes == 0
+
+
+@pytest.mark.parametrize("seen", [[], [7], [8]])
+def test_only_a_request_of_which_nothing_was_seen_is_unread(table, marker, seen):
+    """Whoever had a chunk of one of its sequences did request text_output."""
+    for local_id in seen:
+        marker.mark(make_handle(PID, local_id))
+    sequences = [SimpleNamespace(handle=make_handle(PID, n), ended=False, sent_at=0) for n in (7, 8)]
+    request = SimpleNamespace(in_ensemble=True, sequences=sequences, unread=False)
+    cancelled = []
+    watch = ClientWatch(lambda: [request], cancelled.append, table, lambda: True, 0)
+    for sequence in sequences:
+        sequence.sent_at = time.monotonic_ns()
+    for _ in range(2):
+        watch.check()
+    assert cancelled == [sequence.handle for sequence in sequences]
+    assert request.unread == (not seen)

@@ -191,6 +191,18 @@ def test_a_failure_comes_after_the_tokens_before_it_and_ends_the_request(
     assert 101 in bench.cancelled
 
 
+def test_an_unread_stream_is_told_why_it_ended(bench: Bench) -> None:
+    sender, request = bench.open(row(), row())
+    request.unread = True
+    for sequence in request.sequences:
+        feed(sequence, protocol.NO_TOKEN, end=protocol.FINISHED_CANCELLED)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert [error is None for _, _, error in sender.sent] == [True, False]
+    _, flags, error = sender.sent[-1]
+    assert error is not None and "request text_output" in error.message and flags == FINAL
+    assert not bench.responder.open_requests()
+
+
 def test_stop_cancels_the_requests_with_that_id(bench: Bench) -> None:
     sender, request = bench.open(row(), request_id="a")
     other, _ = bench.open(row(), request_id="b")

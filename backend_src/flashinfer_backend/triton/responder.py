@@ -19,6 +19,10 @@ from flashinfer_backend.triton.sequence import Sequence
 
 # A response costs a round trip to the server, so a few threads overlap their waiting.
 SENDER_THREADS = 4
+UNREAD = (
+    "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
+    " text_output; request text_output beside the other outputs, or set stream to false"
+)
 CLOSE_S = 1.0  # a thread that waits for a server which has been killed never ends
 
 
@@ -33,6 +37,8 @@ class OpenRequest:
         self.in_ensemble = "chunk_context" in outputs and "context_phase_params" not in outputs
         self.sequences: list[Sequence] = []
         self.remaining = 0  # sequences that have not ended
+        # Ended since postprocessing got none of its chunks. Should somebody be there to read, say why.
+        self.unread = False
         self._responder = responder
         self._lock = threading.Lock()
         self._finished = False
@@ -148,6 +154,9 @@ class Responder:
             final = request.remaining == 0
         if final:
             self._open.pop(id(request), None)
+        if final and request.unread:
+            self._send_error(request.finish, UNREAD, self._pb.TritonError.INTERNAL)
+        elif final:
             request.finish(
                 self._pb.InferenceResponse(output_tensors=tensors),
                 flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,

@@ -33,7 +33,7 @@ class ClientWatch:
     ) -> None:
         """cancel: ends the sequence with a handle. period_s: 0 never looks."""
         self._open_requests, self._cancel = open_requests, cancel
-        self._departed = DepartedClients(seen, probe)
+        self._seen, self._departed = seen, DepartedClients(seen, probe)
         self._period_s = period_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="client watch", daemon=True)
@@ -43,12 +43,17 @@ class ClientWatch:
     def check(self) -> None:
         """One look at every open request."""
         sent: dict[int, int] = {}
+        requests: dict[int, OpenRequest] = {}
         for request in self._open_requests():
             if request.in_ensemble:
-                sent.update({s.handle: s.sent_at for s in request.sequences if s.handle and not s.ended})
+                running = [s for s in request.sequences if s.handle and not s.ended]
+                sent.update({s.handle: s.sent_at for s in running})
+                requests.update(dict.fromkeys((s.handle for s in running), request))
             elif request.is_cancelled():
                 request.cancel_all()
         for handle in self._departed.check(sent):
+            request = requests[handle]
+            request.unread = not any(self._seen.last(s.handle) for s in request.sequences)
             self._cancel(handle)
 
     def close(self) -> None:
