@@ -66,7 +66,7 @@ def test_a_prompt_is_planned_earlier_if_that_takes_the_host_longer():
         pacer.planned(step(0, 10), 0.0, 0.003, step(16), late=False)
     pacer._began = began  # only the host's times were of interest
     difference = pacer.deadline(step(16), False) - pacer.deadline(step(16), True)
-    assert difference == pytest.approx(1.5 * 0.002, abs=1e-4)
+    assert difference == pytest.approx(1.25 * 0.002, abs=1e-4)
 
 
 def test_being_late_never_feeds_itself():

@@ -49,14 +49,14 @@ class DecodeGraphs:
 
     def replay(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay.
-        `progress` is called once, before the graph's launch."""
+        `progress` is called once, when the device has it."""
         rows = plan.num_decode
         size = self._sizes[int(np.searchsorted(self._sizes, rows))]
         self._staging.upload(self._columns(plan, size), self._inputs[size])
         self._runner.update_block_table(plan.table_updates)
         self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))
-        progress()
         self._graphs[size].replay()
+        progress()  # the device begins when all of the graph is there
         tokens, logits = self._outputs[size]
         return tokens[:rows], logits[:rows]
 

@@ -77,11 +77,13 @@ class EngineLoop:
             if self.in_flight:
                 prompts_wait = bool(self.scheduler.waiting or self.scheduler.prefilling)
                 deadline = self.pacer.deadline(self.in_flight[0].plan, prompts_wait)
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            for message in self.socket.receive(max(timeout_ms, left_ms, 0)):
+            left_s = deadline - time.monotonic()
+            for message in self.socket.receive(max(timeout_ms, int(left_s * 1000), 0)):
                 self._handle(message)
-            if left_ms <= 0:
+            if left_s <= 0.0:
                 break
+            if left_s < 0.001:  # the socket waits for whole milliseconds
+                time.sleep(left_s / 2)
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Submit):
@@ -195,10 +197,12 @@ class EngineLoop:
             requests[slot].first_token_ns = time.time_ns()
         stuck = follow_guides(table, outcome)
         extras = row_extras(table, outcome, launched.report, values)
-        owners = table.stub[outcome.slots]
+        # First tokens first: every row of a step waits in its stub for those before it.
+        order = np.argsort(~outcome.first, kind="stable")
+        owners = table.stub[outcome.slots][order]
         local_ids = table.local_id[outcome.slots]
-        for pid in np.unique(owners).tolist():
-            mine = owners == pid
+        for pid in dict.fromkeys(owners.tolist()):
+            mine = order[owners == pid]
             frame = protocol.pack_tokens(local_ids[mine], outcome.tokens[mine], outcome.codes[mine])
             self.socket.send_tokens(pid, frame, extras.get(pid))
         for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():

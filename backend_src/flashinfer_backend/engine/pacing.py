@@ -12,7 +12,7 @@ import math
 
 from flashinfer_backend.engine.step import StepPlan
 
-SAFETY_S = 0.0005  # for waking up, beside the host's own time
+SAFETY_S = 0.0003  # for waking up, beside the host's own time
 ROWS_PER_CLASS = 8  # decode steps of about as many rows take about as long
 CLASSES_PER_OCTAVE = 8  # of tokens in steps with prompts: their time per token is alike
 
@@ -39,7 +39,7 @@ class Pacer:
         duration = self._duration.get(self._class(running))
         if self._began is None or duration is None:
             return 0.0
-        return self._began + duration * _scale(running) - 1.5 * self._lead[prompts_wait] - SAFETY_S
+        return self._began + duration * _scale(running) - 1.25 * self._lead[prompts_wait] - SAFETY_S
 
     def planned(
         self, plan: StepPlan, began: float, given: float, running: StepPlan | None, late: bool

@@ -112,8 +112,8 @@ class Runner:
     ) -> Launched:
         """Enqueue a step. Steps run in the order of their launches; nothing is waited for. `settle` reads
         the tokens of all earlier steps; it is called where rows cannot be sampled without them.
-        `progress` is called just before the step's first kernel, and after each layer of a step with
-        prompts."""
+        `progress` is called when the device has the step's first work, and after each layer of a step
+        with prompts."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
             tokens, logits = self.graphs.replay(plan, progress)
             position = plan.decode_positions + 1
