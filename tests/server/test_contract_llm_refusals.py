@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import re
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,14 @@ def test_ids_outside_the_vocabulary_are_refused_and_nothing_else_happens(contrac
         assert f"input_ids holds {wrong}; token ids should lie in 0.." in message
     (result,) = answers(contract, LLM, ids_request(encode(PROMPT), 9, end_id=int32(2**31 - 1)))
     assert result.as_numpy("output_ids")[0, 0].tolist() == encode(PROMPT) + greedy(PROMPT, 9)
+
+
+def test_inputs_that_are_missing_are_named(contract: Server) -> None:
+    for name in ("input_ids", "input_lengths", "request_output_len"):
+        values = {key: value for key, value in ids_request([5], 4).items() if key != name}
+        message = refusal(contract, LLM, values)
+        # The server counts inputs only: with an optional one in its place, a mandatory one may be absent.
+        assert re.search(f"{name}.* is missing|missing required input.*'{name}'", message)
 
 
 def test_malformed_word_lists_are_refused(contract: Server) -> None:

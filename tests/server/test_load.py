@@ -59,14 +59,30 @@ def test_256_streams_are_complete_and_in_order(server: Server) -> None:
         assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
 
 
-def test_a_client_that_leaves_the_ensemble_frees_its_pages(server: Server, watch: EngineWatch) -> None:
-    idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
-    body = json.dumps({"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}).encode()
+ENSEMBLE = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}
+LLM = {
+    **{"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1900, "streaming": True},
+    "end_id": 1048576,
+}
+
+
+def post(server: Server, path: str, request: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent."""
+    body = json.dumps(request).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
-        head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert b"text_output" in client.recv(65536) + client.recv(65536)
+    client = socket.create_connection((host, int(port)))
+    head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: {host}\r\n"
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+@pytest.mark.parametrize(("model", "request_body"), [("ensemble", ENSEMBLE), ("llm", LLM)])
+def test_a_client_that_leaves_its_stream_frees_its_pages(
+    server: Server, watch: EngineWatch, model: str, request_body: dict[str, Any]
+) -> None:
+    idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
+    with post(server, f"{model}/generate_stream", request_body) as client:
+        assert b"data: " in client.recv(65536) + client.recv(65536)
         running = wait_for(lambda: (s := watch.status()).requests_active == 1 and s, "the request")
         assert running.pages_used > idle.pages_used
     left = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "the request to be gone")
@@ -78,16 +94,27 @@ def test_a_client_that_leaves_the_ensemble_frees_its_pages(server: Server, watch
 def test_a_client_that_leaves_without_streaming_harms_nobody(server: Server, watch: EngineWatch) -> None:
     """tritonserver gives no sign of it, so it runs to its end, as with TensorRT-LLM."""
     idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
-    body = json.dumps({"text_input": PROMPT, "max_tokens": 600, "end_id": 1048576}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
-        head = f"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: {host}\r\n"
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with post(server, "ensemble/generate", {**ENSEMBLE, "max_tokens": 600, "stream": False}):
         wait_for(lambda: watch.status().requests_active == 1, "the request")
     assert server.text(PROMPT, 4)
     ended = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "its end")
     assert (ended.cancellations, ended.pages_used) == (idle.cancellations, idle.pages_used)
     assert server.ready()
+
+
+def test_a_unary_call_that_is_cancelled_ends(unary: Server, watch_unary: EngineWatch) -> None:
+    before = watch_unary.status().cancellations
+    errors: queue.Queue[Any] = queue.Queue()
+    values = {
+        "input_ids": int32(5), "input_lengths": int32(1), "request_output_len": int32(1900),
+        "end_id": int32(1048576),
+    }  # fmt: skip
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        call = client.async_infer("tensorrt_llm", inputs(values), lambda result, error: errors.put(error))
+        wait_for(lambda: watch_unary.status().requests_active == 1, "the request")
+        call.cancel()
+        assert "Locally cancelled" in str(errors.get(timeout=30))
+        wait_for(lambda: watch_unary.status().cancellations == before + 1, "the cancellation")
 
 
 @pytest.mark.parametrize("streaming", [True, False])
