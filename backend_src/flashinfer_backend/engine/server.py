@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.orphans import Stub, find_stub
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class EngineSocket:
         self._poller.register(self._server, zmq.POLLIN)
         self._identity: dict[int, bytes] = {}  # by stub pid
         self._pidfd: dict[int, int] = {}
+        self._stubs: dict[int, Stub | None] = {}  # looked up while they live
         self._watching: set[int] = set()  # stubs that want the status
         self._lonely_since = time.monotonic()
 
@@ -67,6 +69,8 @@ class EngineSocket:
         for pid, pidfd in list(self._pidfd.items()):
             if pidfd in events:
                 log.warning("stub %d ended without a goodbye; its requests are dropped", pid)
+                if (stub := self._stubs.get(pid)) is not None:
+                    stub.remove_memory()  # tritonserver would leave it behind
                 yield protocol.Goodbye(pid)
         if not self._pidfd and time.monotonic() - self._lonely_since > LONELY_SECONDS:
             log.info("no stub has been connected for %.0f s: ending", LONELY_SECONDS)
@@ -86,12 +90,14 @@ class EngineSocket:
         if hello.pid not in self._pidfd:
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd[hello.pid] = os.pidfd_open(hello.pid)
+                self._stubs[hello.pid] = find_stub(hello.pid)
                 self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
 
     def forget(self, pid: int) -> None:
         """A stub has left; the engine ends when no stub comes back for a while."""
         self._identity.pop(pid, None)
         self._watching.discard(pid)
+        self._stubs.pop(pid, None)
         pidfd = self._pidfd.pop(pid, None)
         if pidfd is not None:
             self._poller.unregister(pidfd)

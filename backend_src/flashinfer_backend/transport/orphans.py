@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the stubs that a killed tritonserver leaves behind, and removes their shared memory.
+"""Ends the stubs that a killed tritonserver leaves behind, and removes the shared memory of stubs that were
+killed.
 
 A stub notices that its server is gone and ends by itself, except where it was just exchanging
 something with the server: then it waits for the answer for ever, some kinds with the interpreter's
@@ -22,9 +23,14 @@ from typing import NamedTuple
 GRACE_S = 3.0  # how long stubs have to end by themselves
 
 
-class _Stub(NamedTuple):
+class Stub(NamedTuple):
     pid: int
+    server: str  # pid of its tritonserver
     region: str  # name of its shared memory
+
+    def remove_memory(self) -> None:
+        """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
+        Path("/dev/shm", self.region).unlink(missing_ok=True)
 
 
 def end_orphans(server_pid: int) -> None:
@@ -34,7 +40,7 @@ def end_orphans(server_pid: int) -> None:
     while (stubs := _stubs(server_pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
-        Path("/dev/shm", stub.region).unlink(missing_ok=True)
+        stub.remove_memory()
         with contextlib.suppress(ProcessLookupError):
             os.kill(stub.pid, signal.SIGKILL)
 
@@ -46,18 +52,19 @@ def end_orphans_in_background(server_pid: int) -> None:
     subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
-def _stubs(server_pid: int) -> list[_Stub]:
-    """By the command lines: stub, model.py, shared memory, two sizes, pid of the server, ..."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            is_stub = words[0].endswith("/triton_python_backend_stub") and len(words) > 5
-            if is_stub and words[5] == str(server_pid):
-                found.append(_Stub(int(folder.name), words[2]))
-    return found
+def find_stub(pid: int) -> Stub | None:
+    """The process, if it is a stub: by its command line, which is stub, model.py, shared memory, two sizes,
+    pid of the server, ..."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        if words[0].endswith("/triton_python_backend_stub") and len(words) > 5:
+            return Stub(pid, words[5], words[2])
+    return None
+
+
+def _stubs(server_pid: int) -> list[Stub]:
+    pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    return [stub for pid in pids if (stub := find_stub(pid)) and stub.server == str(server_pid)]
 
 
 if __name__ == "__main__":
