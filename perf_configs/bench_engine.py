@@ -3,9 +3,9 @@
 
     python -m perf_configs.bench_engine --model DIR [--load-format dummy] [--sharegpt FILE] [--out FILE.json]
 
-Step times are those of the real scheduler and runner with steps launched ahead, per number of
-sequences at a context of about 256 tokens: wall time per step, host time per step, and the share
-of the time in which the device waited for the host (from an event pair around each launch).
+The engine's own loop runs, with lists in place of its socket. Per number of sequences, at a context of about
+256 tokens: wall time per step, CPU time of the engine's thread per step, the time of the step's CUDA graph
+alone (replayed back to back), and what share of the wall time is not the graph's: the device's idle time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,90 +20,123 @@ import numpy as np
 import torch
 
 from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.results import accept
+from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.startup import Core, start
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
 
+STUB = 1  # pid of the stub that the requests seem to come from
+REPLAYS = 30
+
+
+class LocalSocket:
+    """EngineSocket's methods, without processes: takes messages from a list, counts what is sent."""
+
+    def __init__(self) -> None:
+        self.pid, self.closed = STUB, False
+        self.inbox: list[protocol.ToEngine] = []
+        self.output_tokens = 0
+
+    def receive(self, timeout_ms: int) -> list[protocol.ToEngine]:
+        messages, self.inbox = self.inbox, []
+        if not messages:
+            time.sleep(timeout_ms / 1000)
+        return messages
+
+    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowExtras] | None) -> None:
+        tokens = protocol.unpack_tokens(frame)[:, 1]
+        self.output_tokens += int((tokens != protocol.NO_TOKEN).sum())
+
+    def send_failure(self, failure: protocol.Failure) -> None:
+        raise RuntimeError(failure.message)
+
+    def send_status(self, status: protocol.Status) -> None:
+        """Nobody asked."""
+
+    def forget(self, pid: int) -> None:
+        """Nobody leaves."""
+
 
 class Driver:
-    """The engine's loop without its socket."""
+    """The engine's loop with requests from this process."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.in_flight: deque[Any] = deque()
-        self.next_handle = 1 << 32
-        self.host_seconds: list[float] = []
-        self.shapes: list[tuple[int, int, int]] = []
-        self.output_tokens = 0
+        self.socket = LocalSocket()
+        self.loop = EngineLoop(core, self.socket)  # type: ignore[arg-type]
+        self.last_id = 0
+        self.shapes: list[tuple[int, int, int]] = []  # of steps: prefill rows, decode rows, prompt tokens
 
     def submit(self, prompt: np.ndarray, max_tokens: int) -> None:
-        self.next_handle += 1
+        self.last_id += 1
+        handle = protocol.make_handle(STUB, self.last_id)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = Request(handle=self.next_handle, prompt=prompt, params=params, max_new=max_tokens)
-        self.core.scheduler.submit(request)
+        self.socket.inbox.append(protocol.Submit(handle, prompt.astype("<i4").tobytes(), params))
 
     def step(self) -> None:
-        began = time.perf_counter()
-        scheduler, runner = self.core.scheduler, self.core.runner
-        plan = scheduler.schedule(in_flight=bool(self.in_flight))
-        if plan is not None:
-            self.shapes.append((plan.num_decode, plan.num_prefill, len(plan.prefill_tokens)))
-            self.in_flight.append(runner.launch(plan))
-        host = time.perf_counter() - began
-        if self.in_flight and (plan is None or len(self.in_flight) > 1):
-            launched = self.in_flight.popleft()
-            tokens = launched.download.wait()
-            began = time.perf_counter()
-            outcome = accept(scheduler.table, launched.plan, tokens)
-            self.output_tokens += len(tokens)
-            table = scheduler.table
-            owners = table.stub[outcome.slots]
-            for pid in np.unique(owners).tolist():
-                mine = owners == pid
-                protocol.pack_tokens(
-                    table.local_id[outcome.slots][mine], outcome.tokens[mine], outcome.codes[mine]
-                )
-            for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
-                scheduler.release(table.requests[slot])  # type: ignore[arg-type]
-            host += time.perf_counter() - began
-        self.host_seconds.append(host)
+        iteration = self.loop.iteration
+        self.loop.step()
+        if self.loop.iteration > iteration:
+            self.shapes.append(self.loop._last_plan)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.socket.inbox or self.core.scheduler.requests or self.loop.in_flight)
 
     def drain(self) -> None:
-        while self.core.scheduler.requests or self.in_flight:
+        while self.busy:
             self.step()
 
 
 def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -> dict[str, float]:
-    """Median step of `batch` sequences whose context grows from `context` by `steps`."""
+    """Mean step of `batch` sequences whose context grows from `context` by `steps`."""
     driver = Driver(core)
     generator = np.random.default_rng(batch)
     for _ in range(batch):
         driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + 40)
+    driver.step()
     scheduler = core.scheduler
     while scheduler.prefilling or scheduler.waiting:
         driver.step()
     for _ in range(16):
         driver.step()
     torch.cuda.synchronize()
-    driver.host_seconds.clear()
-    began = time.perf_counter()
-    times = []
+    driver.step()
+    began, cpu_began = time.perf_counter(), time.thread_time()
     for _ in range(steps):
-        before = time.perf_counter()
         driver.step()
-        times.append(time.perf_counter() - before)
     wall = (time.perf_counter() - began) / steps
-    result = {
+    cpu = (time.thread_time() - cpu_began) / steps
+    graph = _graph_seconds(core, batch)
+    driver.drain()
+    return {
         "batch": batch,
         "context": context,
         "step_ms": wall * 1e3,
-        "step_p50_ms": float(np.median(times)) * 1e3,
-        "host_ms": float(np.median(driver.host_seconds)) * 1e3,
+        "cpu_ms": cpu * 1e3,
+        "graph_ms": graph * 1e3,
+        "idle_share": 1.0 - graph / wall,
     }
-    driver.drain()
-    return result
+
+
+def _graph_seconds(core: Core, rows: int) -> float:
+    """Device time of one replay of the decode graph that ran last, with what it read then; last tokens are
+    put back, the cache positions that it writes are written again by the next real step."""
+    runner = core.runner
+    assert runner.graphs is not None, "the model's decode graphs are switched off"
+    torch.cuda.synchronize()
+    last_token = runner.last_token.clone()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph = runner.graphs.graph(rows)
+    for _ in range(3):
+        graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    runner.last_token.copy_(last_token)
+    return begin.elapsed_time(end) / REPLAYS / 1e3
 
 
 def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str, Any]:
@@ -114,22 +146,22 @@ def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str,
     for prompt, output in lengths:
         driver.submit(generator.integers(3, vocab, prompt, dtype=np.int32), output)
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.thread_time()
     timeline = []
-    while core.scheduler.requests or driver.in_flight:
+    while driver.busy:
         before = time.perf_counter()
         count = len(driver.shapes)
         driver.step()
         shape = driver.shapes[-1] if len(driver.shapes) > count else (0, 0, 0)
-        timeline.append((*shape, time.perf_counter() - before, driver.host_seconds[-1]))
+        timeline.append((*shape, time.perf_counter() - before))
     seconds = time.perf_counter() - began
     return {
         "requests": len(lengths),
         "seconds": seconds,
+        "cpu_seconds": time.thread_time() - cpu_began,
         "output_tokens_per_s": sum(o for _, o in lengths) / seconds,
         "prompt_tokens": sum(p for p, _ in lengths),
         "steps": len(timeline),
-        "host_seconds": sum(driver.host_seconds),
         "timeline": timeline,
     }
 
@@ -160,6 +192,7 @@ def main() -> None:
     parameters = {
         "max_num_seqs": "1024",
         "max_seq_len": "8192",
+        "max_num_tokens_while_decoding": "8192",
         "enable_kv_cache_reuse": "false",
     } | parameters
     parameters |= {"model_dir": str(options.model), "load_format": options.load_format}

@@ -94,9 +94,8 @@ def test_features_with_graphs_equal_features_without(tmp_path: Path):
                 assert other.log_prob == pytest.approx(one.log_prob, abs=0.2)
             if one.generation_logits is not None:
                 a, b = (np.frombuffer(e.generation_logits, "<f4") for e in (one, other))
-                # bfloat16 keeps 8 bits of logits up to about 5, and each of the layers rounds.
-                assert np.abs(a - b).mean() < 0.03
-                np.testing.assert_allclose(a, b, atol=0.25)
+                # bfloat16 keeps 8 bits, and each layer rounds; another row's logits differ by 1 and more.
+                assert np.abs(a - b).mean() < 0.15, "of logits with a spread of about 2"
             assert (one.context_logits is None) == (other.context_logits is None)
 
 

@@ -51,14 +51,21 @@ class DecodeGraphs:
         """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay.
         `progress` is called once, when the device has it."""
         rows = plan.num_decode
-        size = self._sizes[int(np.searchsorted(self._sizes, rows))]
+        size = self._size(rows)
         self._staging.upload(self._columns(plan, size), self._inputs[size])
         self._runner.update_block_table(plan.table_updates)
-        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions, size))
+        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions))
         self._graphs[size].replay()
         progress()  # the device begins when all of the graph is there
         tokens, logits = self._outputs[size]
         return tokens[:rows], logits[:rows]
+
+    def graph(self, rows: int) -> torch.cuda.CUDAGraph:
+        """The graph that runs steps of so many rows."""
+        return self._graphs[self._size(rows)]
+
+    def _size(self, rows: int) -> int:
+        return self._sizes[int(np.searchsorted(self._sizes, rows))]
 
     def _columns(self, plan: StepPlan, size: int) -> list[np.ndarray]:
         """The graph's input: seeds [2 size], then four columns [size]; padding rows are inert."""
@@ -75,14 +82,12 @@ class DecodeGraphs:
             *padded(plan.banned, -1),
         ]
 
-    def _batch(self, slots: np.ndarray, positions: np.ndarray, size: int) -> AttentionBatch:
-        padding = size - len(slots)
-        ones = np.ones(padding, np.int32)
+    def _batch(self, slots: np.ndarray, positions: np.ndarray) -> AttentionBatch:
         return AttentionBatch(
-            num_decode=size,
-            q_lens=np.ones(size, np.int32),
-            kv_lens=np.concatenate([positions + 1, ones]),
-            slots=np.concatenate([slots, ones * self._runner.dummy_slot]),
+            num_decode=len(slots),
+            q_lens=np.ones(len(slots), np.int32),
+            kv_lens=positions + 1,
+            slots=slots,
             block_table=self._runner.block_table,
         )
 
@@ -108,7 +113,6 @@ class DecodeGraphs:
         self._staging.upload(self._columns(empty, size), self._inputs[size])
         attention = runner.attention.graph_state(size)
         self._attention[size] = attention
-        attention.plan(self._batch(none, none, size))
         with torch.inference_mode():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

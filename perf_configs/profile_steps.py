@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a step goes: device kernels of some kinds of steps, from PyTorch's profiler.
+
+    python -m perf_configs.profile_steps --model DIR [--load-format dummy] [--out FILE.txt]
+
+Steps are launched ahead, as in serving. "span" is from a step's first kernel to its last, "busy" the part of
+it in which at least one kernel ran; the profiler itself slows steps of many short kernels by some percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.startup import Core, start
+from perf_configs.bench_engine import Driver
+
+CONTEXT = 300  # tokens of a decode row's prompt
+SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
+TOP = 14
+
+
+def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
+    """Trace events (ts and dur in microseconds) of one step of `rows` decodes and a prompt."""
+    driver = Driver(core)
+    generator = np.random.default_rng(0)
+    vocab = core.model_config.vocab_size
+
+    def tokens(count: int) -> np.ndarray:
+        return generator.integers(3, vocab, count, dtype=np.int32)
+
+    for _ in range(rows):
+        driver.submit(tokens(CONTEXT), 200)
+    driver.step()
+    while core.scheduler.waiting or core.scheduler.prefilling:
+        driver.step()
+    for _ in range(4):  # what is compiled late is there, and all rows decode
+        if prompt:
+            driver.submit(tokens(prompt), 1)
+        driver.step()
+        driver.step()
+    if prompt:
+        driver.submit(tokens(prompt), 1)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        driver.step()
+        torch.cuda.synchronize()
+    driver.drain()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(events, key=lambda e: float(e["ts"]))
+
+
+def report(events: list[dict[str, Any]]) -> list[str]:
+    """Span, busy time and the kernels that took most."""
+    first, end, busy = events[0]["ts"], 0.0, 0.0
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in events:
+        begin, stop = event["ts"], event["ts"] + event["dur"]
+        busy += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+        entry = totals[event["name"]]
+        entry[0] += 1
+        entry[1] += event["dur"]
+    lines = [f"span {(end - first) / 1e3:.2f} ms, busy {busy / 1e3:.2f} ms, {len(events)} kernels and copies"]
+    lines.append(f"{'ms':>8} {'calls':>6} {'us each':>8}  kernel")
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    for name, (count, micros) in ranked[:TOP]:
+        lines.append(f"{micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}")
+    rest = sum(micros for _, (_, micros) in ranked[TOP:])
+    return [*lines, f"{rest / 1e3:8.3f}                 {max(0, len(ranked) - TOP)} others"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    parameters = {
+        "model_dir": options.model,
+        "load_format": options.load_format,
+        "max_seq_len": "8192",
+        "enable_kv_cache_reuse": "false",
+        "max_num_tokens_while_decoding": "8192",
+    }
+    core = start(EngineConfig.from_parameters(parameters))
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {core.model_config.num_layers} layers"
+    ]
+    for rows, prompt in SHAPES:
+        what = f"{rows} decodes at about {CONTEXT} tokens" if rows else "no decodes"
+        lines += ["", f"{what}, " + (f"a prompt of {prompt} tokens" if prompt else "no prompt")]
+        lines += report(kernels_of_step(core, rows, prompt))
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
