@@ -26,7 +26,7 @@ from perf_configs.bench_engine import Driver
 
 CONTEXT = 300  # tokens of a decode row's prompt
 SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
-TOP = 14
+TOP, GAPS = 14, 8  # lines
 
 
 def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
@@ -63,11 +63,18 @@ def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
 
 
 def report(events: list[dict[str, Any]]) -> list[str]:
-    """Span, busy time and the kernels that took most."""
+    """Span, busy time, the kernels that took most, and between which kernels the device idled."""
     first, end, busy = events[0]["ts"], 0.0, 0.0
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    gaps: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    previous = ""
     for event in events:
         begin, stop = event["ts"], event["ts"] + event["dur"]
+        if previous and begin > end:
+            gap = gaps[f"{_short(previous)} -> {_short(event['name'])}"]
+            gap[0] += 1
+            gap[1] += begin - end
+        previous = event["name"]
         busy += max(0.0, stop - max(begin, end))
         end = max(end, stop)
         entry = totals[event["name"]]
@@ -79,7 +86,13 @@ def report(events: list[dict[str, Any]]) -> list[str]:
     for name, (count, micros) in ranked[:TOP]:
         lines.append(f"{micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}")
     rest = sum(micros for _, (_, micros) in ranked[TOP:])
-    return [*lines, f"{rest / 1e3:8.3f}                 {max(0, len(ranked) - TOP)} others"]
+    lines.append(f"{rest / 1e3:8.3f}                 {max(0, len(ranked) - TOP)} others")
+    widest = sorted(gaps.items(), key=lambda item: -item[1][1])[:GAPS]
+    return lines + [f"{us / 1e3:8.3f} {n:6.0f} {us / n:8.1f}  idle: {pair}" for pair, (n, us) in widest]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("void ")[:42]
 
 
 def main() -> None:
