@@ -21,7 +21,7 @@ from flashinfer_backend.engine.graphs import DecodeGraphs
 from flashinfer_backend.engine.staging import Download, ReadbackRing, StagingRing
 from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 from flashinfer_backend.engine.token_graphs import TokenGraphs
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Attention, Transformer
 from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
 from flashinfer_backend.sampling.sampler import Sampler
 
@@ -37,18 +37,13 @@ class Launched:
 
 
 @dataclass
-class _StepAttention:
-    """Attention of one step. It is planned only when the first layer needs it: the device computes that
-    layer's queries meanwhile. Calls `progress` then, and after every layer."""
+class _Reporting:
+    """Attention that calls `progress` after every layer."""
 
-    attention: Any
-    batch: AttentionBatch
+    attention: Attention
     progress: Callable[[], None]
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        if layer == 0:
-            self.progress()
-            self.attention.plan(self.batch)
         self.attention.run(layer, q, out)
         self.progress()
 
@@ -157,15 +152,18 @@ class Runner:
         row_slots, last_rows, token_slots, token_positions, prompt = data
         input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
         slot_mapping = self.slot_mapping(token_slots, token_positions)
-        batch = AttentionBatch(
-            num_decode=plan.num_decode,
-            q_lens=q_lens,
-            kv_lens=starts + q_lens,
-            slots=slots,
-            block_table=self.block_table,
+        self.attention.plan(
+            AttentionBatch(
+                num_decode=plan.num_decode,
+                q_lens=q_lens,
+                kv_lens=starts + q_lens,
+                slots=slots,
+                block_table=self.block_table,
+            )
         )
         inputs = (input_ids, token_positions, slot_mapping)
-        attention = _StepAttention(self.attention, batch, progress)
+        attention = _Reporting(self.attention, progress)
+        progress()
         if self.token_graphs is not None and size <= self.token_graphs.largest:
             hidden = self.token_graphs.run(*inputs, plan.num_tokens, attention)
         else:
