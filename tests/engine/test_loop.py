@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When and in which order the loop sends tokens. No sockets: frames are seen as the engine makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.harness import start_core
+from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.transport import protocol
+
+
+class Recorder:
+    """Stands where EngineSocket does; `log` has the local ids of every frame's rows."""
+
+    def __init__(self) -> None:
+        self.pid, self.closed = 1, False
+        self.inbox: list[protocol.ToEngine] = []
+        self.log: list[Any] = []
+
+    def submit(self, local_id: int, prompt_tokens: int, max_tokens: int) -> None:
+        prompt = np.full(prompt_tokens, 65, "<i4").tobytes()
+        params = protocol.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.inbox.append(protocol.Submit(protocol.make_handle(1, local_id), prompt, params))
+
+    def receive(self, timeout_ms: int) -> list[protocol.ToEngine]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+        self.log.append(protocol.unpack_tokens(frame)[:, 0].tolist())
+
+    def send_status(self, status: protocol.Status) -> None:
+        pass
+
+
+@pytest.fixture
+def loop() -> EngineLoop:
+    core = start_core(Path("bundled"), device="cpu", max_num_seqs=8, max_num_tokens=64)
+    return EngineLoop(core, Recorder())  # type: ignore[arg-type]
+
+
+def test_first_tokens_leave_before_the_other_tokens_of_their_step(loop: EngineLoop):
+    recorder: Any = loop.socket
+    for local_id in (1, 2, 3):
+        recorder.submit(local_id, 8, 20)
+    for _ in range(6):
+        loop.step()
+    recorder.submit(9, 8, 20)
+    for _ in range(4):
+        loop.step()
+    assert [9, 1, 2, 3] in recorder.log, recorder.log
+    following = recorder.log[recorder.log.index([9, 1, 2, 3]) + 1]
+    assert following == [1, 2, 3, 9]
+
+
+def test_a_steps_tokens_are_sent_while_the_next_one_is_launched(loop: EngineLoop):
+    """On a CPU a step has ended when its launch returns, so it is read within the next launch."""
+    recorder: Any = loop.socket
+    launch = loop.runner.launch
+
+    def logged(*args: Any) -> Any:
+        recorder.log.append("begin")
+        launched = launch(*args)
+        recorder.log.append("end")
+        return launched
+
+    loop.runner.launch = logged  # type: ignore[method-assign]
+    recorder.submit(1, 8, 20)
+    for _ in range(4):
+        loop.step()
+    assert recorder.log[:2] == ["begin", "end"]
+    assert recorder.log[2:] == ["begin", [1], "end"] * 3
