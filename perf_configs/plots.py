@@ -47,7 +47,7 @@ def _draw_sweep(document: Document, path: Path) -> None:
                     axis.plot(rates, values, style, color=colour, label=f"{label}, {which}")
         axis.set_xlabel("requests/s")
         axis.set_ylabel(f"{name.upper()}, ms")
-        axis.set_yscale("log")
+        axis.set_ylim(bottom=0)
         axis.grid(True, which="both", alpha=0.3)
         axis.legend()
     figure.suptitle("Latency against request rate, ShareGPT-shaped load")
