@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,16 @@ def test_a_steps_tokens_are_sent_while_the_next_one_is_launched(loop: EngineLoop
         loop.step()
     assert recorder.log[:2] == ["begin", "end"]
     assert recorder.log[2:] == ["begin", [1], "end"] * 3
+
+
+@pytest.mark.timeout(30)
+def test_a_step_that_has_ended_is_not_waited_for(loop: EngineLoop):
+    """However wrong the expectation of its end was."""
+    recorder: Any = loop.socket
+    recorder.submit(1, 8, 20)
+    loop.step()
+    kind = loop.pacer._class(loop.in_flight[0].plan)
+    loop.pacer._began, loop.pacer._duration[kind] = time.monotonic(), 3600.0
+    loop.step()
+    assert recorder.log == [[1]]
+    assert loop.pacer._duration[kind] < 3600.0

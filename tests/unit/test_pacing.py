@@ -84,3 +84,12 @@ def test_an_idle_device_starts_afresh():
     assert pacer.deadline(step(16), False) == 0.0
     pacer.planned(step(16), now + 1, now + 1 + HOST, None, late=False)
     assert now + 1 < pacer.deadline(step(16), False) < now + 1 + HOST + 0.005
+
+
+def test_a_step_that_ended_before_its_deadline_is_not_waited_for_again():
+    pacer = Pacer()
+    began = run(pacer, [step(16)] * 20, 0.005)
+    pacer.ended_early(step(16), began + 0.003)
+    assert began < pacer.deadline(step(16), False) < began + 0.003
+    pacer.ended_early(step(16), began + 0.004)
+    assert pacer.deadline(step(16), False) < began + 0.003, "the shorter one counts"

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -243,3 +245,28 @@ def test_stop_words_without_text_stay_with_the_engine(bench: Bench, tokenizer: T
     _, request = bench.open(wanted)
     remaining = request.sequences[0].match_stop_words(DeltaDecoder(tokenizer.backend))
     assert remaining.stop_sequences == [[1]]
+
+
+def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
+    """An id that may begin a stop word waits for the next chunk; so does its log probability."""
+    asking = msgspec.structs.replace(row().params, log_probs=True)
+    request: Any = SimpleNamespace()
+    sequence = Sequence(request, dataclasses.replace(row(), params=asking), Place(), lambda _: None)
+    matcher = SimpleNamespace(held=1, feed=lambda ids: None)
+    sequence._matcher = matcher  # type: ignore[assignment]
+
+    def report(token: int) -> None:
+        extras = protocol.RowExtras(1, log_prob=-float(token))
+        sequence.on_token(token, protocol.RUNNING, extras)
+
+    def sent() -> tuple[list[int], list[float | None], float]:
+        chunk = sequence.take()
+        assert chunk is not None
+        return chunk.ids, [extra.log_prob for extra in chunk.extras], sequence.cum_log_prob
+
+    report(1)
+    report(2)
+    assert sent() == ([1], [-1.0], -1.0)
+    matcher.held = 0
+    report(3)
+    assert sent() == ([2, 3], [-2.0, -3.0], -6.0)

@@ -9,15 +9,14 @@ import pytest
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.scheduler import Scheduler
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.transport.protocol import RUNNING, SamplingParams
 
 
-def scheduler(*lengths: int, max_num_tokens: int = 8192) -> Scheduler:
-    config = EngineConfig(
-        model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, max_num_tokens=max_num_tokens
-    )
-    result = Scheduler(config, PageAllocator(4096, 16, reuse=False))
+def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
+    result = Scheduler(config, PageAllocator(4096, 16, reuse))
     for handle, length in enumerate(lengths, 1):
         prompt = np.zeros(length, np.int32)
         params = SamplingParams(max_tokens=8)
@@ -52,3 +51,37 @@ def test_a_prompt_does_not_wait_for_those_behind_it(lengths, steps):
 def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
     steps = prompts_of_steps(scheduler(*[2000] * 9))
     assert steps == [[2000, 2000, 2000, 2000, 192], [1808], [2000], [2000], [2000], [2000]]
+
+
+def test_tokens_that_the_prefix_cache_has_do_not_count():
+    assert prompts_of_steps(scheduler(*[2000] * 4, reuse=True)) == [[2000], [16, 16, 16]]
+
+
+def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resumed():
+    config = EngineConfig(
+        model_dir="",
+        max_seq_len=256,
+        max_input_len=64,
+        max_num_seqs=4,
+        max_num_tokens=64,
+        max_num_tokens_while_decoding=64,
+        enable_chunked_context=False,
+    )
+    running = Scheduler(config, PageAllocator(17, 16, reuse=False))
+    for handle in (1, 2):
+        params = SamplingParams(max_tokens=200)
+        prompt = np.full(30, handle, np.int32)
+        running.submit(Request(handle=handle, prompt=prompt, params=params, max_new=200))
+    largest = 0
+    for _ in range(500):
+        plan = running.schedule(in_flight=False)
+        assert plan is not None, "nothing runs, and nothing is admitted"
+        largest = max(largest, plan.num_tokens)
+        outcome = accept(running.table, plan, np.zeros(len(plan.sample_slots), np.int32))
+        for slot in outcome.slots[outcome.codes != RUNNING].tolist():
+            request = running.table.requests[slot]
+            assert request is not None
+            running.release(request)
+        if not running.requests:
+            break
+    assert not running.requests and running.preemptions and largest <= 64

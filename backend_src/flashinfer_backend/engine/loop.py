@@ -73,17 +73,26 @@ class EngineLoop:
         if not self.in_flight and not self.scheduler.requests:
             timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
         while not self.socket.closed:
-            deadline = 0.0
-            if self.in_flight:
-                prompts_wait = bool(self.scheduler.waiting or self.scheduler.prefilling)
-                deadline = self.pacer.deadline(self.in_flight[0].plan, prompts_wait)
-            left_s = deadline - time.monotonic()
-            for message in self.socket.receive(max(timeout_ms, int(left_s * 1000), 0)):
+            left_s = self._time_to_plan()
+            wait_ms = min(int(left_s * 1000), 1)  # the step may end sooner than expected
+            for message in self.socket.receive(max(timeout_ms, wait_ms)):
                 self._handle(message)
             if left_s <= 0.0:
                 break
             if left_s < 0.001:  # the socket waits for whole milliseconds
                 time.sleep(left_s / 2)
+
+    def _time_to_plan(self) -> float:
+        """Seconds until the next step should be planned; 0 for now."""
+        if not self.in_flight:
+            return 0.0
+        running, now = self.in_flight[0], time.monotonic()
+        prompts_wait = bool(self.scheduler.waiting or self.scheduler.prefilling)
+        left_s = self.pacer.deadline(running.plan, prompts_wait) - now
+        if left_s > 0.0 and running.download.done:
+            self.pacer.ended_early(running.plan, now)
+            return 0.0
+        return max(left_s, 0.0)
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Submit):

@@ -24,7 +24,8 @@ class Pacer:
 
     The calls for a step are planned, then finished; one step may be planned before another is finished.
     A step's end is seen only if the next one was given to the device before. If it was not, the plan came
-    too late: the estimate shrinks, so that waiting too long can never feed itself.
+    too late: the estimate shrinks, so that waiting too long can never feed itself. It shrinks at once when a
+    step is seen to have ended before its deadline.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,12 @@ class Pacer:
         self._next = given, late
         if late and self._class(running) in self._duration:
             self._duration[self._class(running)] *= 0.9
+
+    def ended_early(self, running: StepPlan, now: float) -> None:
+        """The running step has ended before its deadline."""
+        assert self._began is not None  # else there was no deadline
+        key = self._class(running)
+        self._duration[key] = min(self._duration[key], (now - self._began) / _scale(running))
 
     def finished(self, plan: StepPlan, now: float) -> None:
         """`plan`'s step has ended and is read."""

@@ -8,6 +8,7 @@ planned for it meanwhile are recognised as stale by their epoch.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 
@@ -103,10 +104,9 @@ class Scheduler:
         while budget > 0:
             if candidates:
                 request = candidates.popleft()
-            elif chunks and not self._joins(sum(length for _, _, length in chunks)):
-                break
             else:
-                admitted = self._admit(budget, updates)
+                together = sum(length for _, _, length in chunks)
+                admitted = self._admit(budget, together, updates)
                 if admitted is None:
                     break
                 request = admitted
@@ -116,23 +116,20 @@ class Scheduler:
             budget -= length
         return chunks
 
-    def _joins(self, tokens: int) -> bool:
-        """Whether the oldest waiting prompt should share a step that has `tokens` of prompts already.
+    def _joins(self, together: int, tokens: int) -> bool:
+        """Whether a prompt with `tokens` to compute should share a step that has `together` already.
 
         The device is busy with PROMPTS_TOGETHER tokens: more in one step keep the prompts before waiting
         and hardly help those behind. Only a backlog of more than a step is worked off in the fewest steps.
         """
-        if len(self.waiting) > self.config.max_num_tokens:
+        if not together or together + tokens <= PROMPTS_TOGETHER:
             return True
-        lengths = [len(request.prompt) + len(request.generated) for request in self.waiting]
-        return (
-            not lengths
-            or tokens + lengths[0] <= PROMPTS_TOGETHER
-            or sum(lengths) > self.config.max_num_tokens
-        )
+        backlog = itertools.accumulate(len(r.prompt) + len(r.generated) for r in self.waiting)
+        return any(total > self.config.max_num_tokens for total in backlog)
 
-    def _admit(self, budget: int, updates: list[tuple[int, int, int]]) -> Request | None:
-        """Move the oldest waiting request to a slot if slot, pages and budget allow."""
+    def _admit(self, budget: int, together: int, updates: list[tuple[int, int, int]]) -> Request | None:
+        """Move the oldest waiting request to a slot if slot, pages, `budget` and the tokens that are
+        `together` in the step already allow."""
         if not self.waiting or not self.table.free:
             return None
         request = self.waiting[0]
@@ -153,7 +150,10 @@ class Scheduler:
             headroom = reserve + self.reserved_pages
         else:
             headroom = len(self.running)  # each may ask for a page soon
-        fits_step = self.config.enable_chunked_context or len(tokens) - len(reused) * size <= budget
+        new_tokens = len(tokens) - len(reused) * size
+        # What was preempted may have grown beyond a step, so it is always computed in chunks.
+        chunked = self.config.enable_chunked_context or bool(len(request.generated))
+        fits_step = (chunked or new_tokens <= budget) and self._joins(together, new_tokens)
         if needed + headroom > self.allocator.available or not fits_step:
             self.allocator.release(reused)
             return None

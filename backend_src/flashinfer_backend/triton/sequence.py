@@ -97,7 +97,6 @@ class Sequence:
                 new_ids.append(token)
             if extras is not None:
                 chunk.extras.append(extras)
-                self.cum_log_prob += extras.log_prob or 0.0
         if self._matcher is not None and new_ids:
             matched = self._match(self._matcher, chunk, new_ids)
         else:
@@ -108,11 +107,21 @@ class Sequence:
         if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
             return None
         self.ended = chunk.last
-        self._kept = Chunk(chunk.ids[len(chunk.ids) - held :])
-        chunk.ids = chunk.ids[: len(chunk.ids) - held]
+        self._keep(chunk, held)
         if matched:
             self.request.cancel(self.handle)
         return chunk
+
+    def _keep(self, chunk: Chunk, held: int) -> None:
+        """Keeps the last `held` ids of a chunk for the next one, with what was reported of them."""
+        sent, params = len(chunk.ids) - held, self.row.params
+        self._kept = Chunk(chunk.ids[sent:])
+        chunk.ids = chunk.ids[:sent]
+        if held and (params.log_probs or params.generation_logits):  # then each id has its extras
+            at = len(chunk.extras) - held
+            self._kept.extras, chunk.extras = chunk.extras[at:], chunk.extras[:at]
+        log_probs = [e.log_prob for e in chunk.extras if e.log_prob is not None]
+        self.cum_log_prob += sum(log_probs[:sent])
 
     def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
         """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""

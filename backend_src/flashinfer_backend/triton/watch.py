@@ -53,7 +53,7 @@ class ClientWatch:
                 request.cancel_all()
         for handle in self._departed.check(sent):
             request = requests[handle]
-            request.unread = not any(self._seen.last(s.handle) for s in request.sequences)
+            request.unread = not any(self._seen.last(s.handle) for s in request.sequences if s.sent_at)
             self._cancel(handle)
 
     def close(self) -> None:
