@@ -3,7 +3,7 @@
 # make serve                 tritonserver with the bundled model, in the foreground
 # make serve MODEL=DIR       the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py
 # make test, make lint
-# make bench                 times of the host's work for every step and chunk
+# make bench                 times of the host's work for every step and chunk, and of the ensemble
 #
 # Each makes .venv first where it is missing. On a machine with an NVIDIA GPU the CUDA extra goes in.
 

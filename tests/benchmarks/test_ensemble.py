@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks per second through a real tritonserver with the bundled model on a CPU: `make bench`.
+
+The engine is part of it, so a change shows what it does to the whole; `chunks_per_s` is among the extra
+information of the saved results (`--benchmark-json`) and is printed.
+"""
+
+import numpy as np
+from running import build_repository, running
+
+from client.datasets import Prompt
+from client.load import Load, run_load
+from flashinfer_backend.text.chunk import unpack_chunk_context
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton.outputs import Place, chunk_outputs
+from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton.sequence import Sequence
+
+STREAMS, TOKENS = 32, 64
+CHUNKS = 256
+
+
+def test_chunks_through_the_ensemble(benchmark, tmp_path):
+    prompts = [Prompt("One day, a cat named Tom", 8, TOKENS)] * STREAMS
+    with running(build_repository(tmp_path), tmp_path) as server:
+        load = Load("triton", server.url, time_limit=60)
+        results = []
+        benchmark.pedantic(lambda: results.append(run_load(load, prompts)), rounds=3, warmup_rounds=1)
+    for result in results:
+        assert result.summary["completed"] == STREAMS and not result.summary["failed"]
+        assert result.summary["output_tokens"] == STREAMS * TOKENS
+    rate = float(np.median([result.summary["chunks_per_s"] for result in results[1:]]))
+    benchmark.extra_info["chunks_per_s"] = rate
+    print(f"\n{rate:.0f} chunks/s, {STREAMS} streams of {TOKENS} tokens")
+
+
+def test_chunks_of_a_stub(benchmark):
+    """From the engine's token to the tensors of a response; 256 chunks a round, as for one step."""
+    params = protocol.SamplingParams(max_tokens=9)
+    row = Row(np.array([7, 8], np.int32), params, streaming=True)
+    sequences = [Sequence(None, row, Place(), lambda sequence: None) for _ in range(CHUNKS)]
+
+    def step():
+        made = []
+        for sequence in sequences:
+            sequence.on_token(5, protocol.RUNNING, None)
+            chunk = sequence.take()
+            made.append(chunk_outputs(row, sequence.place, 9 << 32, chunk, sequence.context_ids, 0.0))
+            sequence.sent(chunk, 1)
+        return made
+
+    made = benchmark(step)
+    assert [outputs["output_ids"].item() for outputs in made] == [5] * CHUNKS
+    assert unpack_chunk_context(made[0]["chunk_context"][0]).handle == 9 << 32
