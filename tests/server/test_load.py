@@ -164,10 +164,14 @@ def test_perf_analyzer_drives_the_ensemble(server: Server, tmp_path: Path) -> No
         *("--input-data", str(tmp_path / "in.json"), "--concurrency-range", "4", "--request-count", "8"),
         *("--profile-export-file", str(tmp_path / "out.json")),
     ]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
-    assert result.returncode == 0, result.stdout + result.stderr
-    # Few and short requests: beyond 64 KiB this perf_analyzer sometimes writes broken JSON.
-    requests = json.loads((tmp_path / "out.json").read_text())["experiments"][0]["requests"]
+    # Few and short requests: beyond 64 KiB this perf_analyzer sometimes writes broken JSON. On a busy machine
+    # it sometimes ends well and leaves the file empty.
+    for _ in range(3):
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=35)
+        assert result.returncode == 0, result.stdout + result.stderr
+        if exported := (tmp_path / "out.json").read_text():
+            break
+    requests = json.loads(exported)["experiments"][0]["requests"]
     assert len(requests) >= 8
     # Tokens may share a response when the machine is busy, but not those of every request.
     assert any(len(request["response_timestamps"]) > 1 for request in requests)

@@ -190,7 +190,10 @@ def test_a_new_engine_shows_nothing_of_the_old_one(metered: Server) -> None:
         for name, kind in down.types.items():
             if name.startswith("nv_trt_llm_"):
                 assert kind == "gauge" and not any(down.named(name)), name
-    wait_for(lambda: metered.ready() and metered.engine_pid() != old, "the new engine")
+    wait_for(
+        lambda: metered.ready("models/ensemble") and metered.ready() and metered.engine_pid() != old,
+        "the new engine",
+    )
     after = idle(metered)
     assert after.get(up) == 1
     assert after.general("iteration_counter") < before.general("iteration_counter")

@@ -85,7 +85,8 @@ def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, t
             for events in streams.join():
                 failed = r"Executor failed process requestId \d+ .* error: The engine .* ended unexpectedly"
                 assert re.search(f"{failed}|no available versions", str(events)), events
-            wait_for(server.ready, "the server to be ready again", 60)
+            # The server says ready a moment before the ensemble is.
+            wait_for(lambda: server.ready("models/ensemble") and server.ready(), "readiness", 60)
             assert server.engine_pid() != killed
             assert server.text(PROMPT, 16) == expected
         wait_for(lambda: len(server.matching("/llm/1/model.py")) == 2, "the old instances to be gone")
