@@ -44,6 +44,7 @@ serve: $(VENV)/for-serve
 
 test: $(VENV)/for-development
 	$(BIN)/python -m pytest $(TESTS)
+	$(if $(TESTS),,$(BIN)/python -m pytest tests/benchmarks --benchmark-disable)  # each once, untimed
 
 bench: $(VENV)/for-development
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)

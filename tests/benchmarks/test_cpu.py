@@ -39,9 +39,10 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
         prompt = rng.integers(0, 32000, PROMPT, dtype=np.int32)
         params = protocol.SamplingParams(max_tokens=max_new, temperature=0.0)
         scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))
-    plan = scheduler.schedule(False)
-    assert plan is not None and plan.prefill_samples.all()
-    accept(scheduler.table, plan, np.zeros(rows, np.int32))
+    while scheduler.waiting or scheduler.prefilling:
+        plan = scheduler.schedule(False)
+        assert plan is not None and plan.prefill_samples.all()
+        accept(scheduler.table, plan, np.zeros(len(plan.sample_slots), np.int32))
     return scheduler
 
 
