@@ -77,7 +77,7 @@ class Driver:
         iteration = self.loop.iteration
         self.loop.step()
         if self.loop.iteration > iteration:
-            self.shapes.append(self.loop._last_plan)
+            self.shapes.append(self.loop.last_plan)
 
     @property
     def busy(self) -> bool:

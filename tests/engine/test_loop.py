@@ -13,30 +13,24 @@ import pytest
 from engine.harness import start_core
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.transport import protocol
+from perf_configs.bench_engine import LocalSocket
 
 
-class Recorder:
-    """Stands where EngineSocket does; `log` has the local ids of every frame's rows."""
+class Recorder(LocalSocket):
+    """`log` has the local ids of every frame's rows."""
 
     def __init__(self) -> None:
-        self.pid, self.closed = 1, False
-        self.inbox: list[protocol.ToEngine] = []
+        super().__init__()
         self.log: list[Any] = []
 
     def submit(self, local_id: int, prompt_tokens: int, max_tokens: int) -> None:
         prompt = np.full(prompt_tokens, 65, "<i4").tobytes()
         params = protocol.SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.inbox.append(protocol.Submit(protocol.make_handle(1, local_id), prompt, params))
-
-    def receive(self, timeout_ms: int) -> list[protocol.ToEngine]:
-        messages, self.inbox = self.inbox, []
-        return messages
+        self.inbox.append(protocol.Submit(protocol.make_handle(self.pid, local_id), prompt, params))
 
     def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+        super().send_tokens(pid, frame, extras)
         self.log.append(protocol.unpack_tokens(frame)[:, 0].tolist())
-
-    def send_status(self, status: protocol.Status) -> None:
-        pass
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class EngineLoop:
         self.cancellations = 0
         self.generated_tokens = 0
         self.pages_reused = 0
-        self._last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
+        self.last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
         self._next_status = 0.0
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class EngineLoop:
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
             self.iteration += 1
-            self._last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
+            self.last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
             self.in_flight.append(self.runner.launch(plan, self._settle, self._progress(plan, began)))
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
@@ -245,7 +245,7 @@ class EngineLoop:
     def status(self) -> protocol.Status:
         """The engine's state as the metrics show it."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
-        prefill_rows, decode_rows, prefill_tokens = self._last_plan if scheduler.running else (0, 0, 0)
+        prefill_rows, decode_rows, prefill_tokens = self.last_plan if scheduler.running else (0, 0, 0)
         cuda = self.runner.device.type == "cuda"
         return protocol.Status(
             pid=self.socket.pid,

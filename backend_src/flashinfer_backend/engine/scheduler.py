@@ -101,12 +101,12 @@ class Scheduler:
         chunks: list[tuple[Request, int, int]] = []
         table = self.table
         candidates = deque(self.prefilling)
+        whole = budget
         while budget > 0:
             if candidates:
                 request = candidates.popleft()
             else:
-                together = sum(length for _, _, length in chunks)
-                admitted = self._admit(budget, together, updates)
+                admitted = self._admit(budget, whole - budget, updates)
                 if admitted is None:
                     break
                 request = admitted
