@@ -29,7 +29,7 @@ def test_chunks_through_the_ensemble(benchmark, tmp_path):
     for result in results:
         assert result.summary["completed"] == STREAMS and not result.summary["failed"]
         assert result.summary["output_tokens"] == STREAMS * TOKENS
-    rate = float(np.median([result.summary["chunks_per_s"] for result in results[1:]]))
+    rate = float(np.median([result.summary["chunks_per_s"] for result in results[-3:]]))
     benchmark.extra_info["chunks_per_s"] = rate
     print(f"\n{rate:.0f} chunks/s, {STREAMS} streams of {TOKENS} tokens")
 
