@@ -187,6 +187,12 @@ KNOBS: tuple[Knob, ...] = (
         meaning="max_utilization admits while pages last and may recompute the newest sequence later; "
         "guaranteed_no_evict reserves all pages a sequence can need",
     ),
+    _engine(
+        "schedule_policy", "fcfs", "choice", words=("fcfs", "lof"),
+        meaning="which waiting request runs next: fcfs = the first that came; lof = the one with the largest "
+        "max_tokens (longest output first): a backlog ends sooner where max_tokens tells the length, but a "
+        "short request waits for as long as longer ones do",
+    ),
     Knob(
         "batching_strategy", "inflight_fused_batching", "choice", _parameter("gpt_model_type"),
         words=("inflight_fused_batching", "inflight_batching"), aliases=("gpt_model_type",), in_trt=True,

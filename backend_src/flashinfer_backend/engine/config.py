@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     enable_kv_cache_reuse: bool = True
     enable_chunked_context: bool = True
     batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
+    schedule_policy: Literal["fcfs", "lof"] = "fcfs"
     cuda_graph_batch_sizes: Literal["auto", "none"] | list[int] = "auto"
     max_queue_size: int = 0  # 0: unlimited
     stats_check_period_ms: int = 100
@@ -53,6 +54,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
                 continue
             try:
                 values[name] = _parse(name, text, fields[name].default)
+                _check_word(values[name], fields[name].type)
                 msgspec.convert(values[name], fields[name].type)
             except (ValueError, msgspec.ValidationError) as error:
                 raise ValueError(f"parameter {name} of the llm model is {text!r}: {error}") from None
@@ -75,6 +77,12 @@ def _parse(name: str, text: str, default: Any) -> Any:
     if name == "cuda_graph_batch_sizes" and text not in ("auto", "none"):
         return [int(size) for size in text.split(",")]
     return text
+
+
+def _check_word(value: Any, kind: Any) -> None:
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    if words and value not in words:
+        raise ValueError(f"it should be {' or '.join(words)}")
 
 
 def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> EngineConfig:

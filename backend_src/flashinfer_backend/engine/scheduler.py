@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses what each step computes: decodes first, then prompt chunks in arrival order.
+"""Chooses what each step computes: decodes first, then prompt chunks in order of admission.
 
 The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one
 token. A sequence that turns out to have ended leaves through `release`, and the rows that were
@@ -18,6 +18,7 @@ from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request, SlotTable
 from flashinfer_backend.engine.step import ExtraRow, StepPlan
+from flashinfer_backend.engine.waiting import WaitingQueue
 
 NO_SLOTS = np.empty(0, np.int32)
 PROMPTS_TOGETHER = 1024  # tokens
@@ -31,7 +32,7 @@ class Scheduler:
         self.allocator = allocator
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len)
         self.requests: dict[int, Request] = {}  # every open request by handle
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(longest_first=config.schedule_policy == "lof")
         self.running: dict[int, Request] = {}  # by handle, in order of admission
         self.prefilling: list[Request] = []
         self.decoding = NO_SLOTS  # slots, in order of admission
@@ -45,7 +46,7 @@ class Scheduler:
         if request.handle in self.requests:
             raise ValueError(f"handle {request.handle} is already in use by an open request")
         self.requests[request.handle] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def release(self, request: Request) -> None:
         """The one way out, whether finished, cancelled or failed: frees slot and pages."""
@@ -128,11 +129,11 @@ class Scheduler:
         return any(total > self.config.max_num_tokens for total in backlog)
 
     def _admit(self, budget: int, together: int, updates: list[tuple[int, int, int]]) -> Request | None:
-        """Move the oldest waiting request to a slot if slot, pages, `budget` and the tokens that are
+        """Move the head of the queue to a slot if slot, pages, `budget` and the tokens that are
         `together` in the step already allow."""
         if not self.waiting or not self.table.free:
             return None
-        request = self.waiting[0]
+        request = self.waiting.head
         leader = self.requests.get(request.share_prompt_with)
         if leader is not None and leader is not request and leader in self.prefilling:
             return None  # its pages are registered only as its prompt is computed
@@ -159,7 +160,7 @@ class Scheduler:
             return None
         pages = self.allocator.allocate(needed)
         assert pages is not None
-        self.waiting.popleft()
+        self.waiting.pop()
         request.pages = reused + pages
         request.registered_pages = len(reused)
         request.reused_pages, request.new_pages = len(reused), len(pages)
@@ -253,7 +254,7 @@ class Scheduler:
         slot = request.slot
         request.generated = self.table.tokens[slot, len(request.prompt) : self.table.known[slot]].copy()
         self._vacate(request)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         self.preemptions += 1
 
     def _vacate(self, request: Request) -> None:

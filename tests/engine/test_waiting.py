@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs next: the real engine's loop, with requests that have all come before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.harness import start_core
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.transport import protocol
+from perf_configs.bench_engine import STUB, LocalSocket
+
+
+class Recorder(LocalSocket):
+    """`tokens` of each local id, in the order of their first tokens; `codes` in the order of the ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: dict[int, list[int]] = {}
+        self.codes: dict[int, int] = {}
+
+    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+        for local_id, token, code in protocol.unpack_tokens(frame).tolist():
+            if token != protocol.NO_TOKEN:
+                self.tokens.setdefault(local_id, []).append(token)
+            if code != protocol.RUNNING:
+                self.codes[local_id] = code
+
+
+class Engine:
+    """`run` ends when nothing is left, and checks that no slot and no page is held."""
+
+    def __init__(self, **settings: object) -> None:
+        self.socket = Recorder()
+        self.loop = EngineLoop(start_core(Path("bundled"), **settings), self.socket)  # type: ignore[arg-type]
+
+    def submit(self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0) -> None:
+        prompt = np.full(prompt_tokens, 64 + (share_with or local_id), "<i4").tobytes()
+        params = protocol.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        share = protocol.make_handle(STUB, share_with) if share_with else 0
+        handle = protocol.make_handle(STUB, local_id)
+        self.socket.inbox.append(protocol.Submit(handle, prompt, params, share))
+
+    def cancel(self, local_id: int) -> None:
+        self.socket.inbox.append(protocol.Cancel(protocol.make_handle(STUB, local_id)))
+
+    @property
+    def running(self) -> list[int]:
+        """In order of admission."""
+        return [protocol.split_handle(handle)[1] for handle in self.loop.scheduler.running]
+
+    @property
+    def waiting(self) -> list[int]:
+        return [protocol.split_handle(request.handle)[1] for request in self.loop.scheduler.waiting]
+
+    def step(self) -> None:
+        assert self.loop.step()
+
+    def run(self) -> None:
+        scheduler = self.loop.scheduler
+        while self.socket.inbox or scheduler.requests or self.loop.in_flight:
+            self.step()
+        assert not scheduler.waiting and not scheduler.running
+        assert scheduler.table.free == self.loop.config.max_num_seqs
+        assert scheduler.allocator.available == scheduler.allocator.num_pages
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6]),
+        ({"schedule_policy": "fcfs"}, [1, 2, 3, 4, 5, 6]),
+        ({"schedule_policy": "lof"}, [4, 2, 3, 6, 5, 1]),
+    ],
+    ids=["default", "fcfs", "lof"],
+)
+def test_order_of_first_tokens(settings, order):
+    """The fifth has room for 4 tokens only, whatever it asks for."""
+    engine = Engine(max_num_seqs=1, max_seq_len=64, **settings)
+    for local_id, (max_tokens, prompt_tokens) in enumerate(
+        [(3, 8), (9, 8), (9, 20), (12, 8), (40, 60), (6, 8)], 1
+    ):
+        engine.submit(local_id, max_tokens, prompt_tokens)
+    engine.run()
+    assert list(engine.socket.tokens) == order
+
+
+def test_a_longer_request_that_comes_later_goes_first():
+    engine = Engine(max_num_seqs=1, schedule_policy="lof")
+    engine.submit(1, 30)
+    engine.submit(2, 4)
+    engine.submit(3, 6)
+    engine.step()
+    assert (engine.running, engine.waiting) == ([1], [3, 2])
+    engine.submit(4, 5)
+    engine.submit(5, 7)
+    engine.step()
+    assert engine.waiting == [5, 3, 4, 2]
+    engine.run()
+    assert list(engine.socket.tokens) == [1, 5, 3, 4, 2]
+
+
+def test_cancelled_requests_leave_the_queue_and_the_others_keep_their_order():
+    engine = Engine(max_num_seqs=1, schedule_policy="lof")
+    for local_id, max_tokens in enumerate([50, 5, 8, 5, 6, 8, 5], 1):
+        engine.submit(local_id, max_tokens)
+    engine.step()
+    assert engine.waiting == [3, 6, 5, 2, 4, 7]
+    for local_id in (3, 5, 4, 7):
+        engine.cancel(local_id)
+    engine.step()
+    assert engine.waiting == [6, 2]
+    engine.cancel(1)  # running
+    engine.submit(3, 7)  # the name of a cancelled one
+    engine.run()
+    assert list(engine.socket.tokens) == [1, 6, 3, 2]
+    assert engine.socket.codes.pop(1) == protocol.FINISHED_CANCELLED
+    ended = {i: code for i, code in engine.socket.codes.items() if i not in (4, 5, 7)}
+    assert ended == dict.fromkeys((6, 3, 2), protocol.FINISHED_LENGTH)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lof"])
+def test_preempted_sequences_stay_ahead_of_what_waits(policy):
+    """The newest is sent back first and resumed last; a longer one that came later overtakes neither."""
+    lengths = {1: 160, 2: 150, 3: 140, 4: 200}
+    settings: dict[str, Any] = {"enable_kv_cache_reuse": False, "schedule_policy": policy}
+    calm = Engine(**settings)
+    engine = Engine(max_tokens_in_paged_kv_cache=256, max_num_seqs=3, **settings)
+    for local_id, max_tokens in lengths.items():
+        calm.submit(local_id, max_tokens)
+        if local_id < 4:
+            engine.submit(local_id, max_tokens)
+    calm.run()
+    engine.step()
+    assert engine.running == [1, 2, 3]
+    engine.submit(4, lengths[4])
+    while engine.waiting != [2, 3, 4]:
+        engine.step()
+        assert engine.running + engine.waiting == [1, 2, 3, 4]
+    engine.cancel(3)  # one that has generated already
+    while engine.waiting:
+        engine.step()
+        assert 4 not in engine.running or 2 not in engine.waiting, "the fourth overtook the second"
+    engine.run()
+    assert engine.loop.scheduler.preemptions >= 2
+    assert list(engine.socket.codes) == [3, 1, 2, 4]
+    cut = engine.socket.tokens.pop(3)
+    assert 0 < len(cut) < 140 and cut == calm.socket.tokens.pop(3)[: len(cut)]
+    assert engine.socket.tokens == calm.socket.tokens
+
+
+def test_sequences_of_one_request_share_its_prompt_under_lof():
+    engine = Engine(max_num_seqs=2, schedule_policy="lof", enable_kv_cache_reuse=False)
+    engine.submit(1, 3)
+    for local_id in (2, 3, 4):
+        engine.submit(local_id, 9, prompt_tokens=40, share_with=2)
+    engine.run()
+    scheduler = engine.loop.scheduler
+    assert list(engine.socket.tokens) == [2, 3, 4, 1]
+    assert scheduler.prompt_tokens_reused == 2 * 32
+
+
+def test_other_policies_are_refused():
+    with pytest.raises(ValueError, match=r"schedule_policy .* is 'sjf': it should be fcfs or lof"):
+        EngineConfig.from_parameters({"model_dir": "m", "schedule_policy": "sjf"})
