@@ -21,9 +21,9 @@ import torch
 
 from flashinfer_backend.models.transformer import Attention, Transformer
 
-# Beyond the last size the device takes longer than the host, so nothing is gained.
-SIZES = [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 576, 640, 768]
-SIZES += [896, 1024]
+# Beyond the last size the device takes longer than the host, so nothing is gained. Padding costs about 3 % of
+# a step for 16 tokens of 256, so sizes are dense.
+SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 TIMED_REPLAYS = 10
 
 

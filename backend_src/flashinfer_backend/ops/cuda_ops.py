@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's operations on CUDA (bfloat16 or float16): names and signatures of ops.torch_ops.
 
-Few tokens take the Triton products of triton_linear where tilings.py has an entry; the rest is cuBLAS through
-torch with FlashInfer's norm and activation.
+Few tokens take the Triton products of triton_linear where tilings.py has an entry; beyond, the gate and up
+products have a kernel of their own on Hopper. The rest is cuBLAS through torch with FlashInfer's norm and
+activation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import flashinfer
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashinfer_backend.ops import gated_linear
 from flashinfer_backend.ops.tilings import Product, choose
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
@@ -61,6 +63,8 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tenso
     if tiling is not None and tiling.fuse_norm:
         return linear(x, gate_up, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)
+    if x.shape[0] > 64 and gated_linear.takes(gate_up):
+        return gated_linear.gated_linear(normed, gate_up)
     if tiling is not None:
         return linear(normed, gate_up, tiling, gated=True)
     return flashinfer.silu_and_mul(F.linear(normed, gate_up), enable_pdl=True)
