@@ -26,6 +26,7 @@ from flashinfer_backend.transport import protocol
 log = logging.getLogger(__name__)
 
 GUIDE_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
+STEP_POLL_MS = 2  # how soon it is seen that a step has ended before it was expected to
 
 
 class EngineLoop:
@@ -74,13 +75,15 @@ class EngineLoop:
             timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
         while not self.socket.closed:
             left_s = self._time_to_plan()
-            wait_ms = min(int(left_s * 1000), 1)  # the step may end sooner than expected
+            wait_ms = min(int(left_s * 1000), STEP_POLL_MS)
+            idle = True
             for message in self.socket.receive(max(timeout_ms, wait_ms)):
                 self._handle(message)
+                idle = False  # a prompt may want to be planned earlier
             if left_s <= 0.0:
                 break
-            if left_s < 0.001:  # the socket waits for whole milliseconds
-                time.sleep(left_s / 2)
+            if idle and left_s < 0.001:  # the socket waits for whole milliseconds
+                time.sleep(left_s)
 
     def _time_to_plan(self) -> float:
         """Seconds until the next step should be planned; 0 for now."""
