@@ -33,7 +33,8 @@ class Setup:
         self.caches = [
             tuple(torch.randn(shape, device="cuda").bfloat16() for _ in "kv") for _ in range(LAYERS)
         ]
-        self.table = torch.zeros(MAX_SEQS, MAX_PAGES, dtype=torch.int32, device="cuda")
+        # The last row is the slot of padded rows: all of its pages are page 0.
+        self.table = torch.zeros(MAX_SEQS + 1, MAX_PAGES, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
             self.caches, heads, kv_heads, DIM, PAGE, MAX_SEQS, MAX_PAGES, decode_backend
         )
@@ -44,7 +45,7 @@ class Setup:
         rows = len(q_lens)
         slots = self.rng.permutation(MAX_SEQS)[:rows].astype(np.int32)
         pages = iter(self.rng.permutation(np.arange(1, self.pages)))
-        table = np.zeros((MAX_SEQS, MAX_PAGES), dtype=np.int32)
+        table = np.zeros((MAX_SEQS + 1, MAX_PAGES), dtype=np.int32)
         for slot, kv_len in zip(slots, kv_lens, strict=True):
             count = -(-int(kv_len) // PAGE)
             table[slot, :count] = [next(pages) for _ in range(count)]
@@ -59,6 +60,17 @@ class Setup:
             self.table,
         )
 
+    def padded(self, batch: AttentionBatch, rows: int) -> AttentionBatch:
+        """The decode rows of `batch` and rows of padding."""
+        padding = rows - len(batch.slots)
+        return AttentionBatch(
+            rows,
+            np.ones(rows, np.int32),
+            np.concatenate([batch.kv_lens, np.ones(padding, np.int32)]),
+            np.concatenate([batch.slots, np.full(padding, MAX_SEQS, np.int32)]),
+            batch.block_table,
+        )
+
     def query(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, self.heads, DIM, device="cuda").bfloat16()
 
@@ -67,6 +79,23 @@ class Setup:
         out = torch.empty_like(q, dtype=torch.float32)
         self.reference.run(layer, q.float(), out)
         return out
+
+
+class GraphState:
+    """What a graph of `bucket` rows has of attention, with an upload of its own."""
+
+    def __init__(self, setup: Setup, bucket: int):
+        self.setup, self.bucket = setup, bucket
+        self.words = torch.zeros(setup.attention.graph_words(bucket), dtype=torch.int32, device="cuda")
+        self.state = setup.attention.graph_state(bucket, setup.table, self.words)
+        self.run = self.state.run
+        none = np.empty(0, np.int32)
+        self.plan(AttentionBatch(0, none, none, none, setup.table))
+
+    def plan(self, batch: AttentionBatch) -> None:
+        host = np.full(len(self.words), 99, np.int32)
+        self.state.plan(self.setup.padded(batch, self.bucket), host)
+        self.words.copy_(torch.from_numpy(host))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -120,7 +149,7 @@ def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
     setup = Setup(heads, kv_heads, backend)
     for bucket in (32, 4):
         q, out = setup.query(bucket), torch.empty(bucket, heads, DIM, device="cuda", dtype=torch.bfloat16)
-        state = setup.attention.graph_state(bucket)
+        state = GraphState(setup, bucket)
         state.run(0, q, out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -135,11 +164,31 @@ def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
             assert out.isfinite().all()
 
 
+def test_a_graph_sees_pages_that_the_table_gets_after_the_plan():
+    """A decode step's newest pages are entered by the graph itself."""
+    setup = Setup(32, 8, "triton")
+    rows = 9
+    q, out = setup.query(rows), torch.empty(rows, 32, DIM, device="cuda", dtype=torch.bfloat16)
+    state = GraphState(setup, rows)
+    assert state.state.reads_block_table
+    state.run(0, q, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.run(0, q, out)
+    batch = setup.batch([1] * rows, [1, 17, 300, 4000, 16, 33, 64, 65, 999])
+    pages = setup.table.clone()
+    setup.table.zero_()
+    state.plan(batch)
+    setup.table.copy_(pages)
+    graph.replay()
+    assert_close(out, setup.expected(batch, 0, q))
+
+
 def test_plans_do_not_overwrite_copies_in_flight():
     """Many steps planned while the GPU is still busy with the first: each must see its own lengths."""
     setup = Setup(32, 8, "fa2")
     rows, steps = 16, 12
-    state = setup.attention.graph_state(rows)
+    state = GraphState(setup, rows)
     batches, tables, queries = [], [], []
     for _ in range(steps):
         batches.append(setup.batch([1] * rows, setup.rng.integers(1, 240, rows)))
@@ -165,7 +214,8 @@ def test_refuses_what_it_cannot_do():
         FlashInferAttention(caches, 32, 8, 96, 16, 4, 4)
     setup = Setup(32, 8)
     with pytest.raises(ValueError, match="max_num_seqs"):
-        setup.attention.graph_state(MAX_SEQS + 1)
-    state = setup.attention.graph_state(2)
-    with pytest.raises(ValueError, match="2 rows"):
-        state.plan(setup.batch([1] * 3, [5, 6, 7]))
+        setup.attention.graph_state(MAX_SEQS + 1, setup.table, setup.table[0])
+    state = GraphState(setup, 2).state
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match="2 rows"):
+            state.plan(setup.batch([1] * rows, [5, 6, 7][:rows]), np.empty(0, np.int32))

@@ -9,10 +9,15 @@ import pytest
 from flashinfer_backend.attention.split import ITEM_WORDS, MAX_PARTS, max_items, split_rows
 
 
+def slots_of(kv_lens):
+    """Some slot for each row, in no order."""
+    return (len(kv_lens) + 7 * np.arange(len(kv_lens)) % 1009).astype(np.int32)[::-1]
+
+
 def split(kv_lens, num_kv_heads=8, items=None):
     kv_lens = np.array(kv_lens, dtype=np.int32)
     out = np.full((items or max_items(len(kv_lens), num_kv_heads), ITEM_WORDS), 99, dtype=np.int32)
-    split_rows(kv_lens, len(out), out)
+    split_rows(kv_lens, slots_of(kv_lens), len(out), out)
     return out[out[:, 0] >= 0], out
 
 
@@ -32,6 +37,10 @@ def test_items_cover_every_token_once(longest, num_kv_heads):
             ends[row] = end
         assert (ends == kv_lens).all()
         assert (np.diff(used[:, 0]) >= 0).all()
+        assert (used[:, 5] == slots_of(kv_lens)[used[:, 0]]).all()
+        counts = np.bincount(used[:, 0], minlength=rows)
+        assert (used[:, 4] == counts[used[:, 0]]).all()
+        assert (used[:, 3] == (np.cumsum(counts) - counts)[used[:, 0]]).all()
         assert (out[len(used) :, 0] == -1).all()
 
 

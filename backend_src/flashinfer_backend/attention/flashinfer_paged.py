@@ -11,7 +11,7 @@ the same stream. Only pinned host memory can be overwritten too early: it comes 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,19 +60,20 @@ class FlashInferAttention:
         self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, dtype), device)
         items = split.max_items(max_num_seqs, num_kv_heads)
         self._ring = PinnedRing(6, INT_WORKSPACE, max_num_seqs, items)
+        self._items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=device)
         self._split = triton_decode.DecodeWorkspace(
             max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
         )
         self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
-        self._decode_call = _Call("none", 0, None)
-        self._prefill_call = _Call("none", 0, None)
+        self._decode_call = _Call("none", 0)
+        self._prefill_call = _Call("none", 0)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
         decode, rows = batch.num_decode, len(batch.slots)
-        self._decode_call = _Call("none", 0, None)
-        self._prefill_call = _Call("none", 0, None)
+        self._decode_call = _Call("none", 0)
+        self._prefill_call = _Call("none", 0)
         if decode:
             self._decode_call = self.plan_decode(
                 self.decode_backend, batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
@@ -92,21 +93,29 @@ class FlashInferAttention:
                 call.backend, True, call.info, q[decode:], cache, out[decode:], self._prefill, call.rows
             )
 
-    def graph_state(self, bucket: int) -> DecodeGraphState:
-        """State for a CUDA graph of decode-only steps of up to `bucket` rows; see DecodeGraphState."""
+    def graph_words(self, bucket: int) -> int:
+        """How many int32 words a graph of `bucket` rows wants in the step's upload; a multiple of 8."""
+        if self.decode_backend != "triton":
+            return 0
+        return split.max_items(bucket, self.num_kv_heads) * split.ITEM_WORDS
+
+    def graph_state(self, bucket: int, block_table: Tensor, words: Tensor) -> DecodeGraphState:
+        """State for a CUDA graph of decode-only steps of `bucket` rows; see DecodeGraphState."""
         if not 1 <= bucket <= self.max_num_seqs:
             raise ValueError(f"graph bucket {bucket} is outside 1..{self.max_num_seqs} (max_num_seqs)")
-        return DecodeGraphState(self, bucket)
+        return DecodeGraphState(self, bucket, block_table, words)
 
     # What follows is shared with DecodeGraphState.
 
     def plan_decode(
         self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
     ) -> _Call:
-        """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph."""
+        """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph of FA2 or
+        XQA."""
         rows = bucket or len(slots)
-        items = split.max_items(rows, self.num_kv_heads) if backend == "triton" else 0
-        entry = self._decode.upload(None, kv_lens, slots, rows, items)
+        if backend == "triton":
+            return self._plan_items(kv_lens, slots, block_table)
+        entry = self._decode.upload(None, kv_lens, slots, rows)
         self._decode.gather(block_table, entry, packed=backend == "fa2")
         info = None
         if backend == "fa2":
@@ -122,9 +131,17 @@ class FlashInferAttention:
         elif call.backend == "xqa":
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
-            items = self._decode.items(split.max_items(rows, self.num_kv_heads))
-            table = self._decode.table(rows)
-            triton_decode.decode(q, cache, out, items, table, self._split, self.sm_scale)
+            assert call.items is not None and call.table is not None
+            triton_decode.decode(q, cache, out, call.items, call.table, self._split, self.sm_scale)
+
+    def _plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor) -> _Call:
+        items = split.max_items(len(slots), self.num_kv_heads)
+        entry = self._ring.next()
+        split.split_rows(kv_lens, slots, items, entry.items.numpy())
+        uploaded = self._items[:items]
+        uploaded.copy_(entry.items[:items], non_blocking=True)
+        self._ring.release(entry)
+        return _Call("triton", len(slots), None, uploaded, block_table)
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> _Call:
         q_lens = batch.q_lens[first:]
@@ -146,40 +163,60 @@ class FlashInferAttention:
         return "fa2" if wasteful or idle else "fa3"
 
 
-class _Call:
-    """One planned kernel call: family, rows and FlashInfer's plan information."""
+class _Call(NamedTuple):
+    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items
+    and the block table that they name rows of."""
 
-    def __init__(self, backend: str, rows: int, info: Any) -> None:
-        self.backend, self.rows, self.info = backend, rows, info
+    backend: str
+    rows: int
+    info: Any = None
+    items: Tensor | None = None
+    table: Tensor | None = None
 
 
 class DecodeGraphState:
-    """Decode attention inside a captured CUDA graph.
+    """Decode attention inside a captured CUDA graph of `bucket` rows.
 
     Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
-    plan(batch) on the stream of the replay: it copies lengths and pages to where the graph reads them.
-    A batch may have fewer rows than the bucket; the rest read one token of page 0 and write unused rows.
-    Construction plans a step of padded rows, so that capture can follow at once.
+    plan(batch, host) on the stream of the replay, with as many rows: pad with rows of one token in a slot
+    whose pages are all page 0.
+
+    block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
+    table while the graph runs, and of the step's upload the graph_words(bucket) that `plan` writes to `host`:
+    the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
+    what they need, and the pages that the table has by then.
     """
 
-    def __init__(self, attention: FlashInferAttention, bucket: int) -> None:
+    def __init__(
+        self, attention: FlashInferAttention, bucket: int, block_table: Tensor, words: Tensor
+    ) -> None:
         self._attention, self.bucket = attention, bucket
-        self._backend = attention.decode_backend
-        none = np.empty(0, dtype=np.int32)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=attention.kv_caches[0][0].device)
-        self._call = attention.plan_decode(self._backend, none, none, table, bucket)
+        if attention.decode_backend == "triton":
+            self._call = _Call("triton", bucket, None, words.view(-1, split.ITEM_WORDS), block_table)
+        else:  # a step of padded rows, so that capture can follow at once
+            none = np.empty(0, dtype=np.int32)
+            self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, bucket)
 
-    def plan(self, batch: AttentionBatch) -> None:
+    @property
+    def reads_block_table(self) -> bool:
+        """Whether the graph sees what changes in the block table after `plan`."""
+        return self._call.table is not None
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> None:
         """Describe the step that the next replay computes. Host work and asynchronous copies only."""
         rows = len(batch.slots)
-        if batch.num_decode != rows or rows > self.bucket:
+        if batch.num_decode != rows or rows != self.bucket:
             raise ValueError(
                 f"a decode graph of {self.bucket} rows was given {batch.num_decode} decode rows of {rows}"
             )
+        if self._call.items is not None:
+            items = host.reshape(-1, split.ITEM_WORDS)
+            split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+            return
         call = self._attention.plan_decode(
-            self._backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
+            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
         )
-        if self._call.info is not None and list(call.info) != list(self._call.info):
+        if call.info is not None and list(call.info) != list(self._call.info):
             raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashinfer_backend.attention.split import ITEM_WORDS, split_rows
+from flashinfer_backend.attention.split import ITEM_WORDS
 
 
 @triton.jit
@@ -50,16 +50,16 @@ class HostArrays:
 
 
 class PinnedEntry:
-    """One ring slot: FlashInfer's plan workspace, the metadata vector, and the event that frees both."""
+    """One ring slot: FlashInfer's plan workspace, the metadata vector, work items of the Triton kernel, and
+    the event that frees them."""
 
     def __init__(self, workspace_bytes: int, segment: int, items: int) -> None:
-        words = 5 * segment + items * ITEM_WORDS
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, pin_memory=True)
-        self.words = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self.words = torch.zeros(5 * segment, dtype=torch.int32, pin_memory=True)
         self.array = self.words.numpy()
+        self.items = torch.zeros((items, ITEM_WORDS), dtype=torch.int32, pin_memory=True)
         self.copied = torch.cuda.Event()
         self.segment = segment
-        self.items = self.array[5 * segment :].reshape(items, ITEM_WORDS)
         self.max_pages = 1
 
     def host(self, rows: int) -> HostArrays:
@@ -73,7 +73,6 @@ class PinnedRing:
     def __init__(self, entries: int, workspace_bytes: int, max_rows: int, items: int) -> None:
         segment = PagedMetadata.segment(max_rows)
         self._entries = [PinnedEntry(workspace_bytes, segment, items) for _ in range(entries)]
-        self.items = items
         self._turn = 0
 
     def next(self) -> PinnedEntry:
@@ -91,8 +90,8 @@ class PagedMetadata:
     """Device-side description of up to `max_rows` rows, at addresses that never change.
 
     One int32 buffer of five equal segments, filled by one copy: qo_indptr, kv_indptr (in pages),
-    last_page_len, kv_lens, slots; then the work items of the Triton kernel. `indices` holds the rows'
-    pages, packed by kv_indptr (FA2, FA3) or as a table of max_pages columns (XQA, Triton).
+    last_page_len, kv_lens, slots. `indices` holds the rows' pages, packed by kv_indptr (FA2, FA3) or as a
+    table of max_pages columns (XQA).
     """
 
     def __init__(
@@ -100,8 +99,7 @@ class PagedMetadata:
     ) -> None:
         self._ring, self.page_size, self.max_pages = ring, page_size, max_pages
         self._segment = self.segment(max_rows)
-        words = 5 * self._segment + ring.items * ITEM_WORDS
-        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._device = torch.zeros(5 * self._segment, dtype=torch.int32, device=device)
         self.indices = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -110,12 +108,11 @@ class PagedMetadata:
         return (max_rows + 1 + 31) // 32 * 32
 
     def upload(
-        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int, items: int = 0
+        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int
     ) -> PinnedEntry:
         """Stage rows and copy them to the device; q_lens None means one query token per row.
 
-        Rows beyond len(slots) are padding: slot -1, one token of page 0. items > 0 also splits the rows
-        into that many work items.
+        Rows beyond len(slots) are padding: slot -1, one token of page 0.
         """
         entry, given, segment = self._ring.next(), len(slots), self._segment
         qo, kv, last, lens, ids = (entry.array[i * segment :] for i in range(5))
@@ -134,8 +131,6 @@ class PagedMetadata:
             raise ValueError(
                 f"a sequence has {entry.max_pages} pages, the block table {self.max_pages} columns"
             )
-        if items:
-            split_rows(lens[:rows], items, entry.items)
         self._device.copy_(entry.words, non_blocking=True)
         self._rows = rows
         return entry
@@ -171,10 +166,6 @@ class PagedMetadata:
 
     def kv_lens(self, rows: int) -> Tensor:
         return self._part(3, rows)
-
-    def items(self, items: int) -> Tensor:
-        """[items, ITEM_WORDS] int32."""
-        return self._device[5 * self._segment :].view(-1, ITEM_WORDS)[:items]
 
     def table(self, rows: int) -> Tensor:
         """[rows, max_pages] int32; columns past a row's pages hold stale page numbers."""

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, unused: one 32-byte sector
+ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, slot, 2 unused: a 32-byte sector
 MAX_PARTS = 64  # items of one row
 _CHUNK = 64  # tokens; items start at multiples of it
 
@@ -17,10 +17,11 @@ def max_items(rows: int, num_kv_heads: int) -> int:
     return rows + -((264 if rows <= 48 else 528) // -num_kv_heads)
 
 
-def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
-    """Fill out[items, ITEM_WORDS] int32 with chunks of the rows of lengths kv_lens (int32 [rows], > 0).
+def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray) -> None:
+    """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose pages are the block
+    table's rows `slots` (both int32 [rows]).
 
-    items must be above len(kv_lens). A row's chunks are consecutive items; unused items have row -1.
+    items must be above the number of rows. A row's chunks are consecutive items; unused items have row -1.
     """
     rows, longest = len(kv_lens), int(kv_lens.max())
     # Reading a part takes time in proportion to its length, adding up the parts to their number: the best
@@ -28,16 +29,23 @@ def split_rows(kv_lens: np.ndarray, items: int, out: np.ndarray) -> None:
     most = min(MAX_PARTS, max(4, math.isqrt(longest // 6)))
     chunk = max(-(int(kv_lens.sum(dtype=np.int64)) // (rows - items)), -(longest // -most))
     chunk = max(_CHUNK, (chunk + _CHUNK - 1) // _CHUNK * _CHUNK)
-    counts = (kv_lens + chunk - 1) // chunk
-    firsts = np.cumsum(counts) - counts
-    used = int(counts.sum())
-    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
-    # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
-    part = ((kv_lens + counts - 1) // counts + _CHUNK - 1) // _CHUNK * _CHUNK
-    start = (np.arange(used, dtype=np.int32) - firsts[row]) * part[row]
+    whole = np.empty((rows, ITEM_WORDS), np.int32)  # what the items of a row have in common
+    row = np.arange(rows, dtype=np.int32)
+    whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 5] = row, 0, kv_lens, slots
+    if longest <= chunk:
+        used = rows
+        whole[:, 3], whole[:, 4] = row, 1
+        out[:used] = whole
+    else:
+        counts = (kv_lens + (chunk - 1)) // chunk
+        ends = np.cumsum(counts, dtype=np.int32)
+        used = int(ends[-1])
+        whole[:, 3], whole[:, 4] = ends - counts, counts
+        # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
+        whole[:, 1] = ((kv_lens + counts - 1) // counts + (_CHUNK - 1)) // _CHUNK * _CHUNK
+        each = np.repeat(whole, counts, axis=0)
+        part = each[:, 1].copy()
+        each[:, 1] = (np.arange(used, dtype=np.int32) - each[:, 3]) * part
+        each[:, 2] = np.minimum(each[:, 1] + part, each[:, 2])
+        out[:used] = each
     out[used:items, 0] = -1
-    out[:used, 0] = row
-    out[:used, 1] = start
-    out[:used, 2] = np.minimum(start + part[row], kv_lens[row])
-    out[:used, 3] = firsts[row]
-    out[:used, 4] = counts[row]

@@ -109,8 +109,8 @@ def _decode(
     QUERIES: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    # Items and table were complete before the previous kernel started; q, and the newest token's key and
-    # value, are that kernel's.
+    # Items and table were complete before the previous kernel started (what writes them lets nothing start
+    # before it has ended); q, and the newest token's key and value, are that kernel's.
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(items + item * 8)
@@ -121,9 +121,10 @@ def _decode(
     end = tl.load(items + item * 8 + 2)
     first = tl.load(items + item * 8 + 3)
     count = tl.load(items + item * 8 + 4)
+    slot = tl.load(items + item * 8 + 5)
     TOKEN: tl.constexpr = KV_HEADS * DIM
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
-    pages = table + row.to(tl.int64) * table_stride
+    pages = table + slot.to(tl.int64) * table_stride
     dims = tl.arange(0, DIM)
     tokens = tl.arange(0, BLOCK)
     if PREFETCH > 0:
@@ -225,7 +226,7 @@ def decode(
     sm_scale: float,
 ) -> None:
     """q, out [rows, Hq, D]; cache (K, V) each [pages, P, Hkv, D]; items int32 [n, ITEM_WORDS] on the device;
-    table int32 [rows, columns], the pages of each row.
+    table int32 [slots, columns], the pages of each slot that the items name.
     """
     k_cache, v_cache = cache
     _, heads, dim = q.shape

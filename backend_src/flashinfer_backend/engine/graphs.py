@@ -2,13 +2,14 @@
 """Whole decode steps as CUDA graphs, one per number of rows.
 
 A graph holds everything from the last tokens to the next ones, so that a step costs the host one
-upload, the block-table update, one attention plan (which reads the block table) and one launch.
+upload and one launch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +20,23 @@ from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 if TYPE_CHECKING:
     from flashinfer_backend.engine.runner import Runner
 
-COLUMNS = 6  # int32 values per row of a graph's input
+COLUMNS = 6  # int32 words per row of a graph's input, beside attention's
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of rows to capture: dense where steps are short, so that little is padded."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+class _Captured(NamedTuple):
+    """A graph, what it reads (int32: attention's words, then COLUMNS a row) and what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    attention: Any
+    tokens: torch.Tensor
+    logits: torch.Tensor
 
 
 class DecodeGraphs:
@@ -35,63 +46,61 @@ class DecodeGraphs:
         self._runner = runner
         self._staging = staging
         self._sizes = sorted(set(sizes))
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._attention: dict[int, Any] = {}
+        self._ones = np.ones(self._sizes[-1], np.int32)
+        # Inert rows: dummy slot, position and temperature 0, nothing banned.
+        self._padding = np.array([[runner.dummy_slot], [0], [0], [-1]], np.int32)
+        self._captured: dict[int, _Captured] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first, so that the others fit its pool
-            pool = self._capture(size, pool)
+            self._captured[size] = self._capture(size, pool)
+            pool = self._captured[size].graph.pool()
 
     @property
     def largest(self) -> int:
         return self._sizes[-1]
 
     def replay(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the step: (tokens int32 [rows], logits [rows, V]), valid until the next replay.
+        """Launch the step: tokens int32 [rows] and logits [rows and padding, V], valid until the next replay.
         `progress` is called once, when the device has it."""
-        rows = plan.num_decode
-        size = self._size(rows)
-        self._staging.upload(self._columns(plan, size), self._inputs[size])
+        captured = self._captured[self._size(plan.num_decode)]
         self._runner.update_block_table(plan.table_updates)
-        self._attention[size].plan(self._batch(plan.decode_slots, plan.decode_positions))
-        self._graphs[size].replay()
+        self._upload(plan, captured.inputs, captured.attention)
+        captured.graph.replay()
         progress()  # the device begins when all of the graph is there
-        tokens, logits = self._outputs[size]
-        return tokens[:rows], logits[:rows]
+        return captured.tokens[: plan.num_decode], captured.logits
 
     def graph(self, rows: int) -> torch.cuda.CUDAGraph:
         """The graph that runs steps of so many rows."""
-        return self._graphs[self._size(rows)]
+        return self._captured[self._size(rows)].graph
 
     def _size(self, rows: int) -> int:
-        return self._sizes[int(np.searchsorted(self._sizes, rows))]
+        return self._sizes[bisect_left(self._sizes, rows)]
 
-    def _columns(self, plan: StepPlan, size: int) -> list[np.ndarray]:
-        """The graph's input: seeds [2 size], then four columns [size]; padding rows are inert."""
-        padding = size - plan.num_decode
-
-        def padded(column: np.ndarray, value: int, count: int = padding) -> list[np.ndarray]:
-            return [column.view(np.int32), np.full(count, value, np.int32)]
-
-        return [
-            *padded(plan.seed, 0, 2 * padding),
-            *padded(plan.decode_slots, self._runner.dummy_slot),
-            *padded(plan.decode_positions, 0),
-            *padded(plan.temperature, 0),
-            *padded(plan.banned, -1),
-        ]
-
-    def _batch(self, slots: np.ndarray, positions: np.ndarray) -> AttentionBatch:
-        return AttentionBatch(
-            num_decode=len(slots),
-            q_lens=np.ones(len(slots), np.int32),
+    def _upload(self, plan: StepPlan, inputs: torch.Tensor, attention: Any) -> None:
+        """Give a graph its step: attention's words, seeds [2 size], then COLUMNS - 2 columns [size]."""
+        rows, size = plan.num_decode, attention.bucket
+        words = self._staging.begin(len(inputs))
+        own = len(words) - COLUMNS * size
+        seed = words[own : own + 2 * size].view(np.uint64)
+        seed[:rows], seed[rows:] = plan.seed, 0
+        columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
+        slots, positions, temperature, banned = columns
+        slots[:rows] = plan.decode_slots
+        positions[:rows] = plan.decode_positions
+        temperature[:rows] = plan.temperature.view(np.int32)
+        banned[:rows] = plan.banned
+        columns[:, rows:] = self._padding
+        batch = AttentionBatch(
+            num_decode=size,
+            q_lens=self._ones[:size],
             kv_lens=positions + 1,
             slots=slots,
             block_table=self._runner.block_table,
         )
+        attention.plan(batch, words[:own])
+        self._staging.send(inputs)
 
-    def _capture(self, size: int, pool: Any) -> Any:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         runner = self._runner
         none = np.empty(0, np.int32)
         empty = StepPlan(
@@ -109,31 +118,31 @@ class DecodeGraphs:
             seed=np.empty(0, np.uint64),
             banned=none,
         )
-        self._inputs[size] = torch.empty(COLUMNS * size, dtype=torch.int32, device=runner.device)
-        self._staging.upload(self._columns(empty, size), self._inputs[size])
-        attention = runner.attention.graph_state(size)
-        self._attention[size] = attention
+        own = runner.attention.graph_words(size)
+        inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=runner.device)
+        attention = runner.attention.graph_state(size, runner.block_table, inputs[:own])
+        self._upload(empty, inputs, attention)
+        step = (inputs[own:], attention, size)
         with torch.inference_mode():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # warm-up outside the capture: lazy initialisation
-                self._step(size)
+                self._step(*step)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._outputs[size] = self._step(size)
-        self._graphs[size] = graph
-        return graph.pool()
+                tokens, logits = self._step(*step)
+        return _Captured(graph, inputs, attention, tokens, logits)
 
-    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, data: torch.Tensor, attention: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What is captured; reads only the static input and device state."""
-        runner, data = self._runner, self._inputs[size]
+        runner = self._runner
         seed = data[: 2 * size].view(torch.int64)
         slots, positions, temperature, banned = data[2 * size :].split(size)
         input_ids, slot_mapping = runner.ops.decode_inputs(
             slots, positions, runner.last_token, runner.block_table, runner.page_size
         )
-        hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, self._attention[size])
+        hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, attention)
         logits = runner.model.logits(hidden)
         tokens = runner.ops.sample(
             logits,

@@ -115,7 +115,7 @@ class Runner:
         `progress` is called when the device has the step's first work, and after each layer of a step
         with prompts."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
-            tokens, logits = self.graphs.replay(plan, progress)
+            tokens, logits = self.graphs.replay(plan, progress)  # rows of padding behind the logits
             position = plan.decode_positions + 1
         else:
             logits, position = self._forward(plan, progress)

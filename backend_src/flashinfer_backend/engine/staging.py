@@ -20,34 +20,45 @@ class StagingRing:
     """int32 vectors from the host to the device."""
 
     def __init__(self, length: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
         self._device = device
-        count = DEPTH * UPLOADS
-        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
-        self._events: list[torch.cuda.Event | None] = [None] * count
-        self._next = 0
+        self._pinned = device.type == "cuda"
+        self._buffers = [self._allocate(length) for _ in range(DEPTH * UPLOADS)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._events: list[torch.cuda.Event | None] = [None] * len(self._buffers)
+        self._turn = 0
 
-    def upload(self, parts: list[np.ndarray], target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy the concatenation of `parts` (int32 or 4-byte views) to the device: into `target`
-        int32 [n], or a new tensor. Grows the buffers if the step is larger than any before."""
-        index, self._next = self._next, (self._next + 1) % len(self._buffers)
-        event = self._events[index]
+    def begin(self, length: int) -> np.ndarray:
+        """A vector of `length` words with undefined content, to be filled and sent before anything else is
+        uploaded. Grows the buffer if the step is larger than any before."""
+        turn = self._turn
+        event = self._events[turn]
         if event is not None:
             event.synchronize()
-        length = sum(len(part) for part in parts)
-        if length > len(self._buffers[index]):
-            pinned = self._device.type == "cuda"
-            self._buffers[index] = torch.empty(2 * length, dtype=torch.int32, pin_memory=pinned)
-        source = self._buffers[index][:length]
-        np.concatenate(parts, out=source.numpy())
-        if target is None:
-            target = torch.empty(length, dtype=torch.int32, device=self._device)
-        target.copy_(source, non_blocking=True)
-        if self._device.type == "cuda":
-            event = event or torch.cuda.Event()
+        if length > len(self._arrays[turn]):
+            self._buffers[turn] = self._allocate(2 * length)
+            self._arrays[turn] = self._buffers[turn].numpy()
+        return self._arrays[turn][:length]
+
+    def send(self, target: torch.Tensor) -> None:
+        """Copy the vector that `begin` gave to `target`, int32 [its length] on the device."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        target.copy_(self._buffers[turn][: target.shape[0]], non_blocking=True)
+        if self._pinned:
+            event = self._events[turn]
+            if event is None:
+                event = self._events[turn] = torch.cuda.Event()
             event.record()
-            self._events[index] = event
+
+    def upload(self, parts: list[np.ndarray]) -> torch.Tensor:
+        """Copy the concatenation of `parts` (int32 or 4-byte views) to a new tensor on the device."""
+        length = sum(map(len, parts))
+        np.concatenate(parts, out=self.begin(length))
+        target = torch.empty(length, dtype=torch.int32, device=self._device)
+        self.send(target)
         return target
+
+    def _allocate(self, length: int) -> torch.Tensor:
+        return torch.empty(length, dtype=torch.int32, pin_memory=self._pinned)
 
 
 class ReadbackRing:

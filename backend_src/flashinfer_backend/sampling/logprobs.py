@@ -39,7 +39,7 @@ class ReportedRows:
         return len(self.log_prob_rows) + len(self.logits_rows)
 
     def take(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Report]:
-        """logits [s, V] of the model and tokens int32 [s]: what to read back in place of the tokens,
+        """logits [s or more, V] of the model and tokens int32 [s]: what to read back in place of the tokens,
         int32 [s + n], and the report that then reads it."""
         readback, host = tokens, None
         if self.log_prob_rows:

@@ -96,7 +96,7 @@ class Sampler:
     ) -> tuple[Tensor, Report | None]:
         """Sample the rows of plan.extras anew, into `tokens` (int32 [s], from `sample` or a graph).
 
-        logits [s, V]; position int32 [s], of the sampled tokens. Returns what to read back: the tokens,
+        logits [s or more, V]; position int32 [s], of the sampled tokens. Returns what to read back: tokens,
         and behind them what the report holds.
         """
         if plan.extras != self._extras:
