@@ -16,16 +16,23 @@ def test_decode_inputs(rows):
     from flashinfer_backend.ops import cuda_ops
 
     torch.manual_seed(rows)
-    slots = torch.randperm(400, device="cuda")[:rows].int()
+    slots = torch.randperm(399, device="cuda")[:rows].int()
     positions = torch.randint(0, 160, (rows,), device="cuda").int()
     last_token = torch.randint(0, 1000, (400,), device="cuda").int()
     table = torch.randint(0, 5000, (400, 10), device="cuda").int()
-    for mine, reference in zip(
-        cuda_ops.decode_inputs(slots, positions, last_token, table, 16),
-        torch_ops.decode_inputs(slots, positions, last_token, table, 16),
+    new_pages = torch.randint(5000, 9000, (rows,), device="cuda").int()
+    new_pages[torch.rand(rows, device="cuda") < 0.7] = -1
+    slots[rows // 2 + 1 :] = 399  # rows of padding share a slot
+    positions[rows // 2 + 1 :] = 0
+    new_pages[rows // 2 + 1 :] = -1
+    mine, expected = table.clone(), table.clone()
+    for actual, reference in zip(
+        cuda_ops.decode_inputs(slots, positions, new_pages, last_token, mine, 16),
+        torch_ops.decode_inputs(slots, positions, new_pages, last_token, expected, 16),
         strict=True,
     ):
-        assert torch.equal(mine, reference)
+        assert torch.equal(actual, reference)
+    assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

@@ -11,6 +11,7 @@ from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.scheduler import Scheduler
+from flashinfer_backend.engine.step import StepPlan
 from flashinfer_backend.transport.protocol import RUNNING, SamplingParams
 
 
@@ -22,6 +23,18 @@ def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
         params = SamplingParams(max_tokens=8)
         result.submit(Request(handle=handle, prompt=prompt, params=params, max_new=8))
     return result
+
+
+def enter_pages(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
+    """What the device does with a plan's pages: then every running sequence's are in its slot's row."""
+    slot, column, page = plan.table_updates.T
+    block_table[slot, column] = page
+    opened = plan.decode_pages >= 0
+    columns = plan.decode_positions // 16
+    block_table[plan.decode_slots[opened], columns[opened]] = plan.decode_pages[opened]
+    assert (block_table[plan.decode_slots, columns] > 0).all()
+    for request in running.values():
+        assert block_table[request.slot, : len(request.pages)].tolist() == request.pages
 
 
 def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
@@ -73,10 +86,12 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         prompt = np.full(30, handle, np.int32)
         running.submit(Request(handle=handle, prompt=prompt, params=params, max_new=200))
     largest = 0
+    block_table = np.zeros((4, 16), np.int32)
     for _ in range(500):
         plan = running.schedule(in_flight=False)
         assert plan is not None, "nothing runs, and nothing is admitted"
         largest = max(largest, plan.num_tokens)
+        enter_pages(block_table, plan, running.running)
         outcome = accept(running.table, plan, np.zeros(len(plan.sample_slots), np.int32))
         for slot in outcome.slots[outcome.codes != RUNNING].tolist():
             request = running.table.requests[slot]

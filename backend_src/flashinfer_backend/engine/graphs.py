@@ -20,7 +20,7 @@ from flashinfer_backend.engine.step import AttentionBatch, StepPlan
 if TYPE_CHECKING:
     from flashinfer_backend.engine.runner import Runner
 
-COLUMNS = 6  # int32 words per row of a graph's input, beside attention's
+COLUMNS = 7  # int32 words per row of a graph's input, beside attention's
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -47,8 +47,8 @@ class DecodeGraphs:
         self._staging = staging
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
-        # Inert rows: dummy slot, position and temperature 0, nothing banned.
-        self._padding = np.array([[runner.dummy_slot], [0], [0], [-1]], np.int32)
+        # Inert rows: dummy slot, position 0, no new page, temperature 0, nothing banned.
+        self._padding = np.array([[runner.dummy_slot], [0], [-1], [0], [-1]], np.int32)
         self._captured: dict[int, _Captured] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first, so that the others fit its pool
@@ -63,7 +63,8 @@ class DecodeGraphs:
         """Launch the step: tokens int32 [rows] and logits [rows and padding, V], valid until the next replay.
         `progress` is called once, when the device has it."""
         captured = self._captured[self._size(plan.num_decode)]
-        self._runner.update_block_table(plan.table_updates)
+        if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
+            self._runner.update_block_table(plan)
         self._upload(plan, captured.inputs, captured.attention)
         captured.graph.replay()
         progress()  # the device begins when all of the graph is there
@@ -84,9 +85,10 @@ class DecodeGraphs:
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
         columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
-        slots, positions, temperature, banned = columns
+        slots, positions, pages, temperature, banned = columns
         slots[:rows] = plan.decode_slots
         positions[:rows] = plan.decode_positions
+        pages[:rows] = plan.decode_pages
         temperature[:rows] = plan.temperature.view(np.int32)
         banned[:rows] = plan.banned
         columns[:, rows:] = self._padding
@@ -106,6 +108,7 @@ class DecodeGraphs:
         empty = StepPlan(
             decode_slots=none,
             decode_positions=none,
+            decode_pages=none,
             prefill_slots=none,
             prefill_starts=none,
             prefill_lens=none,
@@ -138,9 +141,9 @@ class DecodeGraphs:
         """What is captured; reads only the static input and device state."""
         runner = self._runner
         seed = data[: 2 * size].view(torch.int64)
-        slots, positions, temperature, banned = data[2 * size :].split(size)
+        slots, positions, pages, temperature, banned = data[2 * size :].split(size)
         input_ids, slot_mapping = runner.ops.decode_inputs(
-            slots, positions, runner.last_token, runner.block_table, runner.page_size
+            slots, positions, pages, runner.last_token, runner.block_table, runner.page_size
         )
         hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, attention)
         logits = runner.model.logits(hidden)

@@ -140,7 +140,7 @@ class Runner:
         if self.token_graphs is not None:
             size = self.token_graphs.padded(size)
         padding = np.zeros(size - plan.num_tokens, np.int32)
-        self.update_block_table(plan.table_updates)
+        self.update_block_table(plan)
         parts = [
             slots,
             (ends - 1)[samples].astype(np.int32),
@@ -174,13 +174,22 @@ class Runner:
             keep_context_logits(request, self.model, chunk, int(plan.prefill_starts[row]))
         return self.model.logits(hidden[last_rows]), (starts + q_lens)[samples]
 
-    def update_block_table(self, updates: np.ndarray) -> None:
-        """Apply (slot, index, page) changes, int32 [n, 3], before anything of the step reads the table."""
-        if len(updates):
-            where, pages = self._staging.upload(
-                [updates[:, 0] * self.max_pages + updates[:, 1], updates[:, 2]]
-            ).view(2, -1)
-            self.block_table.view(-1)[where] = pages
+    def update_block_table(self, plan: StepPlan) -> None:
+        """Enter the step's new pages, before anything of the step reads the table."""
+        rows = np.flatnonzero(plan.decode_pages >= 0)
+        admitted = plan.table_updates
+        if not len(rows) and not len(admitted):
+            return
+        columns = plan.decode_positions[rows] // self.page_size
+        where, pages = self._staging.upload(
+            [
+                plan.decode_slots[rows] * self.max_pages + columns,
+                admitted[:, 0] * self.max_pages + admitted[:, 1],
+                plan.decode_pages[rows],
+                admitted[:, 2],
+            ]
+        ).view(2, -1)
+        self.block_table.view(-1)[where] = pages
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Cache slots (page * page size + offset), int32 [T], of tokens given by slot and position."""

@@ -60,7 +60,8 @@ class Scheduler:
         """Plan the next step, or None if there is nothing to do, or if pages ran out and the steps
         `in_flight` must be read first (they may free pages; preemption needs all tokens known)."""
         updates: list[tuple[int, int, int]] = []
-        if not self._grow_decodes(updates, in_flight):
+        pages = self._grow_decodes(in_flight)
+        if pages is None:
             return None
         decoding = self.decoding
         limit = self.config.max_num_tokens
@@ -69,31 +70,34 @@ class Scheduler:
         chunks = self._plan_prefill(limit - len(decoding), updates)
         if not len(decoding) and not chunks:
             return None
-        return self._assemble(decoding, chunks, updates)
+        return self._assemble(decoding, pages, chunks, updates)
 
-    def _grow_decodes(self, updates: list[tuple[int, int, int]], in_flight: bool) -> bool:
-        """Give every decode the page its next token needs; False if results must be read first."""
+    def _grow_decodes(self, in_flight: bool) -> np.ndarray | None:
+        """Give every decode the page its next token needs: int32 [d], -1 where there is room. None if
+        results must be read first."""
         table, size = self.table, self.config.tokens_per_block
         while True:
             slots = self.decoding
-            needy = slots[table.computed[slots] // size >= table.num_pages[slots]]
-            pages = self.allocator.allocate(len(needy))
+            rows = np.flatnonzero(table.computed[slots] >= table.num_pages[slots] * size)
+            pages = self.allocator.allocate(len(rows))
             if pages is not None:
                 break
             if in_flight:
-                return False
+                return None
             self._preempt_newest()
+        needy = slots[rows]
+        table.num_pages[needy] += 1
+        new_pages = np.full(len(slots), -1, np.int32)
+        new_pages[rows] = pages
         for slot, page in zip(needy.tolist(), pages, strict=True):
             request = table.requests[slot]
             assert request is not None
-            updates.append((slot, len(request.pages), page))
             request.pages.append(page)
             request.new_pages += 1
             if request.reserved_pages:
                 request.reserved_pages -= 1
                 self.reserved_pages -= 1
-        table.num_pages[needy] += 1
-        return True
+        return new_pages
 
     def _plan_prefill(
         self, budget: int, updates: list[tuple[int, int, int]]
@@ -187,6 +191,7 @@ class Scheduler:
     def _assemble(
         self,
         decoding: np.ndarray,
+        pages: np.ndarray,
         chunks: list[tuple[Request, int, int]],
         updates: list[tuple[int, int, int]],
     ) -> StepPlan:
@@ -212,6 +217,7 @@ class Scheduler:
         plan = StepPlan(
             decode_slots=decoding,
             decode_positions=positions,
+            decode_pages=pages,
             prefill_slots=slots,
             prefill_starts=starts,
             prefill_lens=lens,

@@ -174,6 +174,7 @@ def _prompt_plan(slot: int, length: int) -> StepPlan:
     return StepPlan(
         decode_slots=none,
         decode_positions=none,
+        decode_pages=none,
         prefill_slots=one * slot,
         prefill_starts=one * 0,
         prefill_lens=one * length,

@@ -32,12 +32,13 @@ class StepPlan:
 
     decode_slots: np.ndarray  # int32 [d]
     decode_positions: np.ndarray  # int32 [d], position of the token each decode row feeds
+    decode_pages: np.ndarray  # int32 [d], new page that this position opens, or -1
     prefill_slots: np.ndarray  # int32 [p]
     prefill_starts: np.ndarray  # int32 [p], tokens already in the KV cache
     prefill_lens: np.ndarray  # int32 [p]
     prefill_tokens: np.ndarray  # int32 [sum(prefill_lens)]
     prefill_samples: np.ndarray  # bool [p]
-    table_updates: np.ndarray  # int32 [n, 3]: (slot, index in the slot's block table, page)
+    table_updates: np.ndarray  # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, page)
     # Sampling rows: all decode rows, then the prefill rows that sample.
     sample_slots: np.ndarray  # int32 [s]
     sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned

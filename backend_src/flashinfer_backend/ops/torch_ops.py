@@ -116,14 +116,22 @@ def gumbel_noise(bits: Tensor) -> Tensor:
 
 
 def decode_inputs(
-    slots: Tensor, positions: Tensor, last_token: Tensor, block_table: Tensor, page_size: int
+    slots: Tensor,
+    positions: Tensor,
+    new_pages: Tensor,
+    last_token: Tensor,
+    block_table: Tensor,
+    page_size: int,
 ) -> tuple[Tensor, Tensor]:
     """What decode rows feed the model: (input_ids, slot_mapping), both int32 [R].
 
-    slots, positions: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, max pages].
-    slot_mapping is page * page_size + offset of each position.
+    slots, positions, new_pages: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, max pages].
+    slot_mapping is page * page_size + offset of each position. A row's new page, unless it is -1, is entered
+    into the block table as that position's; rows with one have slots of their own.
     """
-    pages = block_table[slots, positions // page_size]
+    columns = positions // page_size
+    pages = torch.where(new_pages >= 0, new_pages, block_table[slots, columns])
+    block_table[slots, columns] = pages
     return last_token[slots], pages * page_size + positions % page_size
 
 

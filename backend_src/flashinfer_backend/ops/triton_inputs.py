@@ -13,6 +13,7 @@ from torch import Tensor
 def _decode_inputs(
     slots,
     positions,
+    new_pages,
     last_token,
     block_table,
     input_ids,
@@ -28,14 +29,25 @@ def _decode_inputs(
     position = tl.load(positions + row, mask=valid, other=0)
     tl.store(input_ids + row, tl.load(last_token + slot, mask=valid, other=0), mask=valid)
     entry = block_table + slot.to(tl.int64) * table_stride + position // PAGE
-    page = tl.load(entry, mask=valid, other=0)
+    new_page = tl.load(new_pages + row, mask=valid, other=-1)
+    page = tl.where(new_page >= 0, new_page, tl.load(entry, mask=valid & (new_page < 0), other=0))
+    tl.store(entry, new_page, mask=new_page >= 0)
     tl.store(slot_mapping + row, page * PAGE + position % PAGE, mask=valid)
 
 
 def decode_inputs(
-    slots: Tensor, positions: Tensor, last_token: Tensor, block_table: Tensor, page_size: int
+    slots: Tensor,
+    positions: Tensor,
+    new_pages: Tensor,
+    last_token: Tensor,
+    block_table: Tensor,
+    page_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See ops.torch_ops.decode_inputs."""
+    """See ops.torch_ops.decode_inputs.
+
+    Launched without programmatic dependence, and nothing is launched on it so: the decode kernels read the
+    block table before they wait for the kernel before them.
+    """
     rows = slots.shape[0]
     input_ids = torch.empty(rows, dtype=torch.int32, device=slots.device)
     slot_mapping = torch.empty(rows, dtype=torch.int32, device=slots.device)
@@ -43,6 +55,7 @@ def decode_inputs(
     _decode_inputs[(triton.cdiv(rows, block),)](
         slots,
         positions,
+        new_pages,
         last_token,
         block_table,
         input_ids,
