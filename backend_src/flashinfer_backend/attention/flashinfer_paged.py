@@ -20,6 +20,7 @@ from torch import Tensor
 from flashinfer_backend.attention import split, triton_decode
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
+from flashinfer_backend.attention.step_graph import StepGraphState
 
 if TYPE_CHECKING:
     from flashinfer_backend.engine.step import AttentionBatch
@@ -60,14 +61,15 @@ class FlashInferAttention:
         self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, dtype), device)
         items = split.max_items(max_num_seqs, num_kv_heads)
         self._ring = PinnedRing(6, INT_WORKSPACE, max_num_seqs, items)
-        self._items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=device)
-        self._split = triton_decode.DecodeWorkspace(
+        self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=device)
+        self.workspace = triton_decode.DecodeWorkspace(
             max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
         )
         self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._decode_call = _Call("none", 0)
         self._prefill_call = _Call("none", 0)
+        self.side_stream = torch.cuda.Stream(device)  # of captured steps
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
@@ -89,9 +91,7 @@ class FlashInferAttention:
         call = self._prefill_call
         if call.rows:
             cache = self.kv_caches[layer]
-            self._calls.run(
-                call.backend, True, call.info, q[decode:], cache, out[decode:], self._prefill, call.rows
-            )
+            self.run_prompts(call.backend, call.info, q[decode:], cache, out[decode:], call.rows)
 
     def graph_words(self, bucket: int) -> int:
         """How many int32 words a graph of `bucket` rows wants in the step's upload; a multiple of 8."""
@@ -104,6 +104,13 @@ class FlashInferAttention:
         if not 1 <= bucket <= self.max_num_seqs:
             raise ValueError(f"graph bucket {bucket} is outside 1..{self.max_num_seqs} (max_num_seqs)")
         return DecodeGraphState(self, bucket, block_table, words)
+
+    def step_graph_state(self, tokens: int, decode_rows: int, block_table: Tensor) -> StepGraphState | None:
+        """State for a CUDA graph of steps with prompts, see StepGraphState; None where a decode backend was
+        forced, which plans every step anew."""
+        if self.decode_backend != "triton":
+            return None
+        return StepGraphState(self, tokens, decode_rows, block_table)
 
     # What follows is shared with DecodeGraphState.
 
@@ -132,26 +139,55 @@ class FlashInferAttention:
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
             assert call.items is not None and call.table is not None
-            triton_decode.decode(q, cache, out, call.items, call.table, self._split, self.sm_scale)
+            triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale)
 
     def _plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor) -> _Call:
-        items = split.max_items(len(slots), self.num_kv_heads)
-        entry = self._ring.next()
-        split.split_rows(kv_lens, slots, items, entry.items.numpy())
-        uploaded = self._items[:items]
-        uploaded.copy_(entry.items[:items], non_blocking=True)
-        self._ring.release(entry)
-        return _Call("triton", len(slots), None, uploaded, block_table)
+        items = self.items[: split.max_items(len(slots), self.num_kv_heads)]
+        self.plan_items(kv_lens, slots, items)
+        return _Call("triton", len(slots), None, items, block_table)
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> _Call:
-        q_lens = batch.q_lens[first:]
-        rows, tokens = len(q_lens), int(q_lens.sum())
-        backend = self.choose_prefill(q_lens, batch.kv_lens[first:])
-        entry = self._prefill.upload(q_lens, batch.kv_lens[first:], batch.slots[first:], rows)
-        self._prefill.gather(batch.block_table, entry, packed=True)
-        info = self._calls.plan(backend, True, entry, tokens, rows, False)
+        q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]
+        backend = self.choose_prefill(q_lens, kv_lens)
+        info = self.plan_prompts(backend, q_lens, kv_lens, batch.slots[first:], batch.block_table)
+        return _Call(backend, len(q_lens), info)
+
+    # What follows is shared with StepGraphState, too.
+
+    def plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor) -> None:
+        """Upload the Triton kernel's work for decode rows (if any) to `items`, the first of self.items."""
+        entry = self._ring.next()
+        if len(slots):
+            split.split_rows(kv_lens, slots, len(items), entry.items.numpy())
+        else:
+            entry.items[:, 0] = -1
+        items.copy_(entry.items[: len(items)], non_blocking=True)
         self._ring.release(entry)
-        return _Call(backend, rows, info)
+
+    def plan_prompts(
+        self,
+        backend: str,
+        q_lens: np.ndarray,
+        kv_lens: np.ndarray,
+        slots: np.ndarray,
+        block_table: Tensor,
+        first: int = 0,
+        graph_tokens: int = 0,
+    ) -> Any:
+        """FlashInfer's plan of prompts whose queries begin at row `first` of q. graph_tokens > 0: one that is
+        laid out alike for all steps of up to so many tokens; q_lens is padded with zeros then."""
+        rows, tokens = len(q_lens), graph_tokens or int(q_lens.sum())
+        entry = self._prefill.upload(q_lens, kv_lens, slots, rows, first)
+        self._prefill.gather(block_table, entry, packed=True)
+        info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0)
+        self._ring.release(entry)
+        return info
+
+    def run_prompts(
+        self, backend: str, info: Any, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, rows: int
+    ) -> None:
+        """q, out [T, Hq, D] of planned prompts."""
+        self._calls.run(backend, True, info, q, cache, out, self._prefill, rows)
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
         """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (measured)."""

@@ -108,9 +108,10 @@ class PagedMetadata:
         return (max_rows + 1 + 31) // 32 * 32
 
     def upload(
-        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int
+        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int, first: int = 0
     ) -> PinnedEntry:
-        """Stage rows and copy them to the device; q_lens None means one query token per row.
+        """Stage rows and copy them to the device; q_lens None means one query token per row, `first` is the
+        row of the first query.
 
         Rows beyond len(slots) are padding: slot -1, one token of page 0.
         """
@@ -120,12 +121,13 @@ class PagedMetadata:
         ids[:given], ids[given:rows] = slots, -1
         pages = (lens[:rows] + (self.page_size - 1)) // self.page_size
         last[:rows] = lens[:rows] - (pages - 1) * self.page_size
-        kv[0] = qo[0] = 0
+        kv[0], qo[0] = 0, first
         np.cumsum(pages, out=kv[1 : rows + 1])
         if q_lens is None:
             qo[1 : rows + 1] = np.arange(1, rows + 1, dtype=np.int32)
         else:
             np.cumsum(q_lens, out=qo[1 : rows + 1])
+            qo[1 : rows + 1] += first
         entry.max_pages = int(pages.max())
         if entry.max_pages > self.max_pages:
             raise ValueError(

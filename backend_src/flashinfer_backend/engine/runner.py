@@ -93,13 +93,12 @@ class Runner:
         )
 
     def capture_graphs(self, sizes: list[int]) -> None:
-        """Capture decode-only steps for the given numbers of rows, and all but attention of small
-        mixed steps."""
+        """Capture decode-only steps for the given numbers of rows, and small mixed steps."""
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         try:
             self.graphs = DecodeGraphs(self, self._staging, sizes)
-            self.token_graphs = TokenGraphs(self.model, self.kv_caches)
+            self.token_graphs = TokenGraphs(self.model, self.kv_caches, self.attention, self.block_table)
         finally:
             gc.enable()
 
@@ -113,7 +112,7 @@ class Runner:
         """Enqueue a step. Steps run in the order of their launches; nothing is waited for. `settle` reads
         the tokens of all earlier steps; it is called where rows cannot be sampled without them.
         `progress` is called when the device has the step's first work, and after each layer of a step
-        with prompts."""
+        that is launched layer by layer."""
         if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
             tokens, logits = self.graphs.replay(plan, progress)  # rows of padding behind the logits
             position = plan.decode_positions + 1
@@ -152,22 +151,26 @@ class Runner:
         row_slots, last_rows, token_slots, token_positions, prompt = data
         input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
         slot_mapping = self.slot_mapping(token_slots, token_positions)
-        self.attention.plan(
-            AttentionBatch(
-                num_decode=plan.num_decode,
-                q_lens=q_lens,
-                kv_lens=starts + q_lens,
-                slots=slots,
-                block_table=self.block_table,
-            )
+        batch = AttentionBatch(
+            num_decode=plan.num_decode,
+            q_lens=q_lens,
+            kv_lens=starts + q_lens,
+            slots=slots,
+            block_table=self.block_table,
         )
         inputs = (input_ids, token_positions, slot_mapping)
-        attention = _Reporting(self.attention, progress)
-        progress()
-        if self.token_graphs is not None and size <= self.token_graphs.largest:
-            hidden = self.token_graphs.run(*inputs, plan.num_tokens, attention)
+        whole = self.token_graphs.plan_whole(size, batch) if self.token_graphs is not None else None
+        if self.token_graphs is not None and whole is not None:
+            hidden = self.token_graphs.run_whole(*inputs, whole)
+            progress()  # the device begins when all of the graph is there
         else:
-            hidden = self.model(*inputs, self.kv_caches, attention)
+            self.attention.plan(batch)
+            progress()
+            attention = _Reporting(self.attention, progress)
+            if self.token_graphs is not None and size <= self.token_graphs.largest:
+                hidden = self.token_graphs.run(*inputs, plan.num_tokens, attention)
+            else:
+                hidden = self.model(*inputs, self.kv_caches, attention)
         for row, request in plan.context_logits:
             last = int(ends[plan.num_decode + row])
             chunk = hidden[last - int(plan.prefill_lens[row]) : last]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed steps of few tokens: everything but attention as CUDA graphs.
+"""Mixed steps of few tokens as CUDA graphs, one or two per number of tokens.
 
-A step with prompts has attention of a new shape each time, but its other operations depend only on
-the number of tokens. Launched one by one they cost the host about 10 ms, more than the device needs
-for a short prompt. So for some numbers of tokens each stretch between two attention calls is a
-graph: from the embedding to the first query, from one layer's attention to the next layer's query,
-and from the last attention to the end. Steps are padded to a captured number.
+A step with prompts has attention of a new shape each time, but its other operations depend only on the number
+of tokens. Launched one by one they cost the host about 10 ms, more than the device needs for a short prompt.
+Steps are padded to a captured number of tokens. Where attention can be captured too (attention/step_graph.py:
+FA3 and the Triton kernel read what changes from the device), the whole step is one graph. Else each stretch
+between two attention calls is one: from the embedding to the first query, from one layer's attention to the
+next layer's query, and from the last attention to the end.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each
 number is timed once it is captured, and a step takes the fastest that holds it.
@@ -16,9 +17,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
+from typing import Any, NamedTuple
 
 import torch
 
+from flashinfer_backend.engine.step import AttentionBatch
 from flashinfer_backend.models.transformer import Attention, Transformer
 
 # Beyond the last size the device takes longer than the host, so nothing is gained. Padding costs about 3 % of
@@ -27,29 +30,67 @@ SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 TIMED_REPLAYS = 10
 
 
-class TokenGraphs:
-    """Captured stretches of a step by number of tokens, over one set of static tensors."""
+class Whole(NamedTuple):
+    """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves."""
 
-    def __init__(self, model: Transformer, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    decode_rows: int
+    graph: torch.cuda.CUDAGraph
+    attention: Any
+    hidden: torch.Tensor
+
+
+class TokenGraphs:
+    """Captured steps by number of tokens, over one set of static tensors. `attention` (FlashInferAttention)
+    and block_table [slots + 1, pages] are what whole steps read."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        attention: Any,
+        block_table: torch.Tensor,
+    ) -> None:
         self._model, self._kv_caches = model, kv_caches
         self.largest = SIZES[-1]
         heads, device = model.config, model.device
         self._inputs = torch.zeros((3, self.largest), dtype=torch.int32, device=device)
         shape = (self.largest, heads.num_heads, heads.head_dim)
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
+        # Rows of padding are never written: they must not hold what is no number.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
+        self._whole: dict[int, list[Whole]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             for size in reversed(SIZES):  # the largest first, so that the others fit its memory
                 self._capture(size)
+                most = min(size, block_table.shape[0] - 1)
+                # Few decode rows are cut up otherwise than many.
+                for rows in sorted({min(64, most), most}):
+                    self._capture_whole(size, attention.step_graph_state(size, rows, block_table), rows)
         times = [self._layer_seconds(size) for size in SIZES]
         self._best = fastest_sizes(SIZES, times)
 
     def padded(self, tokens: int) -> int:
         """The number of tokens to run a step of `tokens` with."""
         return self._best[bisect_left(SIZES, tokens)] if tokens <= self.largest else tokens
+
+    def plan_whole(self, size: int, batch: AttentionBatch) -> Whole | None:
+        """The graph of the whole step of `size` tokens (padding included), its attention planned; None where
+        the step must run in stretches."""
+        for whole in self._whole.get(size, ()):
+            if batch.num_decode <= whole.decode_rows:
+                return whole if whole.attention.plan(batch) else None
+        return None
+
+    def run_whole(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, whole: Whole
+    ) -> torch.Tensor:
+        """As `run`, of a step that plan_whole has planned."""
+        self._copy(input_ids, positions, slot_mapping)
+        whole.graph.replay()
+        return whole.hidden
 
     def run(
         self,
@@ -62,8 +103,7 @@ class TokenGraphs:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must
         have slots in the dummy page. hidden [padded size, H] is valid until the next run."""
         size = input_ids.shape[0]
-        for target, source in zip(self._inputs, (input_ids, positions, slot_mapping), strict=True):
-            target[:size].copy_(source)
+        self._copy(input_ids, positions, slot_mapping)
         first, *others = self._graphs[size]
         first.replay()
         q, attended = self._q[:tokens], self._attended[:tokens]
@@ -71,6 +111,10 @@ class TokenGraphs:
             attention.run(layer, q, attended)
             graph.replay()
         return self._hidden[size]
+
+    def _copy(self, *columns: torch.Tensor) -> None:
+        for target, source in zip(self._inputs, columns, strict=True):
+            target[: len(source)].copy_(source)
 
     def _layer_seconds(self, size: int) -> float:
         """Median time of the stretch between two layers' attention."""
@@ -115,6 +159,33 @@ class TokenGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         assert hidden is not None
         self._graphs[size], self._hidden[size] = graphs, hidden
+
+    def _capture_whole(self, size: int, attention: Any, rows: int) -> None:
+        if attention is None:
+            return
+        model, (input_ids, positions, slots) = self._model, (column[:size] for column in self._inputs)
+        q, attended = self._q[:size], self._attended[:size]
+
+        def layers(count: int) -> torch.Tensor:
+            hidden = model.embed(input_ids)
+            for index in range(count):
+                cache = self._kv_caches[index]
+                model.before_attention(index, hidden, positions, slots, cache, q)
+                attention.run(index, q, attended)
+                hidden = model.after_attention(index, attended, hidden)
+            return hidden
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            layers(1)  # warm-up outside the capture: lazy initialisation
+            stream.synchronize()
+            graph.capture_begin(pool=self._pool)
+            hidden = layers(len(model.layers))
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._whole.setdefault(size, []).append(Whole(rows, graph, attention, hidden))
 
 
 def fastest_sizes(sizes: list[int], seconds: list[float]) -> list[int]:

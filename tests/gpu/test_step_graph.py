@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of whole mixed steps in a captured graph against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_attention import HEADS, LAYERS, Setup, assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Prompts that FA3 takes, whatever the number of heads here: enough tiles, or not much to read.
+STEPS = {
+    "prompts alone": ([100, 17, 200], [100, 17, 200]),
+    "decode rows before a prompt": ([1] * 40 + [250], [*range(1, 400, 10), 250]),
+    "a long decode row": ([1, 1] + [130, 60], [4000, 7, 130, 60]),
+    "chunks of longer prompts": ([1] * 5 + [150, 120], [33, 16, 17, 900, 5, 700, 400]),
+    "most prompts": ([1] * 20 + [18] * 16, [60] * 20 + [18] * 16),
+    "one prompt": ([300], [300]),
+}
+
+
+class Captured:
+    def __init__(self, setup: Setup, tokens: int, decode_rows: int):
+        self.setup, self.tokens = setup, tokens
+        self.state = setup.attention.step_graph_state(tokens, decode_rows, setup.table)
+        self.q, self.out = (torch.zeros(LAYERS, *setup.query(tokens).shape).cuda().bfloat16() for _ in "qo")
+        self.graph = torch.cuda.CUDAGraph()
+        self.run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self):
+        for layer in range(LAYERS):
+            # As in a step: what writes q ends before attention starts.
+            q = self.q[layer] * 1
+            self.state.run(layer, q, self.out[layer])
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("tokens", [64, 320])
+def test_one_graph_for_steps_of_any_shape(heads, kv_heads, tokens):
+    setup = Setup(heads, kv_heads)
+    captured = Captured(setup, tokens, 40)
+    ran = 0
+    for name, (q_lens, kv_lens) in list(STEPS.items()) * 2:
+        if sum(q_lens) > tokens:
+            continue
+        batch = setup.batch(q_lens, kv_lens)
+        if not captured.state.plan(batch):
+            continue
+        ran += 1
+        captured.q.normal_()
+        captured.out.fill_(float("nan"))
+        captured.graph.replay()
+        for layer in range(LAYERS):
+            used = sum(q_lens)
+            expected = setup.expected(batch, layer, captured.q[layer, :used])
+            try:
+                assert_close(captured.out[layer, :used], expected)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, layer {layer}: {error}") from None
+            assert captured.out[layer, used:].isnan().all(), name
+    assert ran >= (10 if tokens == 320 else 0)
+
+
+def test_refuses_what_it_cannot_do_and_goes_on():
+    setup = Setup(32, 8)
+    captured = Captured(setup, 320, 40)
+    refused = {
+        "17 prompts": ([15] * 17, [15] * 17),
+        "more decode rows": ([1] * 41 + [100], [9] * 41 + [100]),
+        "a short chunk over a long prefix, which FA2 splits": ([5], [4000]),
+    }
+    for name, (q_lens, kv_lens) in refused.items():
+        assert not captured.state.plan(setup.batch(q_lens, kv_lens)), name
+    batch = setup.batch([1] * 3 + [90], [50, 60, 70, 90])
+    assert captured.state.plan(batch)
+    captured.q.normal_()
+    captured.graph.replay()
+    assert_close(captured.out[0, :93], setup.expected(batch, 0, captured.q[0, :93]))
+
+
+def test_there_is_none_for_a_forced_decode_backend():
+    setup = Setup(32, 8, "fa2")
+    assert setup.attention.step_graph_state(64, 40, setup.table) is None
