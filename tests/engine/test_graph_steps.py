@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode graphs are given, without a GPU: steps run eagerly, over attention that reads work items."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.harness import serve, start_core
+from flashinfer_backend.attention import split
+from flashinfer_backend.engine.graphs import COLUMNS, DecodeGraphs, _Captured
+from flashinfer_backend.engine.runner import Runner
+from flashinfer_backend.transport.protocol import SamplingParams
+
+SIZES = [2, 4, 8]
+PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
+
+
+class ItemAttention:
+    """The Triton kernel's view: work items in the step's upload, pages in the block table."""
+
+    def __init__(self, runner: Runner, bucket: int, words: torch.Tensor) -> None:
+        self._runner, self.bucket, self._items = runner, bucket, words.view(-1, split.ITEM_WORDS)
+        self.reads_block_table = True
+
+    def plan(self, batch: Any, host: np.ndarray) -> None:
+        assert len(batch.slots) == batch.num_decode == self.bucket
+        host[:] = 99
+        items = host.reshape(-1, split.ITEM_WORDS)
+        split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        table, (k_cache, v_cache) = self._runner.block_table, self._runner.kv_caches[layer]
+        used = self._items[self._items[:, 0] >= 0].tolist()
+        for row in range(self.bucket):
+            mine = [item for item in used if item[0] == row]
+            assert mine and {item[4] for item in mine} == {len(mine)}
+            where = torch.cat([torch.arange(start, end) for _, start, end, *_ in mine])
+            pages, places = table[mine[0][5], where // k_cache.shape[1]], where % k_cache.shape[1]
+            k, v = (cache[pages, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            out[row] = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)[0, :, 0]
+
+
+class EagerGraphs(DecodeGraphs):
+    """Replays by running the step."""
+
+    def _capture(self, size: int, pool: Any) -> _Captured:
+        own = split.max_items(size, self._runner.model.config.num_kv_heads) * split.ITEM_WORDS
+        inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
+        attention = ItemAttention(self._runner, size, inputs[:own])
+        tokens = torch.zeros(size, dtype=torch.int32)
+        logits = torch.zeros(size, self._runner.model.config.vocab_size)
+        self.steps = 0
+
+        def replay() -> None:
+            for static, result in zip(
+                (tokens, logits), self._step(inputs[own:], attention, size), strict=True
+            ):
+                static.copy_(result)
+            self.steps += 1
+
+        graph: Any = SimpleNamespace(replay=replay, pool=lambda: None)
+        return _Captured(graph, inputs, attention, tokens, logits)
+
+
+@pytest.mark.parametrize("pages", [0, 300])
+def test_steps_of_graphs_give_the_tokens_of_steps_without(pages: int, tmp_path: Path) -> None:
+    """Sequences of several pages come and go, with rows of padding; with few pages some are preempted."""
+    params = [
+        SamplingParams(max_tokens=50 + 7 * i, temperature=0.7 * (i % 2), seed=2**40 + i)
+        for i in range(len(PROMPTS))
+    ]
+    params[3].min_tokens, params[3].end_id = 20, 70
+    produced = []
+    for name in ("eager", "graphs"):
+        core = start_core(
+            Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=pages
+        )
+        if name == "graphs":
+            core.runner.graphs = EagerGraphs(core.runner, core.runner._staging, SIZES)
+        with serve(core, tmp_path / name) as client:
+            produced.append(client.generate(PROMPTS, params))
+        assert not pages or core.scheduler.preemptions
+    assert isinstance(core.runner.graphs, EagerGraphs) and core.runner.graphs.steps > 50
+    assert produced[0] == produced[1]
