@@ -30,21 +30,21 @@ def row_extras(
 
     if report is not None:
         carries = outcome.tokens != protocol.NO_TOKEN
-        index_of = {int(outcome.rows[i]): i for i in np.flatnonzero(carries).tolist()}
+        index_of = {int(outcome.rows[i]): i for i in carries.nonzero()[0].tolist()}
         for row, log_prob in report.log_probs(values):
             if row in index_of:
                 extra(index_of[row]).log_prob = log_prob
         for row, logits in report.generation_logits():
             if row in index_of:
                 extra(index_of[row]).generation_logits = logits
-    for index in np.flatnonzero(outcome.first).tolist():
+    for index in outcome.first.nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]
         assert request is not None
         extra(index).queue_ns = queue_ns(request)
         if request.context_logits is not None:
             extra(index).context_logits = request.context_logits.tobytes()
             request.context_logits = None
-    for index in np.flatnonzero(outcome.codes != protocol.RUNNING).tolist():
+    for index in (outcome.codes != protocol.RUNNING).nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]
         if request is not None and request.params.perf_metrics:
             request.last_token_ns = time.time_ns()
@@ -59,7 +59,7 @@ def follow_guides(table: SlotTable, outcome: Outcome) -> list[tuple[Request, str
     """Move the guides of a read step's rows on, and end (in outcome.codes) sequences whose guide lets
     nothing follow. Returns the requests that cannot go on, with why."""
     stuck = []
-    for index in np.flatnonzero(table.guided[outcome.slots] & (outcome.codes == protocol.RUNNING)).tolist():
+    for index in (table.guided[outcome.slots] & (outcome.codes == protocol.RUNNING)).nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]
         assert request is not None and request.guide is not None
         try:

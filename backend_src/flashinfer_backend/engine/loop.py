@@ -202,20 +202,21 @@ class EngineLoop:
         values = launched.download.wait()
         self.pacer.finished(launched.plan, time.monotonic())
         outcome = accept(self.scheduler.table, launched.plan, values)
-        self.generated_tokens += int((outcome.tokens != protocol.NO_TOKEN).sum())
+        self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         table = self.scheduler.table
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
         stuck = follow_guides(table, outcome)
         extras = row_extras(table, outcome, launched.report, values)
-        # First tokens first: every row of a step waits in its stub for those before it.
-        order = np.argsort(~outcome.first, kind="stable")
-        owners = table.stub[outcome.slots][order]
-        local_ids = table.local_id[outcome.slots]
+        slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
+        if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it
+            order = np.argsort(~outcome.first, kind="stable")
+            slots, tokens, codes = slots[order], tokens[order], codes[order]
+        owners, local_ids = table.stub[slots], table.local_id[slots]
         for pid in dict.fromkeys(owners.tolist()):
-            mine = order[owners == pid]
-            frame = protocol.pack_tokens(local_ids[mine], outcome.tokens[mine], outcome.codes[mine])
+            mine = (owners == pid).nonzero()[0]
+            frame = protocol.pack_tokens(local_ids[mine], tokens[mine], codes[mine])
             self.socket.send_tokens(pid, frame, extras.get(pid))
         for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
             request = requests[slot]
@@ -250,6 +251,8 @@ class EngineLoop:
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         prefill_rows, decode_rows, prefill_tokens = self.last_plan if scheduler.running else (0, 0, 0)
         cuda = self.runner.device.type == "cuda"
+        # memory_reserved() would flatten and sort all statistics to give this one.
+        memory = torch.cuda.memory_stats_as_nested_dict()["reserved_bytes"]["all"]["current"] if cuda else 0
         return protocol.Status(
             pid=self.socket.pid,
             device=torch.cuda.get_device_name() if cuda else "cpu",
@@ -274,6 +277,6 @@ class EngineLoop:
             prompt_tokens_reused=scheduler.prompt_tokens_reused,
             generated_tokens=self.generated_tokens,
             pages_reused=self.pages_reused,
-            memory_gpu=torch.cuda.memory_reserved() if cuda else 0,
+            memory_gpu=memory,
             timestamp_ns=time.time_ns(),
         )

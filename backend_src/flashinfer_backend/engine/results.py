@@ -17,7 +17,7 @@ class Outcome:
     """Rows of a step that still have their owner; arrays [n]."""
 
     rows: np.ndarray  # index into the step's sampling rows
-    slots: np.ndarray  # int32
+    slots: np.ndarray  # intp
     tokens: np.ndarray  # int32, NO_TOKEN where the end id was chosen
     codes: np.ndarray  # int32, protocol's finish codes
     first: np.ndarray  # bool, this is the sequence's first output
@@ -25,24 +25,23 @@ class Outcome:
 
 def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
     """Record the tokens (int32 [sampling rows]) of `plan` in `table`; releases nothing."""
-    rows = np.flatnonzero(table.epoch[plan.sample_slots] == plan.sample_epochs)
-    slots, tokens = plan.sample_slots[rows], tokens[rows].astype(np.int32)
-    table.tokens[slots, table.known[slots]] = tokens
-    table.known[slots] += 1
-    outputs = table.known[slots] - table.prompt_len[slots]
-    codes = np.where(outputs >= table.max_new[slots], protocol.FINISHED_LENGTH, protocol.RUNNING)
+    slots = plan.sample_slots.astype(np.intp)
+    rows = (table.epoch[slots] == plan.sample_epochs).nonzero()[0]
+    slots, tokens = slots[rows], tokens[rows]
+    known = table.known[slots]
+    table.tokens[slots, known] = tokens
+    known += 1
+    table.known[slots] = known
+    outputs = known - table.prompt_len[slots]
     ended = tokens == table.end_id[slots]
+    codes = np.full(len(slots), protocol.RUNNING, np.int32)
+    codes[outputs >= table.max_new[slots]] = protocol.FINISHED_LENGTH
     codes[ended] = protocol.FINISHED_END_ID
-    for i in np.flatnonzero(table.stops[slots] & ~ended).tolist():
+    for i in (table.stops[slots] & ~ended).nonzero()[0].tolist():
         if _ends_with_stop_sequence(table, int(slots[i])):
             codes[i] = protocol.FINISHED_STOP_WORDS
-    return Outcome(
-        rows=rows,
-        slots=slots,
-        tokens=np.where(ended, protocol.NO_TOKEN, tokens),
-        codes=codes.astype(np.int32),
-        first=outputs == 1,
-    )
+    tokens[ended] = protocol.NO_TOKEN
+    return Outcome(rows=rows, slots=slots, tokens=tokens, codes=codes, first=outputs == 1)
 
 
 def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:

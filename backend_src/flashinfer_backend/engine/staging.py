@@ -70,24 +70,25 @@ class ReadbackRing:
         self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)]
         # A blocking event sleeps instead of spinning on the driver's lock.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)] if pinned else []
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._next = 0
 
     def download(self, source: torch.Tensor) -> Download:
         """Start copying `source` (int32 [n]). At most DEPTH - 1 downloads may be outstanding."""
         index, self._next = self._next, (self._next + 1) % DEPTH
-        buffer = self._buffers[index][: len(source)]
-        buffer.copy_(source, non_blocking=True)
+        length = source.shape[0]
+        self._buffers[index][:length].copy_(source, non_blocking=True)
         event = self._events[index] if self._cuda else None
         if event is not None:
             event.record()
-        return Download(buffer, event)
+        return Download(self._arrays[index][:length], event)
 
 
 @dataclass
 class Download:
     """A tensor on its way to the host, behind everything that was launched before it."""
 
-    buffer: torch.Tensor
+    buffer: np.ndarray
     event: torch.cuda.Event | None  # None: it is there
 
     @property
@@ -98,4 +99,4 @@ class Download:
         """The values, int32 [n], when they are there."""
         if self.event is not None:
             self.event.synchronize()
-        return self.buffer.numpy().copy()
+        return self.buffer.copy()

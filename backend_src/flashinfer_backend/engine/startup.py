@@ -180,7 +180,6 @@ def _prompt_plan(slot: int, length: int) -> StepPlan:
         prefill_lens=one * length,
         prefill_tokens=np.zeros(length, np.int32),
         prefill_samples=np.ones(1, bool),
-        table_updates=np.empty((0, 3), np.int32),
         sample_slots=one * slot,
         sample_epochs=np.zeros(1, np.int64),
         temperature=np.zeros(1, np.float32),

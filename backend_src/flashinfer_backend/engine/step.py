@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.request import Request
+from flashinfer_backend.engine.request import Request, SlotTable
 
 
 class ExtraRow(NamedTuple):
@@ -22,7 +22,10 @@ class ExtraRow(NamedTuple):
     banned: int  # a token id that must not be chosen, or -1
 
 
-@dataclass
+NONE = np.empty(0, np.int32)
+
+
+@dataclass(kw_only=True)
 class StepPlan:
     """What the scheduler decided for one step; host data only.
 
@@ -33,12 +36,13 @@ class StepPlan:
     decode_slots: np.ndarray  # int32 [d]
     decode_positions: np.ndarray  # int32 [d], position of the token each decode row feeds
     decode_pages: np.ndarray  # int32 [d], new page that this position opens, or -1
-    prefill_slots: np.ndarray  # int32 [p]
-    prefill_starts: np.ndarray  # int32 [p], tokens already in the KV cache
-    prefill_lens: np.ndarray  # int32 [p]
-    prefill_tokens: np.ndarray  # int32 [sum(prefill_lens)]
-    prefill_samples: np.ndarray  # bool [p]
-    table_updates: np.ndarray  # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, page)
+    prefill_slots: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
+    prefill_starts: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p], tokens in the KV cache
+    prefill_lens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
+    prefill_tokens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [sum(prefill_lens)]
+    prefill_samples: np.ndarray = field(default_factory=lambda: NONE > 0)  # bool [p]
+    # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, page)
+    table_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
     # Sampling rows: all decode rows, then the prefill rows that sample.
     sample_slots: np.ndarray  # int32 [s]
     sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
@@ -64,6 +68,24 @@ class StepPlan:
     def guided(self) -> bool:
         """Whether rows can be sampled only after the tokens of all earlier steps were read."""
         return any(row.request.guide is not None for row in self.extras)
+
+
+def prompt_rows(
+    table: SlotTable, chunks: list[tuple[Request, int, int]], updates: list[tuple[int, int, int]]
+) -> dict[str, Any]:
+    """What a StepPlan has of its prefill rows, given as (request, start, length) and table updates."""
+    slots, starts, lens = np.array([(r.slot, start, n) for r, start, n in chunks], np.int32).T
+    return {
+        "prefill_slots": slots,
+        "prefill_starts": starts,
+        "prefill_lens": lens,
+        "prefill_tokens": np.concatenate([table.tokens[r.slot, s : s + n] for r, s, n in chunks]),
+        "prefill_samples": starts + lens == table.known[slots],
+        "table_updates": np.array(updates, np.int32).reshape(-1, 3),
+        "context_logits": [
+            (i, r) for i, (r, _, _) in enumerate(chunks) if r.params.context_logits and not len(r.generated)
+        ],
+    }
 
 
 @dataclass
