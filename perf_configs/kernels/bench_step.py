@@ -91,9 +91,7 @@ class Bench:
         slot_mapping = table[row_of, position // PAGE] * PAGE + position % PAGE
         slots = np.arange(rows, dtype=np.int32)
         decode = int((q_lens == 1).sum())
-        batch = AttentionBatch(
-            decode, q_lens, kv_lens, slots, torch.from_numpy(table).cuda(), torch.from_numpy(slots).cuda()
-        )
+        batch = AttentionBatch(decode, q_lens, kv_lens, slots, torch.from_numpy(table).cuda())
         to_device = lambda array: torch.from_numpy(array.astype(np.int32)).cuda()  # noqa: E731
         return batch, to_device(position), to_device(slot_mapping)
 
@@ -102,8 +100,12 @@ class Bench:
         layers: list = list(model.layers)
         q_lens, kv_lens = np.ones(rows, dtype=np.int32), np.full(rows, context, dtype=np.int32)
         batch, positions, slots = self.batch(q_lens, kv_lens)
-        state = self.attention(decode_backend).graph_state(rows)
-        state.plan(batch)
+        attention = self.attention(decode_backend)
+        host = np.zeros(attention.graph_words(rows), np.int32)
+        words = torch.zeros(len(host), dtype=torch.int32, device="cuda")
+        state = attention.graph_state(rows, batch.block_table, words)
+        state.plan(batch, host)
+        words.copy_(torch.from_numpy(host))
         ids = torch.randint(0, config.vocab_size, (rows,), device="cuda")
         hidden = torch.randn(rows, config.hidden_size, device="cuda").bfloat16()
         zeros = torch.zeros(rows, device="cuda")
