@@ -37,6 +37,7 @@ class StepGraphState:
         # along one stream.
         self._side = attention.side_stream if tokens > 64 else None
         none = np.empty(0, np.int32)
+        attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
         self._info = self._plan_prompts(none, none, none, 0, block_table)
 
     def plan(self, batch: AttentionBatch) -> bool:
