@@ -35,7 +35,7 @@ def choose_config(rows: int) -> Config:
     if rows <= 48:
         return Config(64, 5, 2, 16, 8)
     if rows <= 64:  # two waves of such programs; more rows would start a third
-        return Config(64, 3, 2, 16, 8, registers=224)
+        return Config(64, 4, 2, 16, 8, registers=224)
     return Config(32, 3 if rows <= 160 else 5, 1, 16, 4)
 
 
