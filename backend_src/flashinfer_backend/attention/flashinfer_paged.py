@@ -11,6 +11,7 @@ the same stream. Only pinned host memory can be overwritten too early: it comes 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ class FlashInferAttention:
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._decode_call = _Call("none", 0)
         self._prefill_call = _Call("none", 0)
-        self.side_stream = torch.cuda.Stream(device)  # of captured steps
+        self._side_stream = torch.cuda.Stream(device)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
@@ -85,13 +86,20 @@ class FlashInferAttention:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] of the planned step to the layer's cache and write out[T, Hq, D]."""
-        decode = self._decode_call.rows
-        if decode:
-            self.run_decode(self._decode_call, layer, q[:decode], out[:decode])
-        call = self._prefill_call
-        if call.rows:
+        decode, call = self._decode_call.rows, self._prefill_call
+
+        def prompts() -> None:
             cache = self.kv_caches[layer]
             self.run_prompts(call.backend, call.info, q[decode:], cache, out[decode:], call.rows)
+
+        if decode and call.rows:
+            self.side_by_side(
+                len(q), prompts, lambda: self.run_decode(self._decode_call, layer, q[:decode], out[:decode])
+            )
+        elif decode:
+            self.run_decode(self._decode_call, layer, q[:decode], out[:decode])
+        elif call.rows:
+            prompts()
 
     def graph_words(self, bucket: int) -> int:
         """How many int32 words a graph of `bucket` rows wants in the step's upload; a multiple of 8."""
@@ -182,6 +190,23 @@ class FlashInferAttention:
         info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0)
         self._ring.release(entry)
         return info
+
+    def side_by_side(self, tokens: int, prompts: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Launch both kinds of attention of a step of so many tokens.
+
+        Prompts need few SMs for long, decode rows all of them for short: at the same time they take little
+        more than one of them. Steps of few tokens have products that start before the kernel before them has
+        ended, which works along one stream only.
+        """
+        main = torch.cuda.current_stream()
+        side = self._side_stream if tokens > 64 else main
+        if side is not main:
+            side.wait_stream(main)
+        with torch.cuda.stream(side):
+            prompts()
+        decode()
+        if side is not main:
+            main.wait_stream(side)
 
     def run_prompts(
         self, backend: str, info: Any, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, rows: int

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_decode
@@ -33,9 +32,7 @@ class StepGraphState:
     ) -> None:
         self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
         self._items = attention.items[: split.max_items(decode_rows, attention.num_kv_heads)]
-        # Few tokens take products that start before the kernel before them has ended, which only works
-        # along one stream.
-        self._side = attention.side_stream if tokens > 64 else None
+        self._tokens = tokens
         none = np.empty(0, np.int32)
         attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
         self._info = self._plan_prompts(none, none, none, 0, block_table)
@@ -57,19 +54,14 @@ class StepGraphState:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [tokens, Hq, D]; to be captured."""
-        attention, cache = self._attention, self._attention.kv_caches[layer]
-        rows, main, side = self._decode_rows, torch.cuda.current_stream(), self._side
-        if side is not None:
-            side.wait_stream(main)
-        # Prompts need few SMs for long, decode rows all of them for short: side by side they take little more
-        # than one of them.
-        with torch.cuda.stream(side or main):
-            attention.run_prompts("fa3", self._info, q, cache, out, MAX_PROMPTS)
-        triton_decode.decode(
-            q[:rows], cache, out[:rows], self._items, self._table, attention.workspace, attention.sm_scale
+        attention, cache, rows = self._attention, self._attention.kv_caches[layer], self._decode_rows
+        attention.side_by_side(
+            self._tokens,
+            lambda: attention.run_prompts("fa3", self._info, q, cache, out, MAX_PROMPTS),
+            lambda: triton_decode.decode(
+                q[:rows], cache, out[:rows], self._items, self._table, attention.workspace, attention.sm_scale
+            ),
         )
-        if side is not None:
-            main.wait_stream(side)
 
     def _plan_prompts(
         self, q_lens: np.ndarray, kv_lens: np.ndarray, slots: np.ndarray, first: int, table: Tensor
