@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_decode
+from flashinfer_backend.attention.decode_graph import Call, DecodeGraphState
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.attention.step_graph import StepGraphState
@@ -68,15 +69,15 @@ class FlashInferAttention:
         )
         self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
         self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
-        self._decode_call = _Call("none", 0)
-        self._prefill_call = _Call("none", 0)
+        self._decode_call = Call("none", 0)
+        self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(device)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
         decode, rows = batch.num_decode, len(batch.slots)
-        self._decode_call = _Call("none", 0)
-        self._prefill_call = _Call("none", 0)
+        self._decode_call = Call("none", 0)
+        self._prefill_call = Call("none", 0)
         if decode:
             self._decode_call = self.plan_decode(
                 self.decode_backend, batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
@@ -124,7 +125,7 @@ class FlashInferAttention:
 
     def plan_decode(
         self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
-    ) -> _Call:
+    ) -> Call:
         """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph of FA2 or
         XQA."""
         rows = bucket or len(slots)
@@ -136,9 +137,9 @@ class FlashInferAttention:
         if backend == "fa2":
             info = self._calls.plan("fa2", False, entry, rows, rows, bucket > 0)
         self._ring.release(entry)
-        return _Call(backend, rows, info)
+        return Call(backend, rows, info)
 
-    def run_decode(self, call: _Call, layer: int, q: Tensor, out: Tensor) -> None:
+    def run_decode(self, call: Call, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
         cache, rows = self.kv_caches[layer], call.rows
         if call.backend == "fa2":
@@ -149,16 +150,16 @@ class FlashInferAttention:
             assert call.items is not None and call.table is not None
             triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale)
 
-    def _plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor) -> _Call:
+    def _plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor) -> Call:
         items = self.items[: split.max_items(len(slots), self.num_kv_heads)]
         self.plan_items(kv_lens, slots, items)
-        return _Call("triton", len(slots), None, items, block_table)
+        return Call("triton", len(slots), None, items, block_table)
 
-    def _plan_prefill(self, batch: AttentionBatch, first: int) -> _Call:
+    def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
         q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]
         backend = self.choose_prefill(q_lens, kv_lens)
         info = self.plan_prompts(backend, q_lens, kv_lens, batch.slots[first:], batch.block_table)
-        return _Call(backend, len(q_lens), info)
+        return Call(backend, len(q_lens), info)
 
     # What follows is shared with StepGraphState, too.
 
@@ -222,67 +223,6 @@ class FlashInferAttention:
         wasteful = tiles > 132 and int(q_lens.sum()) < 64 * len(q_lens)
         idle = tiles < 48 and int(kv_lens.max()) > 512
         return "fa2" if wasteful or idle else "fa3"
-
-
-class _Call(NamedTuple):
-    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items
-    and the block table that they name rows of."""
-
-    backend: str
-    rows: int
-    info: Any = None
-    items: Tensor | None = None
-    table: Tensor | None = None
-
-
-class DecodeGraphState:
-    """Decode attention inside a captured CUDA graph of `bucket` rows.
-
-    Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
-    plan(batch, host) on the stream of the replay, with as many rows: pad with rows of one token in a slot
-    whose pages are all page 0.
-
-    block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
-    table while the graph runs, and of the step's upload the graph_words(bucket) that `plan` writes to `host`:
-    the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
-    what they need, and the pages that the table has by then.
-    """
-
-    def __init__(
-        self, attention: FlashInferAttention, bucket: int, block_table: Tensor, words: Tensor
-    ) -> None:
-        self._attention, self.bucket = attention, bucket
-        if attention.decode_backend == "triton":
-            self._call = _Call("triton", bucket, None, words.view(-1, split.ITEM_WORDS), block_table)
-        else:  # a step of padded rows, so that capture can follow at once
-            none = np.empty(0, dtype=np.int32)
-            self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, bucket)
-
-    @property
-    def reads_block_table(self) -> bool:
-        """Whether the graph sees what changes in the block table after `plan`."""
-        return self._call.table is not None
-
-    def plan(self, batch: AttentionBatch, host: np.ndarray) -> None:
-        """Describe the step that the next replay computes. Host work and asynchronous copies only."""
-        rows = len(batch.slots)
-        if batch.num_decode != rows or rows != self.bucket:
-            raise ValueError(
-                f"a decode graph of {self.bucket} rows was given {batch.num_decode} decode rows of {rows}"
-            )
-        if self._call.items is not None:
-            items = host.reshape(-1, split.ITEM_WORDS)
-            split.split_rows(batch.kv_lens, batch.slots, len(items), items)
-            return
-        call = self._attention.plan_decode(
-            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
-        )
-        if call.info is not None and list(call.info) != list(self._call.info):
-            raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
-
-    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q, out [bucket, Hq, D]; to be captured."""
-        self._attention.run_decode(self._call, layer, q, out)
 
 
 def _check_supported(
