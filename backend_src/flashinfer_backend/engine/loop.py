@@ -26,7 +26,8 @@ from flashinfer_backend.transport import protocol
 log = logging.getLogger(__name__)
 
 GUIDE_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
-STEP_POLL_MS = 2  # how soon it is seen that a step has ended before it was expected to
+STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
+DECODE_POLL_MS = 5  # the same of other steps, whose time hardly changes from one to the next
 
 
 class EngineLoop:
@@ -75,7 +76,7 @@ class EngineLoop:
             timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
         while not self.socket.closed:
             left_s = self._time_to_plan()
-            wait_ms = min(int(left_s * 1000), STEP_POLL_MS)
+            wait_ms = min(int(left_s * 1000), self._poll_ms)
             idle = True
             for message in self.socket.receive(max(timeout_ms, wait_ms)):
                 self._handle(message)
@@ -84,6 +85,11 @@ class EngineLoop:
                 break
             if idle and left_s < 0.001:  # the socket waits for whole milliseconds
                 time.sleep(left_s)
+
+    @property
+    def _poll_ms(self) -> int:
+        prompts = self.in_flight and self.in_flight[0].plan.num_prefill
+        return STEP_POLL_MS if prompts else DECODE_POLL_MS
 
     def _time_to_plan(self) -> float:
         """Seconds until the next step should be planned; 0 for now."""
