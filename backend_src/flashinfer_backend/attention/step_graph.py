@@ -23,13 +23,15 @@ class StepGraphState:
 
     Decode rows take the Triton kernel, prompts FA3: both read what is different from step to step from the
     device, so one capture serves every step that `plan` accepts. Capture `run` for every layer with q and
-    out of exactly `tokens` rows; before each replay call plan(batch) on the stream of the replay. Rows beyond
-    the batch's are left alone. Tokens of the step must be at most LARGEST.
+    out of exactly `tokens` rows (at most LARGEST); before each replay call plan(batch) on the stream of the
+    replay. Rows beyond the batch's are left alone.
     """
 
     def __init__(
         self, attention: FlashInferAttention, tokens: int, decode_rows: int, block_table: Tensor
     ) -> None:
+        if tokens > LARGEST:
+            raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST}, its plan's room")
         self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
         self._items = attention.items[: split.max_items(decode_rows, attention.num_kv_heads)]
         self._tokens = tokens
@@ -42,7 +44,7 @@ class StepGraphState:
         work and asynchronous copies only."""
         decode = batch.num_decode
         q_lens, kv_lens = batch.q_lens[decode:], batch.kv_lens[decode:]
-        if decode > self._decode_rows or len(q_lens) > MAX_PROMPTS:
+        if decode > self._decode_rows or not 1 <= len(q_lens) <= MAX_PROMPTS:
             return False
         if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
             return False

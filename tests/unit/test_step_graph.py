@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps a whole-step graph takes; tests/gpu/test_step_graph.py has what it computes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flashinfer_backend.attention
+from flashinfer_backend.engine.step import AttentionBatch
+
+DECODE_ROWS = 40
+
+
+class FakeAttention:
+    """Counts uploads; FA2 takes prompts over a long prefix. Like the real one, it must be given some."""
+
+    num_kv_heads = 8
+    items = torch.zeros(1000, 8)
+
+    def __init__(self) -> None:
+        self.uploads = 0
+
+    def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
+        return "fa2" if int(kv_lens.max()) > 512 else "fa3"
+
+    def plan_items(self, *_: Any) -> None:
+        self.uploads += 1
+
+    def plan_prompts(self, *_: Any) -> list[int]:
+        self.uploads += 1
+        return [1, 2, 3]
+
+
+@pytest.fixture
+def step_graph(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, where Triton is not installed, too."""
+    name = "flashinfer_backend.attention.step_graph"
+    kernel = ModuleType("triton_decode")
+    monkeypatch.setitem(sys.modules, "flashinfer_backend.attention.triton_decode", kernel)
+    monkeypatch.setattr(flashinfer_backend.attention, "triton_decode", kernel, raising=False)
+    monkeypatch.setattr(flashinfer_backend.attention, "step_graph", None, raising=False)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, module)  # so that it leaves with the rest
+    return module
+
+
+@pytest.mark.parametrize(
+    ("decode", "q_lens", "kv_lens", "taken"),
+    [
+        (0, [90], [90], True),
+        (DECODE_ROWS, [18] * 16, [18] * 16, True),
+        (DECODE_ROWS, [], [], False),  # more rows than the largest decode graph has
+        (0, [15] * 17, [15] * 17, False),
+        (DECODE_ROWS + 1, [90], [90], False),
+        (3, [5], [4000], False),
+    ],
+)
+def test_steps_that_it_takes(
+    decode: int, q_lens: list[int], kv_lens: list[int], taken: bool, step_graph: ModuleType
+) -> None:
+    attention, table = FakeAttention(), torch.empty(0)
+    state = step_graph.StepGraphState(attention, 512, DECODE_ROWS, table)
+    rows, before = decode + len(q_lens), attention.uploads
+    batch = AttentionBatch(
+        num_decode=decode,
+        q_lens=np.array([1] * decode + q_lens, np.int32),
+        kv_lens=np.array([9] * decode + kv_lens, np.int32),
+        slots=np.arange(rows, dtype=np.int32),
+        block_table=table,
+    )
+    assert state.plan(batch) is taken
+    assert (attention.uploads > before) is taken
+
+
+def test_has_no_more_tokens_than_its_plan_has_room_for(step_graph: ModuleType) -> None:
+    with pytest.raises(ValueError, match="1025 tokens"):
+        step_graph.StepGraphState(FakeAttention(), 1025, DECODE_ROWS, torch.empty(0))
