@@ -5,7 +5,8 @@ Decode rows (one query token) and prefill rows of a step are two kernel calls pe
 slice of `q` and `out`.
 
 Stream order is what makes sharing buffers safe: metadata of step N + 1 is copied behind step N's kernels on
-the same stream. Only pinned host memory can be overwritten too early: it comes from a ring guarded by events.
+the same stream, which has waited for the side stream's. Only pinned host memory can be overwritten too early:
+it comes from a ring guarded by events.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flashinfer_backend.attention import split, triton_decode
 from flashinfer_backend.attention.decode_graph import Call, DecodeGraphState
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
-from flashinfer_backend.attention.step_graph import StepGraphState
+from flashinfer_backend.attention.step_graph import MAX_PROMPTS, StepGraphState
 
 if TYPE_CHECKING:
     from flashinfer_backend.engine.step import AttentionBatch
@@ -62,13 +63,14 @@ class FlashInferAttention:
         device = kv_caches[0][0].device
         self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, dtype), device)
         items = split.max_items(max_num_seqs, num_kv_heads)
-        self._ring = PinnedRing(6, INT_WORKSPACE, max_num_seqs, items)
+        rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
+        self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
         self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=device)
         self.workspace = triton_decode.DecodeWorkspace(
             max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
         )
-        self._decode = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
-        self._prefill = PagedMetadata(self._ring, max_num_seqs, max_pages_per_seq, page_size, device)
+        self._decode = PagedMetadata(self._ring, rows, max_pages_per_seq, page_size, device)
+        self._prefill = PagedMetadata(self._ring, rows, max_pages_per_seq, page_size, device)
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(device)
@@ -197,10 +199,10 @@ class FlashInferAttention:
 
         Prompts need few SMs for long, decode rows all of them for short: at the same time they take little
         more than one of them. Steps of few tokens have products that start before the kernel before them has
-        ended, which works along one stream only.
+        ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
         """
         main = torch.cuda.current_stream()
-        side = self._side_stream if tokens > 64 else main
+        side = self._side_stream if tokens > 64 and self.decode_backend == "triton" else main
         if side is not main:
             side.wait_stream(main)
         with torch.cuda.stream(side):
