@@ -67,7 +67,7 @@ def test_one_graph_for_steps_of_any_shape(heads, kv_heads, tokens):
             except AssertionError as error:
                 raise AssertionError(f"{name}, layer {layer}: {error}") from None
             assert captured.out[layer, used:].isnan().all(), name
-    assert ran >= (14 if tokens == 320 else 4)
+    assert ran >= (14 if tokens == 320 else 2)
 
 
 def test_refuses_what_it_cannot_do_and_goes_on():

@@ -80,6 +80,16 @@ def test_steps_that_it_takes(
     assert (attention.uploads > before) is taken
 
 
+@pytest.mark.parametrize(("decode", "taken"), [(0, False), (1, True)])
+def test_along_one_stream_a_decode_row_must_wait_for_the_prompts(
+    decode: int, taken: bool, step_graph: ModuleType
+) -> None:
+    table = torch.empty(0)
+    state = step_graph.StepGraphState(FakeAttention(), 64, DECODE_ROWS, table)
+    lens = np.array([1] * decode + [20], np.int32)
+    assert state.plan(AttentionBatch(decode, lens, lens, np.arange(decode + 1), table)) is taken
+
+
 def test_has_no_more_tokens_than_its_plan_has_room_for(step_graph: ModuleType) -> None:
     with pytest.raises(ValueError, match="1025 tokens"):
         step_graph.StepGraphState(FakeAttention(), 1025, DECODE_ROWS, torch.empty(0))

@@ -74,6 +74,7 @@ class FlashInferAttention:
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(device)
+        self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # FA3 is for no other
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
@@ -118,8 +119,8 @@ class FlashInferAttention:
 
     def step_graph_state(self, tokens: int, decode_rows: int, block_table: Tensor) -> StepGraphState | None:
         """State for a CUDA graph of steps with prompts, see StepGraphState; None where a decode backend was
-        forced, which plans every step anew."""
-        if self.decode_backend != "triton":
+        forced, which plans every step anew, and where there is no FA3."""
+        if self.decode_backend != "triton" or not self._hopper:
             return None
         return StepGraphState(self, tokens, decode_rows, block_table)
 
@@ -202,7 +203,7 @@ class FlashInferAttention:
         ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
         """
         main = torch.cuda.current_stream()
-        side = self._side_stream if tokens > 64 and self.decode_backend == "triton" else main
+        side = self._side_stream if tokens > SERIAL_TOKENS and self.decode_backend == "triton" else main
         if side is not main:
             side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -224,7 +225,7 @@ class FlashInferAttention:
         tiles = int(((q_lens + 127) // 128).sum()) * self.num_heads
         wasteful = tiles > 132 and int(q_lens.sum()) < 64 * len(q_lens)
         idle = tiles < 48 and int(kv_lens.max()) > 512
-        return "fa2" if wasteful or idle else "fa3"
+        return "fa2" if wasteful or idle or not self._hopper else "fa3"
 
 
 def _check_supported(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
 MAX_PROMPTS = 16  # of a step
+SERIAL_TOKENS = 64  # of a step whose products start before the kernel before them has ended: one stream
 LARGEST = 1024  # tokens of a graph: FlashInfer lays out its plan for so many, and so alike for all graphs
 
 
@@ -45,6 +46,9 @@ class StepGraphState:
         decode = batch.num_decode
         q_lens, kv_lens = batch.q_lens[decode:], batch.kv_lens[decode:]
         if decode > self._decode_rows or not 1 <= len(q_lens) <= MAX_PROMPTS:
+            return False
+        if not decode and self._tokens <= SERIAL_TOKENS:
+            # A decode kernel without work would not wait for the prompts', and what follows waits for it only.
             return False
         if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
             return False
