@@ -23,7 +23,7 @@ from flashinfer_backend.attention import split, triton_decode
 from flashinfer_backend.attention.decode_graph import Call, DecodeGraphState
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
-from flashinfer_backend.attention.step_graph import MAX_PROMPTS, StepGraphState
+from flashinfer_backend.attention.step_graph import MAX_PROMPTS, SERIAL_TOKENS, StepGraphState
 
 if TYPE_CHECKING:
     from flashinfer_backend.engine.step import AttentionBatch

@@ -48,7 +48,7 @@ class StepGraphState:
         if decode > self._decode_rows or not 1 <= len(q_lens) <= MAX_PROMPTS:
             return False
         if not decode and self._tokens <= SERIAL_TOKENS:
-            # A decode kernel without work would not wait for the prompts', and what follows waits for it only.
+            # A decode kernel without work would not wait for the prompts'; what follows waits for it only.
             return False
         if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
             return False
