@@ -150,8 +150,8 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
     peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # Attention workspaces, captured graphs and the CUDA context's growth.
-    return free - 3 * peak - (3 << 30)
+    # Attention workspaces, captured graphs (their outputs and nodes) and the CUDA context's growth.
+    return free - 3 * peak - (4 << 30)
 
 
 def _warm_up(config: EngineConfig, runner: Runner) -> None:
