@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which captured number of tokens a step is padded to."""
+"""Which captured number of tokens a step is padded to, and that what is captured is the model's step."""
 
 from __future__ import annotations
 
-from flashinfer_backend.engine.token_graphs import SIZES, fastest_sizes
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer_backend.engine import token_graphs
+from flashinfer_backend.engine.token_graphs import SIZES, TokenGraphs, fastest_sizes
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.paths import BUNDLED, resolve_model_dir
 
 
 def test_more_padding_where_it_is_faster():
@@ -14,3 +27,43 @@ def test_more_padding_where_it_is_faster():
 
 def test_sizes_ascend():
     assert sorted(set(SIZES)) == SIZES
+
+
+class Doubling:
+    """Attention that shows which layer it was called for, and on what."""
+
+    def step_graph_state(self, *_: Any) -> Doubling:
+        return self
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(q * (layer + 2))
+
+
+def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, on a CPU: capturing runs what it records."""
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    graph = SimpleNamespace(capture_begin=lambda pool: None, capture_end=lambda: None)
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "CUDAGraph": lambda: graph,
+        "graph_pool_handle": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(token_graphs, "SIZES", [8])
+    monkeypatch.setattr(TokenGraphs, "_layer_seconds", lambda *_: 1.0)
+    folder = resolve_model_dir(BUNDLED)
+    config = ModelConfig.from_pretrained(folder)
+    model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
+    load_weights(model, folder)
+    caches = [
+        tuple(torch.zeros(2, 16, config.num_kv_heads, config.head_dim) for _ in "kv")
+        for _ in range(config.num_layers)
+    ]
+    graphs = TokenGraphs(model, caches, Doubling(), torch.zeros(5, 4, dtype=torch.int32))
+    with torch.inference_mode():
+        expected = model(*graphs._inputs[:, :8], caches, Doubling())
+    assert [whole.decode_rows for whole in graphs._whole[8]] == [4]
+    assert torch.equal(graphs._whole[8][0].hidden, expected)
+    assert len(graphs._graphs[8]) == config.num_layers + 1

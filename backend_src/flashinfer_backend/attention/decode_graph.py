@@ -3,27 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from flashinfer_backend.attention import split
+from flashinfer_backend.attention.flashinfer_calls import Call
 
 if TYPE_CHECKING:
     from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
     from flashinfer_backend.engine.step import AttentionBatch
-
-
-class Call(NamedTuple):
-    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items
-    and the block table that they name rows of."""
-
-    backend: str
-    rows: int
-    info: Any = None
-    items: Tensor | None = None
-    table: Tensor | None = None
 
 
 class DecodeGraphState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,17 @@ class Shape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items
+    and the block table that they name rows of."""
+
+    backend: str
+    rows: int
+    info: Any = None
+    items: Tensor | None = None
+    table: Tensor | None = None
 
 
 class PagedCalls:

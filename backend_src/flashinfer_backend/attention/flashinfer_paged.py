@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_decode
-from flashinfer_backend.attention.decode_graph import Call, DecodeGraphState
-from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, PagedCalls, Shape
+from flashinfer_backend.attention.decode_graph import DecodeGraphState
+from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.attention.step_graph import MAX_PROMPTS, SERIAL_TOKENS, StepGraphState
 
@@ -133,7 +133,9 @@ class FlashInferAttention:
         XQA."""
         rows = bucket or len(slots)
         if backend == "triton":
-            return self._plan_items(kv_lens, slots, block_table)
+            items = self.items[: split.max_items(rows, self.num_kv_heads)]
+            self.plan_items(kv_lens, slots, items)
+            return Call(backend, rows, None, items, block_table)
         entry = self._decode.upload(None, kv_lens, slots, rows)
         self._decode.gather(block_table, entry, packed=backend == "fa2")
         info = None
@@ -152,11 +154,6 @@ class FlashInferAttention:
         else:
             assert call.items is not None and call.table is not None
             triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale)
-
-    def _plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor) -> Call:
-        items = self.items[: split.max_items(len(slots), self.num_kv_heads)]
-        self.plan_items(kv_lens, slots, items)
-        return Call("triton", len(slots), None, items, block_table)
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
         q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]

@@ -135,9 +135,8 @@ class Runner:
         offsets = np.repeat(starts - (ends - q_lens), q_lens)
         positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
         samples = np.concatenate([np.ones(plan.num_decode, bool), plan.prefill_samples])
-        size = plan.num_tokens
-        if self.token_graphs is not None:
-            size = self.token_graphs.padded(size)
+        graphs = self.token_graphs
+        size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
         padding = np.zeros(size - plan.num_tokens, np.int32)
         self.update_block_table(plan)
         parts = [
@@ -159,16 +158,16 @@ class Runner:
             block_table=self.block_table,
         )
         inputs = (input_ids, token_positions, slot_mapping)
-        whole = self.token_graphs.plan_whole(size, batch) if self.token_graphs is not None else None
-        if self.token_graphs is not None and whole is not None:
-            hidden = self.token_graphs.run_whole(*inputs, whole)
+        whole = graphs.plan_whole(size, batch) if graphs is not None else None
+        if graphs is not None and whole is not None:
+            hidden = graphs.run_whole(*inputs, whole)
             progress()  # the device begins when all of the graph is there
         else:
             self.attention.plan(batch)
             progress()
             attention = _Reporting(self.attention, progress)
-            if self.token_graphs is not None and size <= self.token_graphs.largest:
-                hidden = self.token_graphs.run(*inputs, plan.num_tokens, attention)
+            if graphs is not None and size <= graphs.largest:
+                hidden = graphs.run(*inputs, plan.num_tokens, attention)
             else:
                 hidden = self.model(*inputs, self.kv_caches, attention)
         for row, request in plan.context_logits:

@@ -128,32 +128,31 @@ class TokenGraphs:
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
+    def _stretch(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """What a step of `size` tokens runs before the attention of layer `index`, or after the last one."""
+        model, (input_ids, positions, slot_mapping) = self._model, (row[:size] for row in self._inputs)
+        if hidden is None:
+            hidden = model.embed(input_ids)
+        else:
+            hidden = model.after_attention(index - 1, self._attended[:size], hidden)
+        if index < len(model.layers):
+            cache = self._kv_caches[index]
+            model.before_attention(index, hidden, positions, slot_mapping, cache, self._q[:size])
+        return hidden
+
     def _capture(self, size: int) -> None:
-        input_ids, positions, slot_mapping = (column[:size] for column in self._inputs)
-        model, q, attended = self._model, self._q[:size], self._attended[:size]
-        layers = len(model.layers)
-
-        def stretch(index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            """What runs before the attention of layer `index`, or after the last one."""
-            if hidden is None:
-                hidden = model.embed(input_ids)
-            else:
-                hidden = model.after_attention(index - 1, attended, hidden)
-            if index < layers:
-                model.before_attention(index, hidden, positions, slot_mapping, self._kv_caches[index], q)
-            return hidden
-
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graphs = []
         with torch.cuda.stream(stream):
-            stretch(1, stretch(0, None))  # warm-up outside the capture: lazy initialisation
+            # Warm-up outside the capture: lazy initialisation.
+            self._stretch(size, 1, self._stretch(size, 0, None))
             stream.synchronize()
             hidden = None
-            for index in range(layers + 1):
+            for index in range(len(self._model.layers) + 1):
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool)
-                hidden = stretch(index, hidden)
+                hidden = self._stretch(size, index, hidden)
                 graph.capture_end()
                 graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
@@ -163,16 +162,12 @@ class TokenGraphs:
     def _capture_whole(self, size: int, attention: Any, rows: int) -> None:
         if attention is None:
             return
-        model, (input_ids, positions, slots) = self._model, (column[:size] for column in self._inputs)
-        q, attended = self._q[:size], self._attended[:size]
 
         def layers(count: int) -> torch.Tensor:
-            hidden = model.embed(input_ids)
+            hidden = self._stretch(size, 0, None)
             for index in range(count):
-                cache = self._kv_caches[index]
-                model.before_attention(index, hidden, positions, slots, cache, q)
-                attention.run(index, q, attended)
-                hidden = model.after_attention(index, attended, hidden)
+                attention.run(index, self._q[:size], self._attended[:size])
+                hidden = self._stretch(size, index + 1, hidden)
             return hidden
 
         stream = torch.cuda.Stream()
@@ -182,7 +177,7 @@ class TokenGraphs:
             layers(1)  # warm-up outside the capture: lazy initialisation
             stream.synchronize()
             graph.capture_begin(pool=self._pool)
-            hidden = layers(len(model.layers))
+            hidden = layers(len(self._model.layers))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._whole.setdefault(size, []).append(Whole(rows, graph, attention, hidden))
