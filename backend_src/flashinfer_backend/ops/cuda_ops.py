@@ -63,7 +63,7 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tenso
     if tiling is not None and tiling.fuse_norm:
         return linear(x, gate_up, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)
-    if x.shape[0] > 64 and gated_linear.takes(gate_up):
+    if x.shape[0] >= gated_linear.FEWEST_TOKENS and gated_linear.takes(gate_up):
         return gated_linear.gated_linear(normed, gate_up)
     if tiling is not None:
         return linear(normed, gate_up, tiling, gated=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate and up products with their activation in one Hopper kernel, for more tokens than Triton's take.
 
-cuda/gated_linear.cu has the kernel; FlashInfer's build tools compile it once per machine. Without a compiler,
+cuda/gated_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. Without a compiler,
 or on another GPU, `takes` says no and the caller uses cuBLAS.
 """
 
@@ -18,9 +18,11 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "cuda" / "gated_linear.cu"
+_CUDA = Path(__file__).parent / "cuda"
+_SOURCE, _KERNEL = _CUDA / "gated_linear.cu", _CUDA / "gated_linear_kernel.cuh"
 _ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half"}
 
+FEWEST_TOKENS = 65  # below, Triton's product makes the faster decode step
 # Tokens of a tile -> time of a wave of such tiles, one on each SM: microseconds for K = 4096 on an H200
 # (docs/performance.md). Only their ratios count.
 _WAVE_US = {
@@ -46,7 +48,7 @@ def spec(dtype: torch.dtype) -> Any:
     """FlashInfer's description of how the module for `dtype` is built; its name changes with the source."""
     from flashinfer.jit import gen_jit_spec
 
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]
+    digest = hashlib.sha256(_SOURCE.read_bytes() + _KERNEL.read_bytes()).hexdigest()[:8]
     element = _ELEMENTS[dtype]
     return gen_jit_spec(
         f"flashinfer_backend_gated_linear_{element}_{digest}",
