@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate and up products with their activation in one Hopper kernel, for more tokens than Triton's take.
 
-cuda/gated_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. Without a compiler,
-or on another GPU, `takes` says no and the caller uses cuBLAS.
+cuda/gated_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. Without a
+compiler, or on another GPU, `takes` says no and the caller uses cuBLAS.
 """
 
 from __future__ import annotations
