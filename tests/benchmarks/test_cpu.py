@@ -17,7 +17,7 @@ from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept
 from flashinfer_backend.engine.scheduler import Scheduler
-from flashinfer_backend.text.chunk import pack_chunk_context, unpack_chunk_context
+from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 from tests.unit import small_tokenizers
@@ -70,10 +70,10 @@ def test_pack_and_unpack_a_frame(benchmark):
     assert rows.shape == (ROWS, 3)
 
 
-def test_pack_and_unpack_chunk_context(benchmark):
+def test_pack_and_unpack_chunk(benchmark):
     context = list(range(8))
-    read = benchmark(lambda: unpack_chunk_context(pack_chunk_context(5 << 32, 0, -1, context)[0]))
-    assert read.context_ids == context
+    read = benchmark(lambda: unpack_chunk(pack_chunk(5 << 32, 0, -1, context, [9])[0]))
+    assert read.context_ids == context and read.ids == [9]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])

@@ -10,7 +10,7 @@ from running import build_repository, running
 
 from client.datasets import Prompt
 from client.load import Load, run_load
-from flashinfer_backend.text.chunk import unpack_chunk_context
+from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.outputs import Place, chunk_outputs
 from flashinfer_backend.triton.requests import Row
@@ -45,10 +45,12 @@ def test_chunks_of_a_stub(benchmark):
         for sequence in sequences:
             sequence.on_token(5, protocol.RUNNING, None)
             chunk = sequence.take()
-            made.append(chunk_outputs(row, sequence.place, 9 << 32, chunk, sequence.context_ids, 0.0))
+            context = sequence.context_ids
+            made.append(chunk_outputs(row, sequence.place, 9 << 32, chunk, context, 0.0, {"chunk"}))
             sequence.sent(chunk, 1)
         return made
 
     made = benchmark(step)
-    assert [outputs["output_ids"].item() for outputs in made] == [5] * CHUNKS
-    assert unpack_chunk_context(made[0]["chunk_context"][0]).handle == 9 << 32
+    chunks = [unpack_chunk(outputs["chunk"][0]) for outputs in made]
+    assert [chunk.ids for chunk in chunks] == [[5]] * CHUNKS
+    assert chunks[0].handle == 9 << 32

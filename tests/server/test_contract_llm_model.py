@@ -154,7 +154,7 @@ def test_an_answer_holds_the_outputs_that_were_requested(contract: Server, asked
         client.start_stream(lambda result, error: answer.put((result, error)))
         client.async_stream_infer(LLM, inputs(values), outputs=outputs, parameters={"Streaming": False})
         result, error = answer.get(timeout=30)
-    always = {"output_ids", "sequence_length", "chunk_context", "finish_reason"}
+    always = {"output_ids", "sequence_length", "chunk", "finish_reason"}
     assert error is None
     assert output_names(result) == (asked or always | {"output_log_probs", "cum_log_probs"})
 

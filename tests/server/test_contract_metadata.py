@@ -113,8 +113,8 @@ ADDED = {
     ("ensemble", "inputs"): "exclude_stop_words_in_output BOOL 1",
     ("ensemble", "outputs"): "finish_reason BYTES 1",
     (LLM, "inputs"): "stop_words_text BYTES -1\nexclude_stop_words_in_output BOOL 1",
-    (LLM, "outputs"): "finish_reason BYTES 1\nchunk_context INT64 -1",
-    ("postprocessing", "inputs"): "CHUNK_CONTEXT INT64 -1",
+    (LLM, "outputs"): "finish_reason BYTES 1\nchunk INT64 -1",
+    ("postprocessing", "inputs"): "CHUNK INT64 -1",
 }
 
 
@@ -143,7 +143,7 @@ def test_which_inputs_are_mandatory(contract: Server) -> None:
         "ensemble": {"text_input", "max_tokens"},
         LLM: {"input_lengths", "request_output_len"},
         "preprocessing": {"QUERY", "REQUEST_OUTPUT_LEN"},
-        "postprocessing": {"TOKENS_BATCH", "SEQUENCE_LENGTH"},
+        "postprocessing": set(),  # TOKENS_BATCH and SEQUENCE_LENGTH, or CHUNK
     }
     for model, names in mandatory.items():
         with urllib.request.urlopen(f"{contract.url}/v2/models/{model}/config", timeout=30) as answer:

@@ -14,6 +14,8 @@ from test_contract_unary import Unary
 from test_generate import int32, strings
 from tritonclient.utils import InferenceServerException
 
+from flashinfer_backend.text.chunk import LAST, NO_LIMIT, pack_chunk
+
 ASKED = {"QUERY": strings(PROMPT), "REQUEST_OUTPUT_LEN": int32(5)}
 PAD, END = 9, 11
 
@@ -112,3 +114,19 @@ def test_postprocessing_leaves_special_tokens_out(infer: Unary) -> None:
     ids = [special, *words(PROMPT)]
     values = {"TOKENS_BATCH": np.array([[ids]], np.int32), "SEQUENCE_LENGTH": int32(len(ids))}
     assert infer("postprocessing", values).as_numpy("OUTPUT")[0].decode() == PROMPT
+
+
+def test_postprocessing_takes_ids_or_a_chunk(infer: Unary) -> None:
+    ids = words(" ran to the park")
+    chunk = pack_chunk(0, LAST, NO_LIMIT, ids[:2], ids[2:])
+    text = infer("postprocessing", {"CHUNK": chunk}).as_numpy("OUTPUT")[0].decode()
+    assert tokenizer().decode(ids[:2]) + text == tokenizer().decode(ids)
+    tokens = {"TOKENS_BATCH": np.array([[ids]], np.int32), "SEQUENCE_LENGTH": int32(len(ids))}
+    for wrong, message in (
+        ({"SEQUENCE_LENGTH": int32(1)}, "TOKENS_BATCH is missing"),
+        ({"TOKENS_BATCH": tokens["TOKENS_BATCH"]}, "SEQUENCE_LENGTH is missing"),
+        ({"CHUNK": chunk} | tokens, "so SEQUENCE_LENGTH and TOKENS_BATCH should be left out"),
+        ({"CHUNK": chunk[:, 1:]}, r"CHUNK row begins with"),
+    ):
+        with pytest.raises(InferenceServerException, match=message):
+            infer("postprocessing", wrong)

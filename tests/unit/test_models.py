@@ -56,8 +56,11 @@ class Paged:
         self.table = torch.full((num_slots, max_pages), 2**30, dtype=torch.int32)
         self.free = torch.randperm(len(self.table) * max_pages, generator=torch.manual_seed(0)).tolist()
 
-    def step(self, work: list[tuple[int, list[int]]], num_decode: int = 0) -> list[Tensor]:
-        """Run rows of (slot, new tokens), the first num_decode as decodes -> logits[q_len, V] per row."""
+    def step(
+        self, work: list[tuple[int, list[int]]], num_decode: int = 0, last_only: bool = False
+    ) -> list[Tensor]:
+        """Run rows of (slot, new tokens), the first num_decode as decodes -> logits[q_len, V] per row; of the
+        last token of each alone with last_only."""
         positions, slot_mapping = [], []
         for slot, new in work:
             for position in range(self.lens[slot], self.lens[slot] + len(new)):
@@ -71,14 +74,16 @@ class Paged:
         self.attention.plan(attention_batch(num_decode, q_lens, kv_lens, slots, self.table))
         int32 = {"dtype": torch.int32}
         ids = torch.tensor([token for _, new in work for token in new], **int32)
+        rows = torch.tensor(q_lens).cumsum(0) - 1
         hidden = self.model(
             ids,
             torch.tensor(positions, **int32),
             torch.tensor(slot_mapping, **int32),
             self.caches,
             self.attention,
+            rows if last_only else None,
         )
-        return list(self.model.logits(hidden).split(q_lens))
+        return list(self.model.logits(hidden).split([1] * len(rows) if last_only else q_lens))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -96,6 +101,19 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @torch.inference_mode()
 def their_logits(theirs, ids: list[int]) -> Tensor:
     return theirs(torch.tensor([ids])).logits[0]
+
+
+def test_rows_are_those_of_all_tokens(pair):
+    """The last layer may leave out tokens whose logits nobody wants; the cache must hold them all the same."""
+    _, ours = pair
+    work = [(1, prompt(1)), (0, prompt(37)), (3, prompt(20, seed=1))]
+    every, some = Paged(ours), Paged(ours)
+    expected = [logits[-1:] for logits in every.step(work, num_decode=1)]
+    torch.testing.assert_close(some.step(work, num_decode=1, last_only=True), expected)
+    for mine, theirs in zip(some.caches, every.caches, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+    none = torch.empty(0, dtype=torch.int32)
+    assert ours.finish(torch.zeros(2, 4), torch.zeros(2, 8), none).shape == (0, 8)
 
 
 def test_logits_match_transformers(pair):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flashinfer_backend.paths import resolve_model_dir
-from flashinfer_backend.text.chunk import unpack_chunk_context
+from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
@@ -24,7 +24,7 @@ from flashinfer_backend.triton.responder import OpenRequest, Responder
 from flashinfer_backend.triton.sequence import Sequence
 
 TIMEOUT_S = 20
-OUTPUTS = {"output_ids", "sequence_length", "chunk_context", "finish_reason", "batch_index", "sequence_index"}
+OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
 FINAL = 1
 
 
@@ -136,7 +136,7 @@ def test_each_chunk_carries_the_ids_before_it(bench: Bench) -> None:
         feed(request.sequences[0], n, end=protocol.FINISHED_END_ID if n == 11 else protocol.RUNNING)
         while len(sender.sent) == done:
             pass
-    contexts = [unpack_chunk_context(tensors["chunk_context"][0]) for tensors, _, _ in sender.sent]
+    contexts = [unpack_chunk(tensors["chunk"][0]) for tensors, _, _ in sender.sent]
     assert [context.context_ids for context in contexts] == [list(range(max(0, n - 8), n)) for n in range(12)]
     assert [context.last for context in contexts] == [False] * 11 + [True]
     assert {context.handle for context in contexts} == {100}
@@ -156,7 +156,7 @@ def test_without_streaming_there_is_one_response(bench: Bench, exclude: bool) ->
     feed(request.sequences[0], 1, 2, 3, end=protocol.FINISHED_LENGTH)
     assert sender.ended.wait(TIMEOUT_S)
     assert sender.ids == [[1, 2, 3] if exclude else [7, 8, 1, 2, 3]]
-    assert unpack_chunk_context(sender.sent[0][0]["chunk_context"][0]).whole
+    assert unpack_chunk(sender.sent[0][0]["chunk"][0]).whole
 
 
 def test_only_the_last_row_of_a_batch_is_final(bench: Bench) -> None:
@@ -232,7 +232,7 @@ def test_stop_words_end_the_sequence_and_cut_the_text(
     assert bench.cancelled == [100]
     found = ""
     for tensors, _, _ in sender.sent:
-        context = unpack_chunk_context(tensors["chunk_context"][0])
+        context = unpack_chunk(tensors["chunk"][0])
         piece = decoder.delta(context.context_ids, tensors["output_ids"].flatten().tolist(), context.last)
         found += piece if context.max_chars < 0 else piece[: context.max_chars]
     assert found == " there was a little " + ("" if exclude_word else "girl. S")

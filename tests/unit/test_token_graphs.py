@@ -62,8 +62,10 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(config.num_layers)
     ]
     graphs = TokenGraphs(model, caches, Doubling(), torch.zeros(5, 4, dtype=torch.int32))
+    (whole,) = graphs._whole[8]
     with torch.inference_mode():
         expected = model(*graphs._inputs[:, :8], caches, Doubling())
-    assert [whole.decode_rows for whole in graphs._whole[8]] == [4]
-    assert torch.equal(graphs._whole[8][0].hidden, expected)
-    assert len(graphs._graphs[8]) == config.num_layers + 1
+        found = model.finish(graphs._attended[:8], whole.hidden, None)
+    assert whole.decode_rows == 4
+    assert torch.equal(found, expected)
+    assert len(graphs._graphs[8]) == config.num_layers

@@ -158,23 +158,26 @@ class Runner:
             block_table=self.block_table,
         )
         inputs = (input_ids, token_positions, slot_mapping)
+        rows = None if plan.context_logits else last_rows  # of which the last layer's output is wanted
         whole = graphs.plan_whole(size, batch) if graphs is not None else None
         if graphs is not None and whole is not None:
-            hidden = graphs.run_whole(*inputs, whole)
+            hidden = graphs.run_whole(*inputs, whole, rows)
             progress()  # the device begins when all of the graph is there
         else:
             self.attention.plan(batch)
             progress()
             attention = _Reporting(self.attention, progress)
             if graphs is not None and size <= graphs.largest:
-                hidden = graphs.run(*inputs, plan.num_tokens, attention)
+                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows)
             else:
-                hidden = self.model(*inputs, self.kv_caches, attention)
+                hidden = self.model(*inputs, self.kv_caches, attention, rows)
         for row, request in plan.context_logits:
             last = int(ends[plan.num_decode + row])
             chunk = hidden[last - int(plan.prefill_lens[row]) : last]
             keep_context_logits(request, self.model, chunk, int(plan.prefill_starts[row]))
-        return self.model.logits(hidden[last_rows]), (starts + q_lens)[samples]
+        if rows is None:
+            hidden = hidden[last_rows]
+        return self.model.logits(hidden), (starts + q_lens)[samples]
 
     def update_block_table(self, plan: StepPlan) -> None:
         """Enter the step's new pages, before anything of the step reads the table."""

@@ -6,7 +6,8 @@ of tokens. Launched one by one they cost the host about 10 ms, more than the dev
 Steps are padded to a captured number of tokens. Where attention can be captured too (attention/step_graph.py:
 FA3 and the Triton kernel read what changes from the device), the whole step is one graph. Else each stretch
 between two attention calls is one: from the embedding to the first query, from one layer's attention to the
-next layer's query, and from the last attention to the end.
+next layer's query. What comes after the last attention is of those tokens only whose logits are wanted, so it is
+no part of any graph.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each
 number is timed once it is captured, and a step takes the fastest that holds it.
@@ -31,7 +32,8 @@ TIMED_REPLAYS = 10
 
 
 class Whole(NamedTuple):
-    """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves."""
+    """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves, `hidden`
+    the residual stream at the last attention."""
 
     decode_rows: int
     graph: torch.cuda.CUDAGraph
@@ -85,12 +87,17 @@ class TokenGraphs:
         return None
 
     def run_whole(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, whole: Whole
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        whole: Whole,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `run`, of a step that plan_whole has planned."""
         self._copy(input_ids, positions, slot_mapping)
         whole.graph.replay()
-        return whole.hidden
+        return self._model.finish(self._attended[: len(input_ids)], whole.hidden, rows)
 
     def run(
         self,
@@ -99,18 +106,17 @@ class TokenGraphs:
         slot_mapping: torch.Tensor,
         tokens: int,
         attention: Attention,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must
-        have slots in the dummy page. hidden [padded size, H] is valid until the next run."""
+        have slots in the dummy page."""
         size = input_ids.shape[0]
         self._copy(input_ids, positions, slot_mapping)
-        first, *others = self._graphs[size]
-        first.replay()
         q, attended = self._q[:tokens], self._attended[:tokens]
-        for layer, graph in enumerate(others):
-            attention.run(layer, q, attended)
+        for layer, graph in enumerate(self._graphs[size]):
             graph.replay()
-        return self._hidden[size]
+            attention.run(layer, q, attended)
+        return self._model.finish(self._attended[:size], self._hidden[size], rows)
 
     def _copy(self, *columns: torch.Tensor) -> None:
         for target, source in zip(self._inputs, columns, strict=True):
@@ -118,7 +124,7 @@ class TokenGraphs:
 
     def _layer_seconds(self, size: int) -> float:
         """Median time of the stretch between two layers' attention."""
-        graph = self._graphs[size][1]
+        graph = self._graphs[size][-1]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
         graph.replay()
         for event in events[:-1]:
@@ -129,15 +135,14 @@ class TokenGraphs:
         return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
     def _stretch(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """What a step of `size` tokens runs before the attention of layer `index`, or after the last one."""
+        """What a step of `size` tokens runs before the attention of layer `index`."""
         model, (input_ids, positions, slot_mapping) = self._model, (row[:size] for row in self._inputs)
         if hidden is None:
             hidden = model.embed(input_ids)
         else:
             hidden = model.after_attention(index - 1, self._attended[:size], hidden)
-        if index < len(model.layers):
-            cache = self._kv_caches[index]
-            model.before_attention(index, hidden, positions, slot_mapping, cache, self._q[:size])
+        cache = self._kv_caches[index]
+        model.before_attention(index, hidden, positions, slot_mapping, cache, self._q[:size])
         return hidden
 
     def _capture(self, size: int) -> None:
@@ -146,10 +151,10 @@ class TokenGraphs:
         graphs = []
         with torch.cuda.stream(stream):
             # Warm-up outside the capture: lazy initialisation.
-            self._stretch(size, 1, self._stretch(size, 0, None))
+            self._model.finish(self._attended[:size], self._stretch(size, 0, None), None)
             stream.synchronize()
             hidden = None
-            for index in range(len(self._model.layers) + 1):
+            for index in range(len(self._model.layers)):
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool)
                 hidden = self._stretch(size, index, hidden)
@@ -164,10 +169,11 @@ class TokenGraphs:
             return
 
         def layers(count: int) -> torch.Tensor:
-            hidden = self._stretch(size, 0, None)
+            hidden = None
             for index in range(count):
+                hidden = self._stretch(size, index, hidden)
                 attention.run(index, self._q[:size], self._attended[:size])
-                hidden = self._stretch(size, index + 1, hidden)
+            assert hidden is not None
             return hidden
 
         stream = torch.cuda.Stream()

@@ -110,19 +110,23 @@ class Transformer(nn.Module):
         slot_mapping: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         attention: Attention,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """One step over T tokens -> [T, hidden], the residual stream before the final norm.
+        """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
+        norm; of all T without.
 
-        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset);
-        kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
+        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset), rows[R] int32
+        or int64; kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
         """
         hidden = self.embed(input_ids)
-        for index in range(len(self.layers)):
+        last = len(self.layers) - 1
+        for index in range(last + 1):
             q = self.before_attention(index, hidden, positions, slot_mapping, kv_caches[index])
             out = torch.empty_like(q)
             attention.run(index, q, out)
-            hidden = self.after_attention(index, out, hidden)
-        return hidden
+            if index < last:
+                hidden = self.after_attention(index, out, hidden)
+        return self.finish(out, hidden, rows)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
@@ -161,6 +165,14 @@ class Transformer(nn.Module):
         hidden = ops.linear_add(attended.view(hidden.shape[0], -1), layer.o, hidden)
         gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
         return ops.linear_add(gated, layer.down, hidden)
+
+    def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """after_attention() of the last layer, of the tokens in `rows` only: nothing else reads the others."""
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+            if not len(rows):
+                return hidden
+        return self.after_attention(len(self.layers) - 1, attended, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V]."""

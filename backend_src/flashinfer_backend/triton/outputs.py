@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, pack_chunk_context
+from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, pack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.requests import Row
 
@@ -43,9 +44,15 @@ class Place:
 
 
 def chunk_outputs(
-    row: Row, place: Place, handle: int, chunk: Chunk, context_ids: list[int], cum_log_prob: float
+    row: Row,
+    place: Place,
+    handle: int,
+    chunk: Chunk,
+    context_ids: list[int],
+    cum_log_prob: float,
+    wanted: Container[str],
 ) -> dict[str, np.ndarray]:
-    """Tensors by output name, each with a leading batch dimension of 1.
+    """Tensors by output name, each with a leading batch dimension of 1; only those which are `wanted`.
 
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
     row excludes it. `context_ids`: ids sent before. `cum_log_prob`: sum over the sequence so far.
@@ -55,11 +62,14 @@ def chunk_outputs(
         flags |= WHOLE
         if not row.exclude_input:
             ids = [*row.prompt.tolist(), *ids]
-    outputs = {
-        "output_ids": np.array([[ids]], dtype=np.int32),
-        "sequence_length": np.array([[len(ids)]], dtype=np.int32),
-        "chunk_context": pack_chunk_context(handle, flags, max_chars, context_ids),
-    }
+    outputs = {}
+    # The ensemble takes `chunk`, everybody else the other two.
+    if "chunk" in wanted:
+        outputs["chunk"] = pack_chunk(handle, flags, max_chars, context_ids, ids)
+    if "output_ids" in wanted:
+        outputs["output_ids"] = np.array([[ids]], dtype=np.int32)
+    if "sequence_length" in wanted:
+        outputs["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
     if chunk.last:
         outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
     for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):
@@ -70,7 +80,7 @@ def chunk_outputs(
     if row.return_num_output_tokens:
         outputs["num_output_tokens"] = _integer(len(chunk.ids))
     _add_extras(outputs, row, chunk, cum_log_prob)
-    return outputs
+    return {name: value for name, value in outputs.items() if name in wanted}
 
 
 def _add_extras(outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.paths import resolve_model_dir, run_dir
-from flashinfer_backend.text.chunk import NO_LIMIT, ChunkContext, unpack_chunk_context
+from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.seen import SeenMarker
@@ -19,25 +19,27 @@ Tensors = dict[str, np.ndarray]
 DEFAULT_LLM_MODEL = "llm"
 
 
-def chunk_contexts(inputs: Tensors) -> list[ChunkContext] | None:
-    """CHUNK_CONTEXT, int64 [B, 4 + n], row by row; None where the input is absent.
+def chunks(inputs: Tensors) -> list[PackedChunk]:
+    """CHUNK, int64 [B, 5 + n], row by row; none where the input is absent.
 
-    Raises ValueError for a malformed one.
+    Raises ValueError for a malformed one, or one beside other ids.
     """
-    values = inputs.get("CHUNK_CONTEXT")
+    values = inputs.get("CHUNK")
     if values is None:
-        return None
+        return []
+    if len(inputs) > 1:
+        others = " and ".join(sorted(name for name in inputs if name != "CHUNK"))
+        raise ValueError(f"CHUNK has ids of its own, so {others} should be left out")
     if values.ndim != 2:
-        raise ValueError(f"CHUNK_CONTEXT has shape {list(values.shape)}; it should be [batch, 4 + ids]")
-    return [unpack_chunk_context(row) for row in values]
+        raise ValueError(f"CHUNK has shape {list(values.shape)}; it should be [batch, 5 + ids]")
+    return [unpack_chunk(row) for row in values]
 
 
-def texts(decoder: DeltaDecoder, inputs: Tensors, contexts: list[ChunkContext] | None) -> np.ndarray:
-    """OUTPUT: one UTF-8 text (bytes objects [B * beams]) for each sequence of a request.
+def whole_texts(decoder: DeltaDecoder, inputs: Tensors) -> list[str]:
+    """A text for each sequence of a request, each decoded on its own: [B * beams].
 
-    TOKENS_BATCH int32 [B, beams, n], SEQUENCE_LENGTH int32 [B, beams]: so many ids of each count. A
-    row with a context adds to the text before it, one without is decoded on its own. Raises
-    ValueError saying what is wrong.
+    TOKENS_BATCH int32 [B, beams, n], SEQUENCE_LENGTH int32 [B, beams]: so many ids of each count.
+    Raises ValueError saying what is wrong.
     """
     for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
         if name not in inputs:
@@ -48,31 +50,25 @@ def texts(decoder: DeltaDecoder, inputs: Tensors, contexts: list[ChunkContext] |
             f"TOKENS_BATCH has shape {list(tokens.shape)} and SEQUENCE_LENGTH {list(lengths.shape)}; they "
             "should be [batch, beams, ids] and [batch, beams]"
         )
-    batch, beams, width = tokens.shape
-    if contexts is not None and len(contexts) != batch:
-        raise ValueError(f"CHUNK_CONTEXT has {len(contexts)} rows; it should have {batch}, as TOKENS_BATCH")
+    width = tokens.shape[2]
     output = []
-    for row, row_lengths in enumerate(lengths.tolist()):
-        context = contexts[row] if contexts is not None else None
-        if beams > 1 and context is not None and not context.whole:
-            raise ValueError(f"a chunk with context has one sequence a row, but TOKENS_BATCH has {beams}")
-        for beam, length in enumerate(row_lengths):
+    for row, row_lengths in zip(tokens, lengths.tolist(), strict=True):
+        for ids, length in zip(row, row_lengths, strict=True):
             if not 0 <= length <= width:
                 raise ValueError(f"SEQUENCE_LENGTH is {length}; it should lie in 0..{width}, the ids given")
-            output.append(_text(decoder, tokens[row, beam, :length].tolist(), context).encode())
-    return np.array(output, dtype=np.object_)
+            output.append(decoder.decode(ids[:length].tolist()))
+    return output
 
 
-def _text(decoder: DeltaDecoder, ids: list[int], context: ChunkContext | None) -> str:
-    if context is None:
-        return decoder.decode(ids)
-    if context.max_chars == NO_LIMIT:
-        if context.whole:
-            return decoder.decode(ids)
-        return decoder.delta(context.context_ids, ids, context.last)
+def chunk_text(decoder: DeltaDecoder, chunk: PackedChunk) -> str:
+    """What a chunk adds to the text of the ids before it."""
+    if chunk.max_chars == NO_LIMIT:
+        if chunk.whole:
+            return decoder.decode(chunk.ids)
+        return decoder.delta(chunk.context_ids, chunk.ids, chunk.last)
     # The limit counts the characters of deltas, which whoever matched the stop word went by.
-    text = decoder.delta(context.context_ids, ids, context.whole or context.last)
-    return text[: context.max_chars]
+    text = decoder.delta(chunk.context_ids, chunk.ids, chunk.whole or chunk.last)
+    return text[: chunk.max_chars]
 
 
 class TritonPythonModel:
@@ -96,11 +92,14 @@ class TritonPythonModel:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             tensors, error = [], None
             try:
-                contexts = chunk_contexts(inputs)
+                arrived = chunks(inputs)
                 # The llm step learns from what is missing here that a client has left (departed.py).
-                for context in contexts or ():
-                    self._seen.mark(context.handle)
-                tensors = [pb_utils.Tensor("OUTPUT", texts(self._decoder, inputs, contexts))]
+                for chunk in arrived:
+                    self._seen.mark(chunk.handle)
+                texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
+                texts = texts or whole_texts(self._decoder, inputs)
+                output = np.array([text.encode() for text in texts], dtype=np.object_)
+                tensors = [pb_utils.Tensor("OUTPUT", output)]
             except ValueError as problem:
                 error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INTERNAL)
             responses.append(pb_utils.InferenceResponse(output_tensors=tensors, error=error))

@@ -33,9 +33,9 @@ class OpenRequest:
 
     def __init__(self, responder: Responder, sender: Any, request_id: str, outputs: set[str]) -> None:
         self.sender, self.request_id, self.outputs = sender, request_id, outputs
-        # The ensemble asks for what it maps, chunk_context among it; a client that names no outputs asks
-        # for all there are, also for context_phase_params, which the ensemble does not map.
-        self.in_ensemble = "chunk_context" in outputs and "context_phase_params" not in outputs
+        # The ensemble asks for what it maps, chunk among it; a client that names no outputs asks for all
+        # there are, also for context_phase_params, which the ensemble does not map.
+        self.in_ensemble = "chunk" in outputs and "context_phase_params" not in outputs
         self.sequences: list[Sequence] = []
         self.remaining = 0  # sequences that have not ended
         # Ended since postprocessing got none of its chunks. Should somebody be there to read, say why.
@@ -144,9 +144,15 @@ class Responder:
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
         request = sequence.request
         outputs = chunk_outputs(
-            sequence.row, sequence.place, sequence.handle, chunk, sequence.context_ids, sequence.cum_log_prob
+            sequence.row,
+            sequence.place,
+            sequence.handle,
+            chunk,
+            sequence.context_ids,
+            sequence.cum_log_prob,
+            request.outputs,
         )
-        tensors = [self._pb.Tensor(name, value) for name, value in outputs.items() if name in request.outputs]
+        tensors = [self._pb.Tensor(name, value) for name, value in outputs.items()]
         if not sequence.sent_at:
             self.seen.forget(sequence.handle)
         final, now = False, time.monotonic_ns()
