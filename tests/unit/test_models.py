@@ -104,7 +104,7 @@ def their_logits(theirs, ids: list[int]) -> Tensor:
 
 
 def test_rows_are_those_of_all_tokens(pair):
-    """The last layer may leave out tokens whose logits nobody wants; the cache must hold them all the same."""
+    """The last layer may leave out tokens whose logits nobody wants; the cache must hold them as well."""
     _, ours = pair
     work = [(1, prompt(1)), (0, prompt(37)), (3, prompt(20, seed=1))]
     every, some = Paged(ours), Paged(ours)

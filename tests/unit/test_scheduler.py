@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -100,3 +102,44 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         if not running.requests:
             break
     assert not running.requests and running.preemptions and largest <= 64
+
+
+def tokens_of_steps(lengths: list[tuple[int, int]], **settings: Any) -> list[int]:
+    """Tokens of each step, decode rows and prompts, until all is done. lengths: of prompt and answer."""
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, **settings)
+    result = Scheduler(config, PageAllocator(8192, 16, reuse=False))
+    for handle, (prompt, output) in enumerate(lengths, 1):
+        params = SamplingParams(max_tokens=output)
+        ids = np.zeros(prompt, np.int32)
+        result.submit(Request(handle=handle, prompt=ids, params=params, max_new=output))
+    steps = []
+    while (plan := result.schedule(in_flight=False)) is not None:
+        steps.append(plan.num_tokens)
+        ended = accept(result.table, plan, np.zeros(len(plan.sample_slots), np.int32))
+        for slot in ended.slots[ended.codes != RUNNING].tolist():
+            result.release(result.table.requests[slot])
+    assert not result.requests
+    return steps
+
+
+def test_longest_first_spreads_a_backlog_over_the_steps_of_its_longest_answer():
+    lengths = [(100, 400)] + [(200, 20 + n % 60) for n in range(600)]
+    work = sum(prompt + output - 1 for prompt, output in lengths)
+    spread = tokens_of_steps(lengths, max_num_seqs=160, schedule_policy="lof")
+    assert sum(spread) == work
+    assert 400 <= len(spread) < 410
+    mean = work / 400
+    assert 0.9 * mean < np.median(spread) < 1.1 * mean
+    assert max(spread) < 1.2 * mean
+    # In order of arrival prompts are worked off as fast as they can be.
+    assert max(tokens_of_steps(lengths, max_num_seqs=160)) > 10 * mean
+
+
+def test_a_spread_backlog_has_no_step_with_less_than_fills_the_device():
+    lengths = [(10, 1000)] + [(100, 10)] * 300
+    steps = tokens_of_steps(lengths, max_num_seqs=64, schedule_policy="lof")
+    assert len(steps) == 1000
+    assert set(steps[:60]) == {256}
+    # Nothing is spread where every request has a slot.
+    steps = tokens_of_steps(lengths, max_num_seqs=512, max_num_tokens=4096, schedule_policy="lof")
+    assert steps[0] == 4096

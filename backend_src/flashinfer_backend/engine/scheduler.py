@@ -8,20 +8,18 @@ planned for it meanwhile are recognised as stale by their epoch.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.engine.budget import StepBudget, joins
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request, SlotTable
 from flashinfer_backend.engine.step import NONE, ExtraRow, StepPlan, prompt_rows
 from flashinfer_backend.engine.waiting import WaitingQueue
-
-PROMPTS_TOGETHER = 1024  # tokens
 
 
 class Scheduler:
@@ -33,6 +31,7 @@ class Scheduler:
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len)
         self.requests: dict[int, Request] = {}  # every open request by handle
         self.waiting = WaitingQueue(longest_first=config.schedule_policy == "lof")
+        self._budget = StepBudget(config)
         self.running: dict[int, Request] = {}  # by handle, in order of admission
         self.prefilling: list[Request] = []
         self.decoding = NONE  # slots, in order of admission
@@ -64,9 +63,7 @@ class Scheduler:
         if pages is None:
             return None
         decoding = self.decoding
-        limit = self.config.max_num_tokens
-        if len(decoding) and self.config.enable_chunked_context:
-            limit = min(limit, self.config.max_num_tokens_while_decoding)
+        limit = self._budget.tokens(self.table, decoding, self.prefilling, self.waiting)
         chunks = self._plan_prefill(limit - len(decoding), updates)
         if not len(decoding) and not chunks:
             return None
@@ -121,17 +118,6 @@ class Scheduler:
             budget -= length
         return chunks
 
-    def _joins(self, together: int, tokens: int) -> bool:
-        """Whether a prompt with `tokens` to compute should share a step that has `together` already.
-
-        The device is busy with PROMPTS_TOGETHER tokens: more in one step keep the prompts before waiting
-        and hardly help those behind. Only a backlog of more than a step is worked off in the fewest steps.
-        """
-        if not together or together + tokens <= PROMPTS_TOGETHER:
-            return True
-        backlog = itertools.accumulate(len(r.prompt) + len(r.generated) for r in self.waiting)
-        return any(total > self.config.max_num_tokens for total in backlog)
-
     def _admit(self, budget: int, together: int, updates: list[tuple[int, int, int]]) -> Request | None:
         """Move the head of the queue to a slot if slot, pages, `budget` and the tokens that are
         `together` in the step already allow."""
@@ -158,7 +144,9 @@ class Scheduler:
         new_tokens = len(tokens) - len(reused) * size
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
         chunked = self.config.enable_chunked_context or bool(len(request.generated))
-        fits_step = (chunked or new_tokens <= budget) and self._joins(together, new_tokens)
+        fits_step = (chunked or new_tokens <= budget) and joins(
+            self.config, self.waiting, together, new_tokens
+        )
         if needed + headroom > self.allocator.available or not fits_step:
             self.allocator.release(reused)
             return None

@@ -6,8 +6,7 @@ of tokens. Launched one by one they cost the host about 10 ms, more than the dev
 Steps are padded to a captured number of tokens. Where attention can be captured too (attention/step_graph.py:
 FA3 and the Triton kernel read what changes from the device), the whole step is one graph. Else each stretch
 between two attention calls is one: from the embedding to the first query, from one layer's attention to the
-next layer's query. What comes after the last attention is of those tokens only whose logits are wanted, so it is
-no part of any graph.
+next layer's query. After the last attention only the tokens go on whose logits are wanted, outside any graph.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each
 number is timed once it is captured, and a step takes the fastest that holds it.
@@ -32,8 +31,8 @@ TIMED_REPLAYS = 10
 
 
 class Whole(NamedTuple):
-    """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves, `hidden`
-    the residual stream at the last attention."""
+    """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves,
+    `hidden` the residual stream at the last attention."""
 
     decode_rows: int
     graph: torch.cuda.CUDAGraph

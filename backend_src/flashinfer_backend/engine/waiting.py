@@ -19,6 +19,7 @@ class WaitingQueue:
         self._count = itertools.count()
         self._ranks: dict[int, tuple[int, int, int]] = {}  # by handle; no two are equal
         self._line: list[tuple[int, int, int, Request]] = []  # sorted: the head of the queue is at the end
+        self.tokens = 0  # that remain to be computed and generated, of all
 
     def __len__(self) -> int:
         return len(self._line)
@@ -31,6 +32,10 @@ class WaitingQueue:
     def head(self) -> Request:
         return self._line[-1][-1]
 
+    @property
+    def tail(self) -> Request:
+        return self._line[0][-1]
+
     def add(self, request: Request) -> None:
         self._insert(request, (0, request.max_new if self._longest_first else 0, -next(self._count)))
 
@@ -40,11 +45,21 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Take the head out."""
-        del self._ranks[self._line.pop()[-1].handle]
+        self._leave(self._line.pop()[-1])
 
     def remove(self, request: Request) -> None:
-        del self._line[bisect_left(self._line, self._ranks.pop(request.handle))]
+        del self._line[bisect_left(self._line, self._ranks[request.handle])]
+        self._leave(request)
 
     def _insert(self, request: Request, rank: tuple[int, int, int]) -> None:
         self._ranks[request.handle] = rank
         insort(self._line, (*rank, request))
+        self.tokens += _tokens(request)
+
+    def _leave(self, request: Request) -> None:
+        del self._ranks[request.handle]
+        self.tokens -= _tokens(request)
+
+
+def _tokens(request: Request) -> int:
+    return len(request.prompt) + request.max_new  # what was generated before is computed anew

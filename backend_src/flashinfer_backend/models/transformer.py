@@ -115,8 +115,8 @@ class Transformer(nn.Module):
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
-        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset), rows[R] int32
-        or int64; kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
+        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset), rows[R]
+        int32; kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
         """
         hidden = self.embed(input_ids)
         last = len(self.layers) - 1
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         return ops.linear_add(gated, layer.down, hidden)
 
     def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """after_attention() of the last layer, of the tokens in `rows` only: nothing else reads the others."""
+        """after_attention() of the last layer for the tokens in `rows`: nobody reads the others' outcome."""
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
             if not len(rows):
