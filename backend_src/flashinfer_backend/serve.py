@@ -27,11 +27,23 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
+from flashinfer_backend.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport.orphans import end_orphans
 
 IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 STOP_S = 9.0  # from the first signal until the server is killed
 DRAIN_S = 4  # of these, how long running requests may go on
+# The server's threads build and free hundreds of small objects for each streamed token. By default glibc
+# gives the memory back and asks for it again, thousands of times a second, and caches few objects a thread.
+MALLOC = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "tcache_count": 127,
+        "top_pad": 16 << 20,
+        "trim_threshold": 32 << 20,
+        "mmap_threshold": 32 << 20,  # what it would grow to by itself, but does not beside the others
+    }.items()
+)
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -86,6 +98,7 @@ def find_server(backends_copy: Path) -> Installation:
 def environment(server: Installation) -> dict[str, str]:
     """Environment of the server. Its stubs take the first python3 on PATH for theirs and need libpython."""
     env = dict(os.environ)
+    env.setdefault("GLIBC_TUNABLES", MALLOC)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     if server.libraries is None:
         return env
@@ -172,47 +185,6 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
         time.sleep(0.1)
     end_orphans(child.pid)
     return 0 if asked_at else child.returncode
-
-
-def widen_thread_pipes(server_pid: int) -> int:
-    """Enlarges the send buffers of the server's Unix socket pairs to what the system allows, as far as this
-    process may; how many were enlarged.
-
-    The HTTP frontend tells its threads through such pairs of new connections and of chunks to be sent. They
-    hold 278 messages by default; what does not fit is dropped: connections are reset, streams lose tokens or
-    never end (docs/triton-notes.md).
-    """
-    pidfd_getfd = 438  # the number on every architecture; Python has no function for it
-    libc = ctypes.CDLL(None, use_errno=True)
-    widened = 0
-    with contextlib.suppress(OSError, ValueError):
-        most = int(Path("/proc/sys/net/core/wmem_max").read_text())
-        pidfd = os.pidfd_open(server_pid)
-        try:
-            for name in os.listdir(f"/proc/{server_pid}/fd"):
-                number = libc.syscall(pidfd_getfd, pidfd, int(name), 0)
-                if number >= 0 and _widen(number, most):
-                    widened += 1
-        finally:
-            os.close(pidfd)
-    return widened
-
-
-def _widen(number: int, most: int) -> bool:
-    """Takes over a file descriptor; whether it was an unnamed Unix stream socket and has a larger buffer."""
-    try:
-        with socket.socket(fileno=number) as sock:
-            if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM or sock.getsockname():
-                return False
-            before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-            if before >= 2 * most:  # the kernel doubles what it is asked for
-                return False
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most)
-            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
-    except OSError:  # no socket
-        with contextlib.suppress(OSError):
-            os.close(number)
-        return False
 
 
 def _end_with_parent() -> None:

@@ -21,10 +21,13 @@ def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
     result = Scheduler(config, PageAllocator(4096, 16, reuse))
     for handle, length in enumerate(lengths, 1):
-        prompt = np.zeros(length, np.int32)
-        params = SamplingParams(max_tokens=8)
-        result.submit(Request(handle=handle, prompt=prompt, params=params, max_new=8))
+        result.submit(of_length(length, handle))
     return result
+
+
+def of_length(length: int, handle: int) -> Request:
+    params = SamplingParams(max_tokens=8)
+    return Request(handle=handle, prompt=np.zeros(length, np.int32), params=params, max_new=8)
 
 
 def enter_pages(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
@@ -143,3 +146,34 @@ def test_a_spread_backlog_has_no_step_with_less_than_fills_the_device():
     # Nothing is spread where every request has a slot.
     steps = tokens_of_steps(lengths, max_num_seqs=512, max_num_tokens=4096, schedule_policy="lof")
     assert steps[0] == 4096
+
+
+def test_streams_sit_out_two_steps_at_most_for_long_prompts():
+    result = scheduler(*[10] * 40)
+
+    def submit(*lengths: int) -> None:
+        for length in lengths:
+            result.submit(of_length(length, 1000 + len(result.requests)))
+
+    def shape() -> tuple[int, list[int]]:
+        plan = result.schedule(in_flight=False)
+        return plan.num_decode, plan.prefill_lens.tolist() if plan.num_prefill else []
+
+    assert shape() == (0, [10] * 40)
+    submit(600)
+    assert shape() == (40, [600])  # does not fill a step
+    submit(900, 1000, 50)
+    assert [shape() for _ in range(3)] == [(0, [900]), (0, [1000]), (43, [50])]
+    submit(900, 1000, 1000)  # more than a step of streams may have, which is how long they may wait
+    assert shape() == (44, [900])
+
+
+def test_few_streams_and_backlogs_do_not_wait_for_prompts():
+    few = scheduler(*[10] * 31)
+    few.schedule(in_flight=False)
+    few.submit(of_length(1000, 99))
+    assert few.schedule(in_flight=False).num_decode == 31
+    full = scheduler(*[10] * 64)
+    full.schedule(in_flight=False)
+    full.submit(of_length(1000, 99))
+    assert full.schedule(in_flight=False).num_decode == 64

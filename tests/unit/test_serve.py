@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flashinfer_backend import serve
+from flashinfer_backend.thread_pipes import widen_thread_pipes
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
 CHILD = """
@@ -31,7 +31,7 @@ def capacity(widen):
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with child:
         assert child.stdout.readline() == b"ready\n"
-        widened = serve.widen_thread_pipes(child.pid) if widen else 0
+        widened = widen_thread_pipes(child.pid) if widen else 0
         out, _ = child.communicate(b"\n", timeout=20)
     return int(out), widened
 
@@ -48,4 +48,4 @@ def test_thread_pipes_of_the_server_are_widened():
 def test_a_server_that_ended_is_left_alone():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=20)
-    assert serve.widen_thread_pipes(child.pid) == 0
+    assert widen_thread_pipes(child.pid) == 0

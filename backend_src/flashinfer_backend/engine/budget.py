@@ -14,10 +14,13 @@ from flashinfer_backend.engine.waiting import WaitingQueue
 PROMPTS_TOGETHER = 1024  # tokens
 # Fewer tokens leave the device waiting for its weights; from here on a step's time grows with its tokens.
 FILLED_STEP = 256
+PAUSE_TOKENS = 700  # of prompts, for which decode rows sit a step out
+PAUSE_ROWS = 32  # decode rows; fewer cost such a step nothing
+PAUSES = 2  # steps in a row
 
 
 class StepBudget:
-    """How many tokens the next step may have.
+    """How many tokens the next step may have, and whether decode rows are in it.
 
     A backlog under schedule_policy lof takes at least as many steps as its longest answer has tokens. Prompts
     in the fewest steps would leave many of the later ones nearly empty, so the work is spread over all of
@@ -28,21 +31,42 @@ class StepBudget:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._backlog = False
+        self._paused = 0
+
+    def pauses(
+        self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
+    ) -> bool:
+        """Whether the rows of `decoding` sit the next step out, so that long prompts have it to themselves.
+
+        A prompt that fills a step is a tenth faster without the rows of many streams, and so is the one that
+        waits behind it; the streams lose half a decode step. Not for a backlog, which has no hurry.
+        """
+        spreads = self._config.schedule_policy == "lof" and self._config.enable_chunked_context
+        crowded = len(waiting) > table.free
+        self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
+        pause = False
+        if len(decoding) >= PAUSE_ROWS and self._paused < PAUSES and not crowded and not self._backlog:
+            prompts = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
+            most = self._config.max_num_tokens_while_decoding
+            for request in waiting:
+                prompts += len(request.prompt) + len(request.generated)
+                if prompts > most:
+                    break
+            pause = PAUSE_TOKENS <= prompts <= most
+        self._paused = self._paused + 1 if pause else 0
+        return pause
 
     def tokens(
         self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
     ) -> int:
-        """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
+        """The most tokens of the step that `pauses` was asked about, with rows of `decoding` (slots, int32
+        [d]) and prompts."""
         config = self._config
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
             return limit
         if len(decoding):
             limit = min(limit, config.max_num_tokens_while_decoding)
-        if config.schedule_policy != "lof":
-            return limit
-        more = len(decoding) + len(prefilling) + len(waiting) > config.max_num_seqs
-        self._backlog = bool(waiting) and (self._backlog or more)
         if not self._backlog:
             return limit
         left = table.max_new[decoding] - table.planned_outputs[decoding]

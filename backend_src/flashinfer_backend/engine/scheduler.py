@@ -58,23 +58,31 @@ class Scheduler:
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if pages ran out and the steps
         `in_flight` must be read first (they may free pages; preemption needs all tokens known)."""
+        pause = self._budget.pauses(self.table, self.decoding, self.prefilling, self.waiting)
+        plan = self._schedule(in_flight, NONE if pause else self.decoding)
+        if pause and plan is None:  # the prompts cannot be admitted
+            plan = self._schedule(in_flight, self.decoding)
+        return plan
+
+    def _schedule(self, in_flight: bool, decoding: np.ndarray) -> StepPlan | None:
+        """A step with the decode rows `decoding`: all there are, or none of them."""
         updates: list[tuple[int, int, int]] = []
-        pages = self._grow_decodes(in_flight)
+        pages = self._grow_decodes(decoding, in_flight)
         if pages is None:
             return None
-        decoding = self.decoding
+        decoding = decoding if not len(decoding) else self.decoding  # one may have been preempted
         limit = self._budget.tokens(self.table, decoding, self.prefilling, self.waiting)
         chunks = self._plan_prefill(limit - len(decoding), updates)
         if not len(decoding) and not chunks:
             return None
         return self._assemble(decoding, pages, chunks, updates)
 
-    def _grow_decodes(self, in_flight: bool) -> np.ndarray | None:
+    def _grow_decodes(self, decoding: np.ndarray, in_flight: bool) -> np.ndarray | None:
         """Give every decode the page its next token needs: int32 [d], -1 where there is room. None if
         results must be read first."""
         table, size = self.table, self.config.tokens_per_block
         while True:
-            slots = self.decoding.astype(np.intp)
+            slots = decoding.astype(np.intp)
             rows = (table.computed[slots] >= table.num_pages[slots] * size).nonzero()[0]
             pages = self.allocator.allocate(len(rows))
             if pages is not None:
@@ -82,6 +90,7 @@ class Scheduler:
             if in_flight:
                 return None
             self._preempt_newest()
+            decoding = self.decoding
         needy = slots[rows]
         table.num_pages[needy] += 1
         new_pages = np.full(len(slots), -1, np.int32)
@@ -207,7 +216,8 @@ class Scheduler:
             assert request is not None
             extras.append(ExtraRow(row, slot, int(epochs[row]), request, int(banned[row])))
         # Sequences whose last token this step makes stay in their slots until it is read.
-        self.decoding = sampling[outputs < table.max_new[rows]]
+        going_on = sampling[outputs < table.max_new[rows]]
+        self.decoding = going_on if len(decoding) else np.concatenate([self.decoding, going_on])
         return StepPlan(
             decode_slots=decoding,
             decode_positions=positions,
