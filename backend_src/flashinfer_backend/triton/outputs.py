@@ -63,13 +63,14 @@ def chunk_outputs(
         if not row.exclude_input:
             ids = [*row.prompt.tolist(), *ids]
     outputs = {}
-    # The ensemble takes `chunk`, everybody else the other two.
-    if "chunk" in wanted:
-        outputs["chunk"] = pack_chunk(handle, flags, max_chars, context_ids, ids)
+    # Benchmarks of the model by itself count the ids of whatever comes first.
     if "output_ids" in wanted:
         outputs["output_ids"] = np.array([[ids]], dtype=np.int32)
     if "sequence_length" in wanted:
         outputs["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
+    # What the ensemble takes in place of the two above.
+    if "chunk" in wanted:
+        outputs["chunk"] = pack_chunk(handle, flags, max_chars, context_ids, ids)
     if chunk.last:
         outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
     for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):
