@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 GUIDE_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
-DECODE_POLL_MS = 5  # the same of other steps, whose time hardly changes from one to the next
+DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
 
 
 class EngineLoop:
@@ -77,14 +77,15 @@ class EngineLoop:
         while not self.socket.closed:
             left_s = self._time_to_plan()
             wait_ms = min(int(left_s * 1000), self._poll_ms)
+            rest_s = left_s - wait_ms / 1000
+            if 0.0 < rest_s < 0.001:  # the socket waits for whole milliseconds
+                time.sleep(rest_s)
             idle = True
             for message in self.socket.receive(max(timeout_ms, wait_ms)):
                 self._handle(message)
                 idle = False  # a prompt may want to be planned earlier
-            if left_s <= 0.0:
+            if left_s <= 0.0 or (idle and rest_s < 0.001):
                 break
-            if idle and left_s < 0.001:  # the socket waits for whole milliseconds
-                time.sleep(left_s)
 
     @property
     def _poll_ms(self) -> int:

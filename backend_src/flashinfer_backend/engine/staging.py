@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that a step's data crosses: one vector to the device, one vector back.
 
-On CUDA the buffers are pinned and copies asynchronous. A buffer is written again only after the
+On CUDA the buffers are pinned and copies asynchronous. A buffer is written again only after an
 event recorded behind its last copy has passed, so steps may be launched ahead of the device.
 """
 
@@ -24,15 +24,16 @@ class StagingRing:
         self._pinned = device.type == "cuda"
         self._buffers = [self._allocate(length) for _ in range(DEPTH * UPLOADS)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._events: list[torch.cuda.Event | None] = [None] * len(self._buffers)
+        # One for every UPLOADS buffers, behind the copy of the last of them: recording costs more than a copy.
+        self._events: list[torch.cuda.Event | None] = [None] * DEPTH
         self._turn = 0
 
     def begin(self, length: int) -> np.ndarray:
         """A vector of `length` words with undefined content, to be filled and sent before anything else is
         uploaded. Grows the buffer if the step is larger than any before."""
         turn = self._turn
-        event = self._events[turn]
-        if event is not None:
+        event = self._events[turn // UPLOADS]
+        if event is not None and turn % UPLOADS == 0:
             event.synchronize()
         if length > len(self._arrays[turn]):
             self._buffers[turn] = self._allocate(2 * length)
@@ -43,10 +44,10 @@ class StagingRing:
         """Copy the vector that `begin` gave to `target`, int32 [its length] on the device."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         target.copy_(self._buffers[turn][: target.shape[0]], non_blocking=True)
-        if self._pinned:
-            event = self._events[turn]
+        if self._pinned and self._turn % UPLOADS == 0:
+            event = self._events[turn // UPLOADS]
             if event is None:
-                event = self._events[turn] = torch.cuda.Event()
+                event = self._events[turn // UPLOADS] = torch.cuda.Event()
             event.record()
 
     def upload(self, parts: list[np.ndarray]) -> torch.Tensor:
