@@ -106,6 +106,12 @@ def test_max_batch_size_goes_to_all_models(build, tmp_path):
         assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == [2048]
 
 
+def test_batches_of_llm_may_be_smaller(build, tmp_path):
+    assert build("--set", "llm_preferred_batch_size=1")[0] == 0
+    for model, sizes in (("preprocessing", [256]), ("llm", [1])):
+        assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == sizes
+
+
 def test_names_and_spellings_of_tensorrt_llm(build, tmp_path, checkpoint):
     status, _, err = build(
         "--set", "decoupled_mode=False", "enable_kv_cache_reuse=0", "exclude_input_in_output=TRUE",

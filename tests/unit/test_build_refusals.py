@@ -31,6 +31,7 @@ REFUSALS = [
     (["cuda_graph_batch_sizes=1,512"], "cuda_graph_batch_sizes=512 should be at most max_num_seqs=256"),
     (["batch_scheduler_policy=static"], "should be max_utilization, guaranteed_no_evict"),
     (["preferred_batch_size=512"], "should be at most triton_max_batch_size=256"),
+    (["llm_preferred_batch_size=1,512"], "llm_preferred_batch_size=512 should be at most"),
     (["max_seq_len=8192"], "max_seq_len 8192 is above the checkpoint's max_position_embeddings 4096"),
     (["max_seq_len=1024", "max_input_len=1024"], "max_input_len=1024 should be at most 1023"),
     (["max_num_tokens_while_decoding=100"], "should be at least max_num_seqs=256"),

@@ -123,11 +123,10 @@ def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: 
 
 def _check_batches(values: dict[str, str], problems: list[str]) -> None:
     largest = int(values["triton_max_batch_size"])
-    too_large = [n for n in values["preferred_batch_size"].split(",") if int(n) > largest]
-    if too_large:
-        problems.append(
-            f"preferred_batch_size={','.join(too_large)} should be at most triton_max_batch_size={largest}"
-        )
+    for name in ("preferred_batch_size", "llm_preferred_batch_size"):
+        too_large = [n for n in values[name].split(",") if int(n) > largest]
+        if too_large:
+            problems.append(f"{name}={','.join(too_large)} should be at most triton_max_batch_size={largest}")
     if values["cuda_graph_batch_sizes"] not in ("auto", "none"):
         num_seqs = int(values["max_num_seqs"])
         too_large = [n for n in values["cuda_graph_batch_sizes"].split(",") if int(n) > num_seqs]

@@ -227,9 +227,14 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "preferred_batch_size", "auto", "sizes",
-        tuple((model, f"{BATCHING}.preferred_batch_size") for model in (PRE, LLM)),
-        words=("auto",), low=1, high=65536,
+        ((PRE, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
         meaning="batch sizes Triton's batcher aims at within the queue delay; auto = triton_max_batch_size",
+    ),
+    Knob(
+        "llm_preferred_batch_size", "auto", "sizes",
+        ((LLM, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
+        meaning="the same for llm, whose instances answer all that they are given: with 1, requests that "
+        "arrive at once are spread evenly over them; auto = preferred_batch_size",
     ),
     Knob(
         "max_queue_delay_microseconds", "0", "int",

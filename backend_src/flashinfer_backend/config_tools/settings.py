@@ -92,12 +92,14 @@ def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[st
 
 
 def complete(chosen: dict[str, str]) -> dict[str, str]:
-    """A value for every knob: the chosen ones, defaults, and for two knobs what follows from others."""
+    """A value for every knob: the chosen ones, defaults, and for three knobs what follows from others."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
     if values["tokenizer_dir"] == "auto":
         values["tokenizer_dir"] = values["model_dir"]
     if values["preferred_batch_size"] == "auto":
         values["preferred_batch_size"] = values["triton_max_batch_size"]
+    if values["llm_preferred_batch_size"] == "auto":
+        values["llm_preferred_batch_size"] = values["preferred_batch_size"]
     return values
 
 

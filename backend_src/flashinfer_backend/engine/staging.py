@@ -24,7 +24,7 @@ class StagingRing:
         self._pinned = device.type == "cuda"
         self._buffers = [self._allocate(length) for _ in range(DEPTH * UPLOADS)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        # One for every UPLOADS buffers, behind the copy of the last of them: recording costs more than a copy.
+        # One for UPLOADS buffers, behind the last one's copy: recording costs more than a copy.
         self._events: list[torch.cuda.Event | None] = [None] * DEPTH
         self._turn = 0
 
