@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs benchmark rows against one server after the other and writes results/<date>-<gpu>.json, .md and plots.
 
-    python -m perf_configs.run --model-dir DIR --sharegpt FILE                       everything, both servers
-    python -m perf_configs.run ... --server ours --rows a,b --url ours=http://127.0.0.1:8000   a server that
-    runs already python -m perf_configs.run --merge part1.json part2.json                        only merge
-    and draw
+    python -m perf_configs.run --model-dir DIR --sharegpt FILE                     everything, both servers
+    python -m perf_configs.run ... --server ours --rows a,b                        one server, some rows
+    python -m perf_configs.run ... --url ours=http://127.0.0.1:8000                a server that runs already
+    python -m perf_configs.run --merge part1.json part2.json                       only merge and draw
 
 Rows that do not fit into --time-limit any more are left out and named; run them in another call and merge.
 """

@@ -190,8 +190,8 @@ KNOBS: tuple[Knob, ...] = (
     _engine(
         "schedule_policy", "fcfs", "choice", words=("fcfs", "lof"),
         meaning="which waiting request runs next: fcfs = the first that came; lof = the one with the largest "
-        "max_tokens (longest output first): a backlog ends sooner where max_tokens tells the length, but a "
-        "short request waits for as long as longer ones do",
+        "max_tokens (longest output first), and the work of a backlog spread evenly over its steps: it ends "
+        "sooner where max_tokens tells the length, but a short request waits for as long as longer ones do",
     ),
     Knob(
         "batching_strategy", "inflight_fused_batching", "choice", _parameter("gpt_model_type"),
@@ -233,8 +233,8 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "llm_preferred_batch_size", "auto", "sizes",
         ((LLM, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
-        meaning="the same for llm, whose instances answer all that they are given: with 1, requests that "
-        "arrive at once are spread evenly over them; auto = preferred_batch_size",
+        meaning="the same for llm, whose instances answer all that they are given: with 1, none of them "
+        "takes most of a burst; auto = preferred_batch_size",
     ),
     Knob(
         "max_queue_delay_microseconds", "0", "int",
