@@ -72,7 +72,7 @@ def test_pack_and_unpack_a_frame(benchmark):
 
 def test_pack_and_unpack_chunk(benchmark):
     context = list(range(8))
-    read = benchmark(lambda: unpack_chunk(pack_chunk(5 << 32, 0, -1, context, [9])[0]))
+    read = benchmark(lambda: unpack_chunk(pack_chunk(5 << 32, 7, 0, -1, context, [9])[0]))
     assert read.context_ids == context and read.ids == [9]
 
 

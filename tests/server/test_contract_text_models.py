@@ -118,7 +118,7 @@ def test_postprocessing_leaves_special_tokens_out(infer: Unary) -> None:
 
 def test_postprocessing_takes_ids_or_a_chunk(infer: Unary) -> None:
     ids = words(" ran to the park")
-    chunk = pack_chunk(0, LAST, NO_LIMIT, ids[:2], ids[2:])
+    chunk = pack_chunk(0, 0, LAST, NO_LIMIT, ids[:2], ids[2:])
     text = infer("postprocessing", {"CHUNK": chunk}).as_numpy("OUTPUT")[0].decode()
     assert tokenizer().decode(ids[:2]) + text == tokenizer().decode(ids)
     tokens = {"TOKENS_BATCH": np.array([[ids]], np.int32), "SEQUENCE_LENGTH": int32(len(ids))}

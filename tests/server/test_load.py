@@ -10,6 +10,7 @@ import queue
 import socket
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,43 @@ def test_256_streams_are_complete_and_in_order(server: Server) -> None:
         assert sum(event["num_output_tokens"] for event in events) == TOKENS, events
         assert "".join(event["text_output"] for event in events) == expected[number % len(PROMPTS)]
         assert [event.get("finish_reason") for event in events] == [None] * (len(events) - 1) + ["length"]
+
+
+def test_a_stream_does_not_run_ahead_of_postprocessing(server: Server) -> None:
+    """Tokens that are made while postprocessing stands still are one chunk behind those on their way."""
+    tokens, still_s = 1000, 0.6
+    expected = server.text(PROMPTS[0], tokens, end_id=1048576)
+    body = {
+        **{"text_input": PROMPTS[0], "max_tokens": tokens, "stream": True, "end_id": 1048576},
+        "return_num_output_tokens": True,
+    }
+    events: list[dict[str, Any]] = []
+
+    def next_event(client: Any) -> bool:
+        while line := client.readline():
+            if line.startswith(b"data: "):
+                events.append(json.loads(line[6:]))
+                return True
+        return False
+
+    stubs = server.matching("/postprocessing/1/model.py")
+    assert stubs
+    with post(server, "ensemble/generate_stream", body).makefile("rb") as client:
+        for _ in range(20):
+            assert next_event(client)
+        try:
+            for stub in stubs:
+                stub.suspend()
+            time.sleep(still_s)
+        finally:
+            for stub in stubs:
+                stub.resume()
+        while "finish_reason" not in events[-1]:
+            assert next_event(client)
+    counts = [event["num_output_tokens"] for event in events]
+    assert sum(counts) == tokens
+    assert "".join(event["text_output"] for event in events) == expected
+    assert max(counts) > tokens / 20, counts
 
 
 ENSEMBLE = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}

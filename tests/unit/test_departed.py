@@ -31,23 +31,33 @@ def marker(tmp_path, table):
 def test_a_mark_is_seen_by_the_stub_it_belongs_to(tmp_path, table, marker):
     other = SeenTable(tmp_path, PID + 1)
     before = time.monotonic_ns()
-    marker.mark(make_handle(PID, 7))
+    marker.mark(make_handle(PID, 7), 1)
     assert before <= table.last(make_handle(PID, 7)) <= time.monotonic_ns()
     assert table.last(make_handle(PID, 8)) == 0
     assert other.last(make_handle(PID + 1, 7)) == 0
 
 
 def test_slots_are_used_again(table, marker):
-    marker.mark(make_handle(PID, 7))
+    marker.mark(make_handle(PID, 7), 1)
     later = make_handle(PID, 7 + SLOTS)
     assert table.last(later) > 0
-    table.forget(later)
-    assert table.last(later) == 0
+    table.begin(later, 5)
+    assert (table.last(later), table.newest(later)) == (0, 5)
+
+
+def test_the_newest_chunk_counts_in_whatever_order_they_are_seen(table, marker):
+    handle = make_handle(PID, 7)
+    table.begin(handle, 100)
+    newest = []
+    for sent_ns in (100, 300, 200, 400):
+        marker.mark(handle, sent_ns)
+        newest.append(table.newest(handle))
+    assert newest == [100, 300, 300, 400]
 
 
 def test_a_stub_without_a_table_is_not_marked(tmp_path, marker):
-    marker.mark(make_handle(PID + 5, 1))
-    marker.mark(0)
+    marker.mark(make_handle(PID + 5, 1), 1)
+    marker.mark(0, 0)
     assert [file.name for file in tmp_path.iterdir()] == [f"seen-{PID}"]
 
 
@@ -62,13 +72,13 @@ class Stream:
     def probe(self):
         self.probes += 1
         if self.queued:  # first in, first out: what waits in front of the probe is seen before it
-            self.marker.mark(self.handle)
+            self.marker.mark(self.handle, self.sent_at)
         return self.probe_works
 
     def send(self):
         self.sent_at = time.monotonic_ns()
         if not self.left and not self.queued:
-            self.marker.mark(self.handle)
+            self.marker.mark(self.handle, self.sent_at)
 
     def check(self):
         return self.clients.check({self.handle: self.sent_at})
@@ -133,7 +143,7 @@ def test_a_sequence_that_ended_meanwhile_is_left_alone(table, marker):
 def test_only_a_request_of_which_nothing_was_seen_is_unread(table, marker, seen):
     """Whoever had a chunk of one of its sequences did request text_output."""
     for local_id in seen:
-        marker.mark(make_handle(PID, local_id))
+        marker.mark(make_handle(PID, local_id), 1)
     sequences = [SimpleNamespace(handle=make_handle(PID, n), ended=False, sent_at=0) for n in (7, 8)]
     request = SimpleNamespace(in_ensemble=True, sequences=sequences, unread=False)
     cancelled = []

@@ -17,8 +17,8 @@ from flashinfer_backend.triton.postprocessing import chunk_text, chunks, whole_t
 TEXT = "the Größe of 東京 is 😀 isn't it?  Äpfel"
 
 
-def text_of(decoder, *chunk):
-    (arrived,) = chunks({"CHUNK": pack_chunk(*chunk)})
+def text_of(decoder, handle, *chunk):
+    (arrived,) = chunks({"CHUNK": pack_chunk(handle, 0, *chunk)})
     return chunk_text(decoder, arrived)
 
 
@@ -108,13 +108,13 @@ def test_wrong_ids_are_refused(change, message):
     ("values", "message"),
     [
         ([1, 2, 3, 4, 5, 6], r"CHUNK has shape \[6\]"),
-        ([[1, 5, 0, -1, 0]], r"begins with \[1, 5, 0, -1, 0\]; it should be \[2, handle"),
-        ([[2, 5, 0, -1]], "begins with"),
-        ([[2, 5, 4, -1, 0]], "flags 4"),
-        ([[2, 5, 0, -2, 0]], "max_chars -2"),
-        ([[2, 5, 0, -1, 9, *range(12)]], "9 ids sent before, of 12"),
-        ([[2, 5, 0, -1, 3, 7, 7]], "3 ids sent before, of 2"),
-        ([[2, 5, 0, -1, -1, 7]], "-1 ids sent before"),
+        ([[2, 5, 8, 0, -1, 0]], r"begins with \[2, 5, 8, 0, -1, 0\]; it should be \[3, handle"),
+        ([[3, 5, 8, 0, -1]], "begins with"),
+        ([[3, 5, 8, 4, -1, 0]], "flags 4"),
+        ([[3, 5, 8, 0, -2, 0]], "max_chars -2"),
+        ([[3, 5, 8, 0, -1, 9, *range(12)]], "9 ids sent before, of 12"),
+        ([[3, 5, 8, 0, -1, 3, 7, 7]], "3 ids sent before, of 2"),
+        ([[3, 5, 8, 0, -1, -1, 7]], "-1 ids sent before"),
     ],
 )
 def test_wrong_chunks_are_refused(values, message):
@@ -123,15 +123,15 @@ def test_wrong_chunks_are_refused(values, message):
 
 
 def test_a_chunk_beside_other_ids_is_refused():
-    inputs = tensors([[[5]]]) | {"CHUNK": pack_chunk(1, 0, NO_LIMIT, [], [5])}
+    inputs = tensors([[[5]]]) | {"CHUNK": pack_chunk(1, 0, 0, NO_LIMIT, [], [5])}
     with pytest.raises(ValueError, match="so SEQUENCE_LENGTH and TOKENS_BATCH should be left out"):
         chunks(inputs)
 
 
 def test_chunk_round_trip():
     handle = protocol.make_handle(4_194_304, 2**31 - 1)
-    packed = pack_chunk(handle, WHOLE, 12, range(20), [30, 31])
+    packed = pack_chunk(handle, 2**62, WHOLE, 12, range(20), [30, 31])
     assert packed.dtype == np.int64
-    assert packed.shape == (1, 5 + 8 + 2)
-    assert unpack_chunk(packed[0]) == PackedChunk(handle, WHOLE, 12, list(range(12, 20)), [30, 31])
-    assert unpack_chunk(pack_chunk(0, 0, NO_LIMIT, [], [])[0]) == PackedChunk(0, 0, NO_LIMIT, [], [])
+    assert packed.shape == (1, 6 + 8 + 2)
+    assert unpack_chunk(packed[0]) == PackedChunk(handle, 2**62, WHOLE, 12, list(range(12, 20)), [30, 31])
+    assert unpack_chunk(pack_chunk(0, 0, 0, NO_LIMIT, [], [])[0]) == PackedChunk(0, 0, 0, NO_LIMIT, [], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.responder import OpenRequest, Responder
+from flashinfer_backend.triton.responder import AHEAD_NS, LOOK_AGAIN_S, OpenRequest, Responder
 from flashinfer_backend.triton.sequence import Sequence
 
 TIMEOUT_S = 20
@@ -79,7 +80,9 @@ class Bench:
         self.responder = Responder(pb_utils)
         nothing = lambda *_: None  # noqa: E731
         self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
-        self.responder.seen = SimpleNamespace(forget=nothing)  # type: ignore[assignment]
+        self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
+        newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
+        self.responder.seen = SimpleNamespace(begin=nothing, newest=newest)  # type: ignore[assignment]
         self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
 
     def open(self, *rows: Row, request_id: str = "") -> tuple[Sender, OpenRequest]:
@@ -127,6 +130,62 @@ def test_tokens_that_arrive_while_a_response_is_sent_go_out_together(bench: Benc
     last, flags, _ = sender.sent[-1]
     assert flags == FINAL and last["finish_reason"].item() == b"length"
     assert not bench.responder.open_requests()
+
+
+def wait_for(sender: Sender, ids: list[list[int]]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while sender.ids != ids and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sender.ids == ids
+
+
+def run_ahead(bench: Bench, sender: Sender, sequence: Sequence) -> None:
+    """Two chunks, of which postprocessing had the first only, and then a pause."""
+    feed(sequence, 1)
+    wait_for(sender, [[1]])
+    bench.seen_ns = time.monotonic_ns()
+    time.sleep(2 * AHEAD_NS / 1e9)
+    feed(sequence, 2)
+    wait_for(sender, [[1], [2]])
+
+
+def test_a_stream_ahead_of_postprocessing_waits_and_goes_on_with_one_chunk(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3, 4)
+    feed(request.sequences[0], 5)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    bench.seen_ns = None
+    wait_for(sender, [[1], [2], [3, 4, 5]])
+    feed(request.sequences[0], 6)
+    wait_for(sender, [[1], [2], [3, 4, 5], [6]])
+
+
+def test_the_end_of_a_stream_does_not_wait_for_postprocessing(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    feed(request.sequences[0], protocol.NO_TOKEN, end=protocol.FINISHED_CANCELLED)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sender.ids == [[1], [2], [3]]
+
+
+def test_streams_that_wait_are_sent_at_the_end(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    bench.responder.close()
+    assert sender.ids == [[1], [2], [3]]
+
+
+def test_a_client_of_llm_itself_never_waits(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    request.in_ensemble = False
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    wait_for(sender, [[1], [2], [3]])
 
 
 def test_each_chunk_carries_the_ids_before_it(bench: Bench) -> None:

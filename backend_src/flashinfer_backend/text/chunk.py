@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CHUNK tensor: new ids of one sequence, as the llm step hands them to postprocessing.
 
-INT64 [1, 5 + n + m]: version, handle, flags, max_chars, n, then the last n <= 8 ids that were already sent
-for the sequence, then the m new ones. It lets any postprocessing instance turn any chunk into text. One
+INT64 [1, 6 + n + m]: version, handle, time, flags, max_chars, n, then the last n <= 8 ids that were already
+sent for the sequence, then the m new ones. It lets any postprocessing instance turn any chunk into text. One
 tensor, since each costs the server and both stubs as much as the rest of a chunk.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from flashinfer_backend.text.delta import CONTEXT_IDS
 
-VERSION = 2
-HEADER = 5
+VERSION = 3
+HEADER = 6
 LAST = 1  # flag: nothing follows, so an incomplete character is flushed
 WHOLE = 2  # flag: the ids are a whole sequence, decoded at once
 KNOWN_FLAGS = LAST | WHOLE
@@ -24,10 +24,12 @@ NO_LIMIT = -1
 
 
 class PackedChunk(NamedTuple):
-    """handle: the engine's name of the sequence (0: none). max_chars: the chunk's text is cut to so
-    many characters (NO_LIMIT: not at all). context_ids: the last ids sent before this chunk, ids: its own."""
+    """handle: the engine's name of the sequence (0: none). sent_ns: time.monotonic_ns() when the llm step
+    made the chunk. max_chars: its text is cut to so many characters (NO_LIMIT: not at all). context_ids: the
+    last ids sent before this chunk, ids: its own."""
 
     handle: int
+    sent_ns: int
     flags: int
     max_chars: int
     context_ids: list[int]
@@ -43,22 +45,23 @@ class PackedChunk(NamedTuple):
 
 
 def pack_chunk(
-    handle: int, flags: int, max_chars: int, context_ids: Sequence[int], ids: Sequence[int]
+    handle: int, sent_ns: int, flags: int, max_chars: int, context_ids: Sequence[int], ids: Sequence[int]
 ) -> np.ndarray:
-    """int64 [1, 5 + n + m]; only the last CONTEXT_IDS of `context_ids` are sent."""
+    """int64 [1, 6 + n + m]; only the last CONTEXT_IDS of `context_ids` are sent."""
     context = context_ids[-CONTEXT_IDS:]
-    return np.array([[VERSION, handle, flags, max_chars, len(context), *context, *ids]], dtype=np.int64)
+    header = (VERSION, handle, sent_ns, flags, max_chars, len(context))
+    return np.array([[*header, *context, *ids]], dtype=np.int64)
 
 
 def unpack_chunk(row: np.ndarray) -> PackedChunk:
-    """One row (int64 [5 + n + m]) of a CHUNK tensor. Raises ValueError saying what is wrong."""
+    """One row (int64 [6 + n + m]) of a CHUNK tensor. Raises ValueError saying what is wrong."""
     values: list[int] = row.tolist()
     if len(values) < HEADER or values[0] != VERSION:
         raise ValueError(
-            f"CHUNK row begins with {values[:HEADER]}; it should be [{VERSION}, handle, flags, max_chars, "
-            "number of ids sent before, ids...]"
+            f"CHUNK row begins with {values[:HEADER]}; it should be [{VERSION}, handle, time, flags, "
+            "max_chars, number of ids sent before, ids...]"
         )
-    _, handle, flags, max_chars, before = values[:HEADER]
+    _, handle, sent_ns, flags, max_chars, before = values[:HEADER]
     if flags & ~KNOWN_FLAGS or max_chars < NO_LIMIT:
         raise ValueError(
             f"CHUNK row has flags {flags} and max_chars {max_chars}; flags should be 0..{KNOWN_FLAGS}, "
@@ -69,4 +72,5 @@ def unpack_chunk(row: np.ndarray) -> PackedChunk:
             f"CHUNK row has {before} ids sent before, of {len(values) - HEADER} in all; it should be at most "
             f"{CONTEXT_IDS} and at most all"
         )
-    return PackedChunk(handle, flags, max_chars, values[HEADER : HEADER + before], values[HEADER + before :])
+    context_ids, ids = values[HEADER : HEADER + before], values[HEADER + before :]
+    return PackedChunk(handle, sent_ns, flags, max_chars, context_ids, ids)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When postprocessing last had a chunk of each sequence, in memory shared with the llm stubs.
+"""What postprocessing last had of each sequence, in memory shared with the llm stubs.
 
-`<run dir>/seen-<pid>` belongs to the llm stub with that pid: int64 [SLOTS], the CLOCK_MONOTONIC time in
-nanoseconds at which a chunk of the sequence with that local id (modulo SLOTS) was last seen, 0 for
-never. A sequence that finds its slot used by another only looks alive for longer.
+`<run dir>/seen-<pid>` belongs to the llm stub with that pid: int64 [2, SLOTS], CLOCK_MONOTONIC times in
+nanoseconds. For the sequence with that local id (modulo SLOTS): when a chunk of it was last seen, 0 for
+never, and when the newest of those was sent. A sequence that finds its slot used by another only looks
+alive, and keeping up, for longer.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ class SeenTable:
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
-        self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(SLOTS,)))
+        self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, SLOTS)))
 
     def last(self, handle: int) -> int:
         """time.monotonic_ns() at the latest chunk of one of this stub's sequences, 0 for none."""
-        return int(self._times[split_handle(handle)[1] % SLOTS])
+        return int(self._times[0, split_handle(handle)[1] % SLOTS])
 
-    def forget(self, handle: int) -> None:
-        """Makes the slot ready for a new sequence; to be called before its first chunk."""
-        self._times[split_handle(handle)[1] % SLOTS] = 0
+    def newest(self, handle: int) -> int:
+        """sent_ns of the newest chunk that was seen; before that, what `begin` was told."""
+        return int(self._times[1, split_handle(handle)[1] % SLOTS])
+
+    def begin(self, handle: int, now: int) -> None:
+        """Makes the slot ready for a new sequence, whose first chunk is sent `now`."""
+        self._times[:, split_handle(handle)[1] % SLOTS] = 0, now
 
     def close(self) -> None:
         self._file.unlink(missing_ok=True)
@@ -48,17 +53,22 @@ class SeenMarker:
         self._run_dir = run_dir
         self._times: dict[int, np.ndarray | None] = {}  # by pid; None: that stub keeps no table
 
-    def mark(self, handle: int) -> None:
-        """A chunk of this sequence is here. Handle 0 has no sequence behind it."""
+    def mark(self, handle: int, sent_ns: int) -> None:
+        """A chunk of this sequence, sent at `sent_ns`, is here. Handle 0 has no sequence behind it."""
         pid, local_id = split_handle(handle)
         if pid not in self._times:
             self._times[pid] = self._map(pid)
         times = self._times[pid]
         if times is not None:
-            times[local_id % SLOTS] = time.monotonic_ns()
+            slot = local_id % SLOTS
+            times[0, slot] = time.monotonic_ns()
+            # Of two instances that do this at once the older chunk may win: the next one puts it right.
+            if sent_ns > times[1, slot]:
+                times[1, slot] = sent_ns
 
     def _map(self, pid: int) -> np.ndarray | None:
         try:
-            return np.asarray(np.memmap(_path(self._run_dir, pid), dtype=np.int64, mode="r+", shape=(SLOTS,)))
+            path = _path(self._run_dir, pid)
+            return np.asarray(np.memmap(path, dtype=np.int64, mode="r+", shape=(2, SLOTS)))
         except FileNotFoundError:
             return None

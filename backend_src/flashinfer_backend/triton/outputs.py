@@ -47,6 +47,7 @@ def chunk_outputs(
     row: Row,
     place: Place,
     handle: int,
+    now: int,
     chunk: Chunk,
     context_ids: list[int],
     cum_log_prob: float,
@@ -55,7 +56,8 @@ def chunk_outputs(
     """Tensors by output name, each with a leading batch dimension of 1; only those which are `wanted`.
 
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
-    row excludes it. `context_ids`: ids sent before. `cum_log_prob`: sum over the sequence so far.
+    row excludes it. `now`: time.monotonic_ns(). `context_ids`: ids sent
+    before. `cum_log_prob`: sum over the sequence so far.
     """
     ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
     if not row.streaming:
@@ -70,7 +72,7 @@ def chunk_outputs(
         outputs["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
     # What the ensemble takes in place of the two above.
     if "chunk" in wanted:
-        outputs["chunk"] = pack_chunk(handle, flags, max_chars, context_ids, ids)
+        outputs["chunk"] = pack_chunk(handle, now, flags, max_chars, context_ids, ids)
     if chunk.last:
         outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
     for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):

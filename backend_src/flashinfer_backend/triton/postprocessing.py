@@ -95,7 +95,7 @@ class TritonPythonModel:
                 arrived = chunks(inputs)
                 # The llm step learns from what is missing here that a client has left (departed.py).
                 for chunk in arrived:
-                    self._seen.mark(chunk.handle)
+                    self._seen.mark(chunk.handle, chunk.sent_ns)
                 texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
                 texts = texts or whole_texts(self._decoder, inputs)
                 output = np.array([text.encode() for text in texts], dtype=np.object_)

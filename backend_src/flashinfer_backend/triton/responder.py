@@ -20,6 +20,10 @@ from flashinfer_backend.triton.sequence import Sequence
 # A response costs a round trip to the server, so threads overlap their waiting; more than two mostly wait
 # for each other's turn in the interpreter (measured).
 SENDER_THREADS = 2
+# A server that is slower than the engine would queue ever more chunks before postprocessing, and first tokens
+# behind them. A stream so far ahead of postprocessing waits, and what arrives meanwhile is one chunk.
+AHEAD_NS = 50_000_000
+LOOK_AGAIN_S = 0.005
 UNREAD = (
     "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
     " text_output; request text_output beside the other outputs, or set stream to false"
@@ -127,26 +131,52 @@ class Responder:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _send_loop(self, waiting: queue.SimpleQueue[Sequence | None]) -> None:
-        while (sequence := waiting.get()) is not None:
+        ahead: list[Sequence] = []
+        look_again = 0.0
+        while True:
+            due = []
             try:
-                self._send(sequence)
-            except Exception as error:  # a thread that ends would leave its requests open for ever
-                traceback.print_exc()
-                self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
+                sequence = waiting.get(timeout=LOOK_AGAIN_S if ahead else None)
+                if sequence is None:
+                    break
+                due.append(sequence)
+            except queue.Empty:
+                pass
+            if ahead and (now := time.monotonic()) >= look_again:
+                due, ahead, look_again = due + ahead, [], now + LOOK_AGAIN_S
+            for sequence in due:
+                if self._is_ahead(sequence):
+                    ahead.append(sequence)
+                else:
+                    self._send(sequence)
+        for sequence in ahead:
+            self._send(sequence)
+
+    def _is_ahead(self, sequence: Sequence) -> bool:
+        """Whether the stream has to wait until postprocessing has had more of its chunks. Its end has not:
+        it is one chunk, and a client that has left makes postprocessing have none."""
+        if not sequence.sent_at or sequence.ending or not sequence.request.in_ensemble:
+            return False
+        return sequence.sent_at - self.seen.newest(sequence.handle) > AHEAD_NS
 
     def _send(self, sequence: Sequence) -> None:
-        chunk = sequence.take()
-        if chunk is not None:
-            self._send_chunk(sequence, chunk)
-        if sequence.failure is not None and not sequence.ended:
-            self.drop(sequence.request, sequence.failure, self._pb.TritonError.INTERNAL)
+        try:
+            chunk = sequence.take()
+            if chunk is not None:
+                self._send_chunk(sequence, chunk)
+            if sequence.failure is not None and not sequence.ended:
+                self.drop(sequence.request, sequence.failure, self._pb.TritonError.INTERNAL)
+        except Exception as error:  # a thread that ends would leave its requests open for ever
+            traceback.print_exc()
+            self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
 
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
-        request = sequence.request
+        request, now = sequence.request, time.monotonic_ns()
         outputs = chunk_outputs(
             sequence.row,
             sequence.place,
             sequence.handle,
+            now,
             chunk,
             sequence.context_ids,
             sequence.cum_log_prob,
@@ -154,8 +184,8 @@ class Responder:
         )
         tensors = [self._pb.Tensor(name, value) for name, value in outputs.items()]
         if not sequence.sent_at:
-            self.seen.forget(sequence.handle)
-        final, now = False, time.monotonic_ns()
+            self.seen.begin(sequence.handle, now)
+        final = False
         if chunk.last:
             request.remaining -= 1
             final = request.remaining == 0

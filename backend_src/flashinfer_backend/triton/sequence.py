@@ -35,6 +35,7 @@ class Sequence:
         self.request, self.row, self.place = request, row, place
         self.handle = 0
         self.ended = False
+        self.ending = False  # its end has arrived
         self.context_ids: list[int] = []  # the last ids that were sent
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
@@ -71,11 +72,13 @@ class Sequence:
         if extras is not None and extras.queue_ns is not None:
             self.timing.queued = extras.queue_ns / 1e9
         self._arrived.append((token, code, extras))
+        self.ending |= code != protocol.RUNNING
         self._wake()
 
     def on_failure(self, message: str, refused: bool) -> None:
         # TensorRT-LLM's wording; the handle is what the engine's log calls the request.
         self.failure = message if refused else FAILED.format(self.handle, message)
+        self.ending = True
         self._wake()
 
     def _wake(self) -> None:
