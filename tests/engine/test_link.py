@@ -119,6 +119,16 @@ def test_cancel_ends_a_sequence(endpoint: Endpoint) -> None:
     assert answer.code == protocol.FINISHED_CANCELLED and len(answer.tokens) < 400
 
 
+def test_cancelling_after_the_link_was_closed_does_nothing(run_dir: Path) -> None:
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+    link.wait_ready()
+    answer = submit(link, 4000)
+    assert answer.started.wait(TIMEOUT_S)
+    link.close()
+    assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
+    link.cancel(answer.handle)
+
+
 def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> None:
     replaced = threading.Event()
     link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_replaced=replaced.set)

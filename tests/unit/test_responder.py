@@ -19,6 +19,7 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.triton import responder
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
 from flashinfer_backend.triton.responder import AHEAD_NS, LOOK_AGAIN_S, OpenRequest, Responder
@@ -178,6 +179,17 @@ def test_streams_that_wait_are_sent_at_the_end(bench: Bench) -> None:
     time.sleep(5 * LOOK_AGAIN_S)
     bench.responder.close()
     assert sender.ids == [[1], [2], [3]]
+
+
+def test_no_stream_waits_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Postprocessing has noted the older of its last two chunks: the stream would wait for a third."""
+    monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    wait_for(sender, [[1], [2], [3]])
 
 
 def test_a_client_of_llm_itself_never_waits(bench: Bench) -> None:

@@ -25,9 +25,9 @@ def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
     return result
 
 
-def of_length(length: int, handle: int) -> Request:
-    params = SamplingParams(max_tokens=8)
-    return Request(handle=handle, prompt=np.zeros(length, np.int32), params=params, max_new=8)
+def of_length(length: int, handle: int, max_new: int = 8) -> Request:
+    params = SamplingParams(max_tokens=max_new)
+    return Request(handle=handle, prompt=np.zeros(length, np.int32), params=params, max_new=max_new)
 
 
 def enter_pages(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
@@ -166,6 +166,27 @@ def test_streams_sit_out_two_steps_at_most_for_long_prompts():
     assert [shape() for _ in range(3)] == [(0, [900]), (0, [1000]), (43, [50])]
     submit(900, 1000, 1000)  # more than a step of streams may have, which is how long they may wait
     assert shape() == (44, [900])
+
+
+def test_streams_that_sat_out_run_for_a_while_before_they_do_so_again():
+    result = scheduler()
+    for handle in range(1, 41):
+        result.submit(of_length(10, handle, max_new=100))
+    result.schedule(in_flight=False)
+    rows = []
+    for handle in range(1000, 1020):
+        result.submit(of_length(1000, handle))
+        rows.append(result.schedule(in_flight=False).num_decode > 0)
+    assert rows == ([False, False] + [True] * 4 + ([False] + [True] * 4) * 4)[:20]
+
+
+def test_prompts_that_the_prefix_cache_has_are_no_reason_to_sit_out():
+    result = scheduler(*[1000] + [10] * 40, reuse=True)
+    while result.prefilling or result.waiting:
+        result.schedule(in_flight=False)
+    result.submit(of_length(1000, 100))
+    plan = result.schedule(in_flight=False)
+    assert (plan.num_decode > 0, plan.prefill_lens.tolist()) == (True, [8])
 
 
 def test_few_streams_and_backlogs_do_not_wait_for_prompts():

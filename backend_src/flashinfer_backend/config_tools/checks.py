@@ -125,7 +125,8 @@ def _check_batches(values: dict[str, str], problems: list[str]) -> None:
     largest = int(values["triton_max_batch_size"])
     for name in ("preferred_batch_size", "llm_preferred_batch_size"):
         too_large = [n for n in values[name].split(",") if int(n) > largest]
-        if too_large:
+        derived = name != "preferred_batch_size" and values[name] == values["preferred_batch_size"]
+        if too_large and not derived:  # one problem is reported once
             problems.append(f"{name}={','.join(too_large)} should be at most triton_max_batch_size={largest}")
     if values["cuda_graph_batch_sizes"] not in ("auto", "none"):
         num_seqs = int(values["max_num_seqs"])

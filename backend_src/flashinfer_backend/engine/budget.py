@@ -17,10 +17,12 @@ FILLED_STEP = 256
 PAUSE_TOKENS = 700  # of prompts, for which decode rows sit a step out
 PAUSE_ROWS = 32  # decode rows; fewer cost such a step nothing
 PAUSES = 2  # steps in a row
+REST = 4  # steps with decode rows for each without
 
 
 class StepBudget:
-    """How many tokens the next step may have, and whether decode rows are in it.
+    """How many tokens the next step may have, and whether decode rows are in it. Asked once a step, in the
+    order begin, tokens, pauses.
 
     A backlog under schedule_policy lof takes at least as many steps as its longest answer has tokens. Prompts
     in the fewest steps would leave many of the later ones nearly empty, so the work is spread over all of
@@ -31,36 +33,41 @@ class StepBudget:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._backlog = False
-        self._paused = 0
+        self._may_pause = False
+        self._owed = 0  # steps with decode rows, for those without
 
-    def pauses(
+    def begin(
         self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
-    ) -> bool:
-        """Whether the rows of `decoding` sit the next step out, so that long prompts have it to themselves.
+    ) -> None:
+        """Looks at what there is before the step's prompts are chosen. decoding: slots, int32 [d]."""
+        spreads = self._config.schedule_policy == "lof" and self._config.enable_chunked_context
+        crowded = len(waiting) > table.free
+        self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
+        rested = self._owed <= (PAUSES - 1) * REST
+        self._may_pause = len(decoding) >= PAUSE_ROWS and rested and not crowded and not self._backlog
+        if self._may_pause:  # but not for more prompts than streams may wait for
+            prompts = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
+            for request in waiting:
+                prompts += len(request.prompt) + len(request.generated)
+                if prompts > self._config.max_num_tokens_while_decoding:
+                    self._may_pause = False
+                    break
+
+    def pauses(self, prompt_tokens: int) -> bool:
+        """Whether the decode rows sit the step out, so that its prompts, with `prompt_tokens` to be computed,
+        have it to themselves.
 
         A prompt that fills a step is a tenth faster without the rows of many streams, and so is the one that
         waits behind it; the streams lose half a decode step. Not for a backlog, which has no hurry.
         """
-        spreads = self._config.schedule_policy == "lof" and self._config.enable_chunked_context
-        crowded = len(waiting) > table.free
-        self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
-        pause = False
-        if len(decoding) >= PAUSE_ROWS and self._paused < PAUSES and not crowded and not self._backlog:
-            prompts = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-            most = self._config.max_num_tokens_while_decoding
-            for request in waiting:
-                prompts += len(request.prompt) + len(request.generated)
-                if prompts > most:
-                    break
-            pause = PAUSE_TOKENS <= prompts <= most
-        self._paused = self._paused + 1 if pause else 0
+        pause = self._may_pause and prompt_tokens >= PAUSE_TOKENS
+        self._owed = self._owed + REST if pause else max(0, self._owed - 1)
         return pause
 
     def tokens(
         self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
     ) -> int:
-        """The most tokens of the step that `pauses` was asked about, with rows of `decoding` (slots, int32
-        [d]) and prompts."""
+        """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
         config = self._config
         limit = config.max_num_tokens
         if not config.enable_chunked_context:

@@ -58,21 +58,19 @@ class Scheduler:
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if pages ran out and the steps
         `in_flight` must be read first (they may free pages; preemption needs all tokens known)."""
-        pause = self._budget.pauses(self.table, self.decoding, self.prefilling, self.waiting)
-        plan = self._schedule(in_flight, NONE if pause else self.decoding)
-        if pause and plan is None:  # the prompts cannot be admitted
-            plan = self._schedule(in_flight, self.decoding)
-        return plan
-
-    def _schedule(self, in_flight: bool, decoding: np.ndarray) -> StepPlan | None:
-        """A step with the decode rows `decoding`: all there are, or none of them."""
+        state = (self.table, self.decoding, self.prefilling, self.waiting)
+        self._budget.begin(*state)
         updates: list[tuple[int, int, int]] = []
-        pages = self._grow_decodes(decoding, in_flight)
+        # Prompts first, as only then it shows what the prefix cache has of them. They take no page that
+        # decode rows need now: admission leaves one for each running sequence, or all that it can need.
+        chunks = self._plan_prefill(self._budget.tokens(*state) - len(self.decoding), updates)
+        pause = self._budget.pauses(sum(length for _, _, length in chunks))
+        pages = self._grow_decodes(NONE if pause else self.decoding, in_flight)
         if pages is None:
+            assert not updates, "a sequence was admitted although pages had run out"
             return None
-        decoding = decoding if not len(decoding) else self.decoding  # one may have been preempted
-        limit = self._budget.tokens(self.table, decoding, self.prefilling, self.waiting)
-        chunks = self._plan_prefill(limit - len(decoding), updates)
+        decoding = NONE if pause else self.decoding
+        chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]  # not what was preempted just now
         if not len(decoding) and not chunks:
             return None
         return self._assemble(decoding, pages, chunks, updates)

@@ -64,7 +64,7 @@ class Endpoint:
         self._on_status, self._on_stop, self._on_replaced = on_status, on_stop, on_replaced
         self._on_server_lost = on_server_lost
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _up and _sinks
+        self._lock = threading.Lock()  # guards _up, _sinks and, beside the thread, _closing
         self._up = False
         self._sinks: dict[int, Sink] = {}
         self._last_id = 0
@@ -107,13 +107,16 @@ class Endpoint:
             self._sinks[local_id] = sink
             shared = handle if share_prompt_with == LEADS else share_prompt_with
             self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, shared)))
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         return handle
 
     def cancel(self, handle: int) -> None:
         """Asks the engine to end a sequence; its sink gets FINISHED_CANCELLED if it still runs."""
-        self._outbox.append(protocol.encode(protocol.Cancel(handle)))
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if self._closing:
+                return  # the link's end is the end of its sequences, and the descriptor may be closed
+            self._outbox.append(protocol.encode(protocol.Cancel(handle)))
+            os.eventfd_write(self._wake, 1)
 
     def tell_stop(self, request_id: str) -> None:
         """Has every stub of the model, this one included, called back with on_stop(request_id)."""
@@ -121,8 +124,9 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends the link; open sequences fail. The engine goes with the last stub of the model."""
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._peers.close()
         self._supervisor.leave()

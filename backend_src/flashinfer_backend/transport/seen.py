@@ -62,7 +62,7 @@ class SeenMarker:
         if times is not None:
             slot = local_id % SLOTS
             times[0, slot] = time.monotonic_ns()
-            # Of two instances that do this at once the older chunk may win: the next one puts it right.
+            # Of two instances that do this at once the older chunk may win, until the next one is seen.
             if sent_ns > times[1, slot]:
                 times[1, slot] = sent_ns
 

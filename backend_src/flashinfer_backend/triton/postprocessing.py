@@ -20,7 +20,7 @@ DEFAULT_LLM_MODEL = "llm"
 
 
 def chunks(inputs: Tensors) -> list[PackedChunk]:
-    """CHUNK, int64 [B, 5 + n], row by row; none where the input is absent.
+    """CHUNK, int64 [B, 6 + n], row by row; none where the input is absent.
 
     Raises ValueError for a malformed one, or one beside other ids.
     """
@@ -31,7 +31,7 @@ def chunks(inputs: Tensors) -> list[PackedChunk]:
         others = " and ".join(sorted(name for name in inputs if name != "CHUNK"))
         raise ValueError(f"CHUNK has ids of its own, so {others} should be left out")
     if values.ndim != 2:
-        raise ValueError(f"CHUNK has shape {list(values.shape)}; it should be [batch, 5 + ids]")
+        raise ValueError(f"CHUNK has shape {list(values.shape)}; it should be [batch, 6 + ids]")
     return [unpack_chunk(row) for row in values]
 
 

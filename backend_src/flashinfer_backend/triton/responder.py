@@ -23,7 +23,8 @@ SENDER_THREADS = 2
 # A server that is slower than the engine would queue ever more chunks before postprocessing, and first tokens
 # behind them. A stream so far ahead of postprocessing waits, and what arrives meanwhile is one chunk.
 AHEAD_NS = 50_000_000
-LOOK_AGAIN_S = 0.005
+MOST_WAIT_NS = 1_000_000_000  # postprocessing may have noted the older of two chunks it had at once
+LOOK_AGAIN_S = 0.01
 UNREAD = (
     "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
     " text_output; request text_output beside the other outputs, or set stream to false"
@@ -142,7 +143,7 @@ class Responder:
                 due.append(sequence)
             except queue.Empty:
                 pass
-            if ahead and (now := time.monotonic()) >= look_again:
+            if ahead and (now := time.monotonic()) >= look_again:  # those that kept up go first
                 due, ahead, look_again = due + ahead, [], now + LOOK_AGAIN_S
             for sequence in due:
                 if self._is_ahead(sequence):
@@ -153,11 +154,12 @@ class Responder:
             self._send(sequence)
 
     def _is_ahead(self, sequence: Sequence) -> bool:
-        """Whether the stream has to wait until postprocessing has had more of its chunks. Its end has not:
-        it is one chunk, and a client that has left makes postprocessing have none."""
+        """Whether the stream has to wait until postprocessing has had more of its chunks. A stream that has
+        ended does not wait: postprocessing gets no chunk of a client that has left."""
         if not sequence.sent_at or sequence.ending or not sequence.request.in_ensemble:
             return False
-        return sequence.sent_at - self.seen.newest(sequence.handle) > AHEAD_NS
+        is_ahead = sequence.sent_at - self.seen.newest(sequence.handle) > AHEAD_NS
+        return is_ahead and time.monotonic_ns() - sequence.sent_at < MOST_WAIT_NS
 
     def _send(self, sequence: Sequence) -> None:
         try:
