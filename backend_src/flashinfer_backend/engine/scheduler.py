@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses what each step computes: decodes first, then prompt chunks in order of admission.
+"""Chooses what each step computes: decodes, and prompt chunks in order of admission.
 
 The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one
 token. A sequence that turns out to have ended leaves through `release`, and the rows that were
