@@ -168,6 +168,14 @@ def test_streams_sit_out_two_steps_at_most_for_long_prompts():
     assert shape() == (44, [900])
 
 
+def test_streams_do_not_sit_out_while_more_than_a_step_of_a_prompt_is_left():
+    result = scheduler(*[10] * 40)
+    result.schedule(in_flight=False)
+    result.submit(of_length(4090, 99))
+    rows = [result.schedule(in_flight=False).num_decode for _ in range(2)]
+    assert rows == [40, 40]
+
+
 def test_streams_that_sat_out_run_for_a_while_before_they_do_so_again():
     result = scheduler()
     for handle in range(1, 41):

@@ -21,8 +21,8 @@ REST = 4  # steps with decode rows for each without
 
 
 class StepBudget:
-    """How many tokens the next step may have, and whether decode rows are in it. Asked once a step, in the
-    order begin, tokens, pauses.
+    """How many tokens the next step may have, and whether decode rows are in it. Each is asked once a step,
+    `tokens` before `pauses`.
 
     A backlog under schedule_policy lof takes at least as many steps as its longest answer has tokens. Prompts
     in the fewest steps would leave many of the later ones nearly empty, so the work is spread over all of
@@ -36,39 +36,23 @@ class StepBudget:
         self._may_pause = False
         self._owed = 0  # steps with decode rows, for those without
 
-    def begin(
-        self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
-    ) -> None:
-        """Looks at what there is before the step's prompts are chosen. decoding: slots, int32 [d]."""
-        spreads = self._config.schedule_policy == "lof" and self._config.enable_chunked_context
-        crowded = len(waiting) > table.free
-        self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
-        rested = self._owed <= (PAUSES - 1) * REST
-        self._may_pause = len(decoding) >= PAUSE_ROWS and rested and not crowded and not self._backlog
-        if self._may_pause:  # but not for more prompts than streams may wait for
-            prompts = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-            for request in waiting:
-                prompts += len(request.prompt) + len(request.generated)
-                if prompts > self._config.max_num_tokens_while_decoding:
-                    self._may_pause = False
-                    break
-
-    def pauses(self, prompt_tokens: int) -> bool:
-        """Whether the decode rows sit the step out, so that its prompts, with `prompt_tokens` to be computed,
-        have it to themselves.
-
-        A prompt that fills a step is a tenth faster without the rows of many streams, and so is the one that
-        waits behind it; the streams lose half a decode step. Not for a backlog, which has no hurry.
-        """
-        pause = self._may_pause and prompt_tokens >= PAUSE_TOKENS
-        self._owed = self._owed + REST if pause else max(0, self._owed - 1)
-        return pause
-
     def tokens(
         self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
     ) -> int:
         """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
         config = self._config
+        crowded = len(waiting) > table.free
+        spreads = config.schedule_policy == "lof" and config.enable_chunked_context
+        self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
+        rested = self._owed <= (PAUSES - 1) * REST
+        begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
+        self._may_pause = (
+            len(decoding) >= PAUSE_ROWS
+            and rested
+            and not (crowded or self._backlog)
+            # Nor for more prompts than streams may wait for.
+            and not _exceed(waiting, config.max_num_tokens_while_decoding, begun)
+        )
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
             return limit
@@ -83,6 +67,17 @@ class StepBudget:
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(FILLED_STEP, -(-work // steps)))
 
+    def pauses(self, prompt_tokens: int) -> bool:
+        """Whether the decode rows sit the step out, so that its prompts, with `prompt_tokens` to be computed,
+        have it to themselves.
+
+        A prompt that fills a step is a tenth faster without the rows of many streams, and so is the one that
+        waits behind it; the streams lose half a decode step. Not for a backlog, which has no hurry.
+        """
+        pause = self._may_pause and prompt_tokens >= PAUSE_TOKENS
+        self._owed = self._owed + REST if pause else max(0, self._owed - 1)
+        return pause
+
 
 def joins(config: EngineConfig, waiting: WaitingQueue, together: int, tokens: int) -> bool:
     """Whether a prompt with `tokens` to compute should share a step that has `together` already.
@@ -92,5 +87,10 @@ def joins(config: EngineConfig, waiting: WaitingQueue, together: int, tokens: in
     """
     if not together or together + tokens <= PROMPTS_TOGETHER:
         return True
-    backlog = itertools.accumulate(len(r.prompt) + len(r.generated) for r in waiting)
-    return any(total > config.max_num_tokens for total in backlog)
+    return _exceed(waiting, config.max_num_tokens)
+
+
+def _exceed(waiting: WaitingQueue, limit: int, begun: int = 0) -> bool:
+    """Whether the prompts that wait, and `begun` tokens of others, are more than `limit`."""
+    lengths = (len(r.prompt) + len(r.generated) for r in waiting)
+    return any(total > limit for total in itertools.accumulate(lengths, initial=begun))

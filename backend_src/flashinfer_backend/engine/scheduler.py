@@ -58,12 +58,11 @@ class Scheduler:
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if pages ran out and the steps
         `in_flight` must be read first (they may free pages; preemption needs all tokens known)."""
-        state = (self.table, self.decoding, self.prefilling, self.waiting)
-        self._budget.begin(*state)
+        limit = self._budget.tokens(self.table, self.decoding, self.prefilling, self.waiting)
         updates: list[tuple[int, int, int]] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no page that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
-        chunks = self._plan_prefill(self._budget.tokens(*state) - len(self.decoding), updates)
+        chunks = self._plan_prefill(limit - len(self.decoding), updates)
         pause = self._budget.pauses(sum(length for _, _, length in chunks))
         pages = self._grow_decodes(NONE if pause else self.decoding, in_flight)
         if pages is None:
