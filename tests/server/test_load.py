@@ -79,7 +79,7 @@ def test_a_stream_does_not_run_ahead_of_postprocessing(server: Server) -> None:
 
     stubs = server.matching("/postprocessing/1/model.py")
     assert stubs
-    with post(server, "ensemble/generate_stream", body).makefile("rb") as client:
+    with post(server, "ensemble/generate_stream", body) as connection, connection.makefile("rb") as client:
         for _ in range(20):
             assert next_event(client)
         try:

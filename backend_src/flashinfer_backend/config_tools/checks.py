@@ -122,20 +122,21 @@ def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: 
 
 
 def _check_batches(values: dict[str, str], problems: list[str]) -> None:
-    largest = int(values["triton_max_batch_size"])
-    for name in ("preferred_batch_size", "llm_preferred_batch_size"):
-        too_large = [n for n in values[name].split(",") if int(n) > largest]
-        derived = name != "preferred_batch_size" and values[name] == values["preferred_batch_size"]
-        if too_large and not derived:  # one problem is reported once
-            problems.append(f"{name}={','.join(too_large)} should be at most triton_max_batch_size={largest}")
+    _check_sizes("preferred_batch_size", "triton_max_batch_size", values, problems)
+    if values["llm_preferred_batch_size"] != values["preferred_batch_size"]:  # else it is reported already
+        _check_sizes("llm_preferred_batch_size", "triton_max_batch_size", values, problems)
     if values["cuda_graph_batch_sizes"] not in ("auto", "none"):
-        num_seqs = int(values["max_num_seqs"])
-        too_large = [n for n in values["cuda_graph_batch_sizes"].split(",") if int(n) > num_seqs]
-        if too_large:
-            problems.append(
-                f"cuda_graph_batch_sizes={','.join(too_large)} should be at most max_num_seqs={num_seqs}: "
-                "larger batches do not occur"
-            )
+        reason = ": larger batches do not occur"
+        _check_sizes("cuda_graph_batch_sizes", "max_num_seqs", values, problems, reason)
+
+
+def _check_sizes(
+    name: str, limit: str, values: dict[str, str], problems: list[str], reason: str = ""
+) -> None:
+    largest = int(values[limit])
+    too_large = [size for size in values[name].split(",") if int(size) > largest]
+    if too_large:
+        problems.append(f"{name}={','.join(too_large)} should be at most {limit}={largest}{reason}")
 
 
 def _check_device(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:

@@ -56,8 +56,8 @@ def chunk_outputs(
     """Tensors by output name, each with a leading batch dimension of 1; only those which are `wanted`.
 
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
-    row excludes it. `now`: time.monotonic_ns(). `context_ids`: ids sent
-    before. `cum_log_prob`: sum over the sequence so far.
+    row excludes it. `now`: time.monotonic_ns(). `context_ids`: ids sent before. `cum_log_prob`: sum over the
+    sequence so far.
     """
     ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
     if not row.streaming:

@@ -35,7 +35,6 @@ class Sequence:
         self.request, self.row, self.place = request, row, place
         self.handle = 0
         self.ended = False
-        self.ending = False  # its end has arrived
         self.context_ids: list[int] = []  # the last ids that were sent
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
@@ -72,14 +71,18 @@ class Sequence:
         if extras is not None and extras.queue_ns is not None:
             self.timing.queued = extras.queue_ns / 1e9
         self._arrived.append((token, code, extras))
-        self.ending |= code != protocol.RUNNING
         self._wake()
 
     def on_failure(self, message: str, refused: bool) -> None:
         # TensorRT-LLM's wording; the handle is what the engine's log calls the request.
         self.failure = message if refused else FAILED.format(self.handle, message)
-        self.ending = True
         self._wake()
+
+    @property
+    def ending(self) -> bool:
+        """Whether its end has arrived, but was not taken yet. For the sender thread."""
+        arrived_end = bool(self._arrived) and self._arrived[-1][1] != protocol.RUNNING
+        return arrived_end or self.failure is not None
 
     def _wake(self) -> None:
         if not self._scheduled:
