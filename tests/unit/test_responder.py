@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of sequences to responses: order, merging, stop words, ends. Only Triton itself is replaced."""
 
+# ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from responder_bench import FINAL, TIMEOUT_S, Bench, Error, bench, feed, row
 
 from flashinfer_backend.paths import resolve_model_dir
 from flashinfer_backend.text.chunk import unpack_chunk
@@ -19,103 +19,14 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
-from flashinfer_backend.triton import responder
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.responder import AHEAD_NS, LOOK_AGAIN_S, OpenRequest, Responder
 from flashinfer_backend.triton.sequence import Sequence
-
-TIMEOUT_S = 20
-OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
-FINAL = 1
-
-
-class Tensor:
-    def __init__(self, name: str, value: np.ndarray) -> None:
-        self.name, self.value = name, value
-
-
-class Error:
-    INTERNAL, UNAVAILABLE, INVALID_ARG = "internal", "unavailable", "invalid"
-
-    def __init__(self, message: str, code: str) -> None:
-        self.message, self.code = message, code
-
-
-class Sender:
-    """A response sender that can be held up, as a busy server would."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[dict[str, np.ndarray], int, Error | None]] = []
-        self.free, self.ended = threading.Event(), threading.Event()
-        self.entered = threading.Event()
-        self.free.set()
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        assert not self.ended.is_set(), "a response after the final one"
-        self.entered.set()
-        assert self.free.wait(TIMEOUT_S)
-        tensors = {tensor.name: tensor.value for tensor in response.tensors}
-        self.sent.append((tensors, flags, response.error))
-        if flags == FINAL:
-            self.ended.set()
-
-    @property
-    def ids(self) -> list[list[int]]:
-        return [tensors["output_ids"].flatten().tolist() for tensors, _, error in self.sent if error is None]
-
-
-class Bench:
-    """A responder whose engine is the test."""
-
-    def __init__(self) -> None:
-        pb_utils = SimpleNamespace(
-            Tensor=Tensor,
-            TritonError=Error,
-            TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
-            InferenceResponse=lambda output_tensors, error=None: SimpleNamespace(
-                tensors=output_tensors, error=error
-            ),
-        )
-        self.cancelled: list[int] = []
-        self.responder = Responder(pb_utils)
-        nothing = lambda *_: None  # noqa: E731
-        self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
-        self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
-        newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
-        self.responder.seen = SimpleNamespace(begin=nothing, newest=newest)  # type: ignore[assignment]
-        self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
-
-    def open(self, *rows: Row, request_id: str = "") -> tuple[Sender, OpenRequest]:
-        sender = Sender()
-        request, schedule = self.responder.open(sender, request_id, OUTPUTS)
-        for index, row in enumerate(rows):
-            place = Place(batch_index=index if len(rows) > 1 else None)
-            request.sequences.append(Sequence(request, row, place, schedule))
-            request.sequences[-1].handle = 100 + index
-        request.remaining = len(rows)
-        return sender, request
-
-
-@pytest.fixture
-def bench() -> Any:
-    made = Bench()
-    yield made
-    made.responder.close()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
     return TextTokenizer(resolve_model_dir("bundled"))
-
-
-def row(streaming: bool = True, **more: Any) -> Row:
-    return Row(np.array([7, 8], np.int32), SamplingParams(max_tokens=9), streaming=streaming, **more)
-
-
-def feed(sequence: Sequence, *tokens: int, end: int = protocol.RUNNING) -> None:
-    for n, token in enumerate(tokens, start=1):
-        sequence.on_token(token, end if n == len(tokens) else protocol.RUNNING, None)
 
 
 def test_tokens_that_arrive_while_a_response_is_sent_go_out_together(bench: Bench) -> None:
@@ -131,73 +42,6 @@ def test_tokens_that_arrive_while_a_response_is_sent_go_out_together(bench: Benc
     last, flags, _ = sender.sent[-1]
     assert flags == FINAL and last["finish_reason"].item() == b"length"
     assert not bench.responder.open_requests()
-
-
-def wait_for(sender: Sender, ids: list[list[int]]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while sender.ids != ids and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert sender.ids == ids
-
-
-def run_ahead(bench: Bench, sender: Sender, sequence: Sequence) -> None:
-    """Two chunks, of which postprocessing had the first only, and then a pause."""
-    feed(sequence, 1)
-    wait_for(sender, [[1]])
-    bench.seen_ns = time.monotonic_ns()
-    time.sleep(2 * AHEAD_NS / 1e9)
-    feed(sequence, 2)
-    wait_for(sender, [[1], [2]])
-
-
-def test_a_stream_ahead_of_postprocessing_waits_and_goes_on_with_one_chunk(bench: Bench) -> None:
-    sender, request = bench.open(row())
-    run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3, 4)
-    feed(request.sequences[0], 5)
-    time.sleep(5 * LOOK_AGAIN_S)
-    assert sender.ids == [[1], [2]]
-    bench.seen_ns = None
-    wait_for(sender, [[1], [2], [3, 4, 5]])
-    feed(request.sequences[0], 6)
-    wait_for(sender, [[1], [2], [3, 4, 5], [6]])
-
-
-def test_the_end_of_a_stream_does_not_wait_for_postprocessing(bench: Bench) -> None:
-    sender, request = bench.open(row())
-    run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    feed(request.sequences[0], protocol.NO_TOKEN, end=protocol.FINISHED_CANCELLED)
-    assert sender.ended.wait(TIMEOUT_S)
-    assert sender.ids == [[1], [2], [3]]
-
-
-def test_streams_that_wait_are_sent_at_the_end(bench: Bench) -> None:
-    sender, request = bench.open(row())
-    run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    time.sleep(5 * LOOK_AGAIN_S)
-    bench.responder.close()
-    assert sender.ids == [[1], [2], [3]]
-
-
-def test_no_stream_waits_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Postprocessing has noted the older of its last two chunks: the stream would wait for a third."""
-    monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
-    sender, request = bench.open(row())
-    run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    time.sleep(5 * LOOK_AGAIN_S)
-    assert sender.ids == [[1], [2]]
-    wait_for(sender, [[1], [2], [3]])
-
-
-def test_a_client_of_llm_itself_never_waits(bench: Bench) -> None:
-    sender, request = bench.open(row())
-    request.in_ensemble = False
-    run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    wait_for(sender, [[1], [2], [3]])
 
 
 def test_each_chunk_carries_the_ids_before_it(bench: Bench) -> None:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A responder whose engine, server and postprocessing are the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.triton.outputs import Place
+from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton.responder import OpenRequest, Responder
+from flashinfer_backend.triton.sequence import Sequence
+
+TIMEOUT_S = 20
+OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
+FINAL = 1
+
+
+class Tensor:
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self.name, self.value = name, value
+
+
+class Error:
+    INTERNAL, UNAVAILABLE, INVALID_ARG = "internal", "unavailable", "invalid"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class Sender:
+    """A response sender that can be held up, as a busy server would."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, np.ndarray], int, Error | None]] = []
+        self.free, self.ended = threading.Event(), threading.Event()
+        self.entered = threading.Event()
+        self.free.set()
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        assert not self.ended.is_set(), "a response after the final one"
+        self.entered.set()
+        assert self.free.wait(TIMEOUT_S)
+        tensors = {tensor.name: tensor.value for tensor in response.tensors}
+        self.sent.append((tensors, flags, response.error))
+        if flags == FINAL:
+            self.ended.set()
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [tensors["output_ids"].flatten().tolist() for tensors, _, error in self.sent if error is None]
+
+
+class Bench:
+    """A responder whose engine is the test."""
+
+    def __init__(self) -> None:
+        pb_utils = SimpleNamespace(
+            Tensor=Tensor,
+            TritonError=Error,
+            TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+            InferenceResponse=lambda output_tensors, error=None: SimpleNamespace(
+                tensors=output_tensors, error=error
+            ),
+        )
+        self.cancelled: list[int] = []
+        self.responder = Responder(pb_utils)
+        nothing = lambda *_: None  # noqa: E731
+        self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
+        self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
+        newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
+        self.responder.seen = SimpleNamespace(begin=nothing, newest=newest)  # type: ignore[assignment]
+        self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
+
+    def open(self, *rows: Row, request_id: str = "") -> tuple[Sender, OpenRequest]:
+        sender = Sender()
+        request, schedule = self.responder.open(sender, request_id, OUTPUTS)
+        for index, row in enumerate(rows):
+            place = Place(batch_index=index if len(rows) > 1 else None)
+            request.sequences.append(Sequence(request, row, place, schedule))
+            request.sequences[-1].handle = 100 + index
+        request.remaining = len(rows)
+        return sender, request
+
+
+@pytest.fixture
+def bench() -> Any:
+    made = Bench()
+    yield made
+    made.responder.close()
+
+
+def row(streaming: bool = True, **more: Any) -> Row:
+    return Row(np.array([7, 8], np.int32), SamplingParams(max_tokens=9), streaming=streaming, **more)
+
+
+def feed(sequence: Sequence, *tokens: int, end: int = protocol.RUNNING) -> None:
+    for n, token in enumerate(tokens, start=1):
+        sequence.on_token(token, end if n == len(tokens) else protocol.RUNNING, None)
