@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from flashinfer_backend.config_tools import checks, cli, patch
-from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, Knob
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, REPORT_OUTPUTS, Knob
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.engine.config import EngineConfig, resolve_limits
@@ -29,6 +29,8 @@ def read(repo: Path, model: str) -> Any:
 
 def get_field(config: Any, field: str) -> str:
     """What a knob's place holds, read independently of patch.set_field."""
+    if field == REPORT_OUTPUTS:
+        return "true" if "cum_log_probs" in {output.name for output in config.output} else "false"
     group, _, name = field.partition(".")
     if group == "parameters":
         assert name in config.parameters
@@ -110,6 +112,23 @@ def test_batches_of_llm_may_be_smaller(build, tmp_path):
     assert build("--set", "llm_preferred_batch_size=1")[0] == 0
     for model, sizes in (("preprocessing", [256]), ("llm", [1])):
         assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == sizes
+
+
+def test_ensemble_without_report_outputs(build, tmp_path):
+    assert build("--set", "ensemble_report_outputs=false")[0] == 0
+    kept = [
+        "text_output", "finish_reason", "batch_index", "sequence_index", "num_input_tokens",
+        "num_output_tokens",
+    ]  # fmt: skip
+    ensemble = read(tmp_path / "repo", "ensemble")
+    assert [output.name for output in ensemble.output] == kept
+    pre, llm, post = ensemble.ensemble_scheduling.step
+    assert sorted(llm.output_map.values()) == sorted({*kept, "_CHUNK"} - {"text_output"})
+    assert dict(post.output_map) == {"OUTPUT": "text_output"}
+    template = read(MODEL_REPO, "ensemble")
+    assert ensemble.input == template.input
+    assert pre == template.ensemble_scheduling.step[0]
+    assert llm.input_map == template.ensemble_scheduling.step[1].input_map
 
 
 def test_names_and_spellings_of_tensorrt_llm(build, tmp_path, checkpoint):
@@ -287,8 +306,11 @@ def test_values_are_read_back_and_nothing_else_changes(texts):
     for knob in KNOBS:
         for model, field in knob.places:
             assert get_field(configs[model], field) == values[knob.name]
+    templates = patch.load_templates(MODEL_REPO)
+    if values["ensemble_report_outputs"] == "false":  # what was dropped does not come back
+        patch.apply(templates, complete({"ensemble_report_outputs": "false"}), "llm")
     patch.apply(configs, complete({}), "llm")
-    assert configs == patch.load_templates(MODEL_REPO)
+    assert configs == templates
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

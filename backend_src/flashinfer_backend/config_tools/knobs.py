@@ -22,6 +22,7 @@ FALSE_WORDS = ("False", "false", "FALSE", "0")
 
 INT32_MAX = 2**31 - 1
 BATCHING = "dynamic_batching"
+REPORT_OUTPUTS = "report_outputs"
 
 Kind = Literal["int", "float", "bool", "choice", "sizes", "path"]
 
@@ -32,7 +33,8 @@ class Knob:
 
     default: the value as build.py writes it, or "auto" where that is among `words`.
     places: (model, field) pairs; a field is a dotted path into ModelConfig, where `parameters.x` is the
-        string parameter x and a repeated message stands for its first element.
+        string parameter x and a repeated message stands for its first element. REPORT_OUTPUTS is no field:
+        patch.py drops these outputs.
     words: values accepted as they are. For a choice, all of them.
     low, high: bounds, both included, of an int, a float or each of sizes.
     aliases: other names that TensorRT-LLM has for it.
@@ -206,6 +208,11 @@ KNOBS: tuple[Knob, ...] = (
     _engine(
         "exclude_input_in_output", "false", "bool", in_trt=True,
         meaning="answers which are not streamed leave the prompt out, unless the request says otherwise",
+    ),
+    Knob(
+        "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
+        meaning="false = the ensemble lacks the outputs of log probs, logits and perf metrics, and requests "
+        "that ask for one are refused: each costs tritonserver time and memory in every chunk, there or not",
     ),
     _engine(
         "guided_decoding_backend", "xgrammar", "choice", words=("xgrammar", "none"), in_trt=True,

@@ -11,8 +11,13 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 from tritonclient.grpc import model_config_pb2
 
-from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, POST
+from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, POST, REPORT_OUTPUTS
 
+# The ensemble's outputs that say what a response is about; the others report beside the text.
+_ANSWER_OUTPUTS = (
+    *("text_output", "finish_reason", "batch_index", "sequence_index"),
+    *("num_input_tokens", "num_output_tokens"),
+)
 HEADER = """\
 # Generated; edit the knobs, not this file: the next build refuses to overwrite a changed one.
 #   {command}
@@ -33,12 +38,26 @@ def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str) -> Non
     """Set every knob of a complete set of values in the ModelConfigs, and the llm model's name, in place."""
     for knob in KNOBS:
         for model, field in knob.places:
-            set_field(configs[model], field, values[knob.name])
+            if field != REPORT_OUTPUTS:
+                set_field(configs[model], field, values[knob.name])
+            elif values[knob.name] == "false":
+                _drop_report_outputs(configs[model])
     configs[LLM].name = llm_name
     set_field(configs[POST], "parameters.llm_model_name", llm_name)
     for step in configs["ensemble"].ensemble_scheduling.step:
         if step.model_name == LLM:
             step.model_name = llm_name
+
+
+def _drop_report_outputs(ensemble: Any) -> None:
+    """Leave out of the ensemble what none but reports need: outputs, and what llm's are mapped to them."""
+    dropped = {output.name for output in ensemble.output} - set(_ANSWER_OUTPUTS)
+    kept = [output for output in ensemble.output if output.name not in dropped]
+    del ensemble.output[:]
+    ensemble.output.extend(kept)
+    for step in ensemble.ensemble_scheduling.step:
+        for name in [name for name, tensor in step.output_map.items() if tensor in dropped]:
+            del step.output_map[name]
 
 
 def set_field(config: Any, field: str, text: str) -> None:

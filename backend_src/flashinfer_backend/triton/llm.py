@@ -21,7 +21,7 @@ from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
-from flashinfer_backend.triton.outputs import Place
+from flashinfer_backend.triton.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
 from flashinfer_backend.triton.reload import reload
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
@@ -119,9 +119,9 @@ class TritonPythonModel:
             return
         _check_type(request.parameters())
         rows = parse_request(tensors, self._limits)
-        opened, schedule = self._responder.open(
-            sender, request.request_id(), set(request.requested_output_names())
-        )
+        wanted = set(request.requested_output_names())
+        refuse_unmapped(rows, wanted)
+        opened, schedule = self._responder.open(sender, request.request_id(), wanted)
         for index, row in enumerate(rows):
             for number in range(row.num_return_sequences):
                 place = Place(

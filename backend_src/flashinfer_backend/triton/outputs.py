@@ -43,6 +43,28 @@ class Place:
     sequence_index: int | None = None
 
 
+def refuse_unmapped(rows: list[Row], wanted: Container[str]) -> None:
+    """Raises ValueError if a row asks for an output that the ensemble has not: build.py can leave it out.
+
+    An ensemble asks for all that it has, and it alone for `chunk`. Direct clients choose for themselves.
+    """
+    if "chunk" not in wanted:
+        return
+    for row in rows:
+        asked = {
+            "return_log_probs": (row.params.log_probs, "output_log_probs"),
+            "return_context_logits": (row.params.context_logits, "context_logits"),
+            "return_generation_logits": (row.params.generation_logits, "generation_logits"),
+            "return_perf_metrics": (row.params.perf_metrics, "arrival_time_ns"),
+        }
+        for name, (flag, output) in asked.items():
+            if flag and output not in wanted:
+                raise ValueError(
+                    f"{name} is true, but this ensemble has no output {output}; leave it out, or build the"
+                    " model repository with ensemble_report_outputs true"
+                )
+
+
 def chunk_outputs(
     row: Row,
     place: Place,
