@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 HEADS = [(32, 8, 128), (28, 4, 128), (16, 8, 128), (32, 32, 128), (32, 8, 64)]
-TOKENS = [1, 3, 8, 16, 17, 33, 64, 65, 128, 200, 256, 1000]
+TOKENS = [1, 3, 8, 16, 17, 33, 64, 65, 96, 128, 200, 256, 272, 1000]
 
 
 @pytest.fixture
@@ -140,3 +140,16 @@ def test_sample_breaks_ties_towards_the_lowest_id(ops):
     logits[1, 70000:] = 1
     zeros = torch.zeros(2, device="cuda")
     assert ops.sample(logits, zeros, zeros.long(), zeros.int()).tolist() == [0, 70000]
+
+
+def test_interface_to_cublas_is_put_back():
+    from flashinfer_backend.ops import cublas
+
+    before = torch.backends.cuda.preferred_blas_library()
+    weight = torch.empty(4096, 4096, device="meta")
+    with pytest.raises(ZeroDivisionError), cublas.library(weight, 96):
+        assert torch.backends.cuda.preferred_blas_library() != before
+        raise ZeroDivisionError
+    assert torch.backends.cuda.preferred_blas_library() == before
+    with cublas.library(weight, 128):
+        assert torch.backends.cuda.preferred_blas_library() == before

@@ -2,8 +2,8 @@
 """The model's operations on CUDA (bfloat16 or float16): names and signatures of ops.torch_ops.
 
 Few tokens take the Triton products of triton_linear where tilings.py has an entry; beyond, the gate and up
-products have a kernel of their own on Hopper. The rest is cuBLAS through torch with FlashInfer's norm and
-activation.
+products have a kernel of their own on Hopper. The rest is cuBLAS through torch (cublas.py chooses how) with
+FlashInfer's norm and activation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import flashinfer
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import gated_linear
+from flashinfer_backend.ops import cublas, gated_linear
 from flashinfer_backend.ops.tilings import Product, choose
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
@@ -40,7 +40,9 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     product: Product = "wide" if weight.shape[0] < 32768 else "output"
     tiling = choose(product, x.shape[0], weight)
     if tiling is None:
-        return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+        normed = rms_norm(x, norm_weight, eps)
+        with cublas.library(weight, x.shape[0]):
+            return F.linear(normed, weight, bias)
     if tiling.fuse_norm:
         return linear(x, weight, tiling, norm_weight, eps, bias)
     return linear(rms_norm(x, norm_weight, eps), weight, tiling, bias=bias)
@@ -53,7 +55,8 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """
     tiling = choose("long" if weight.shape[1] >= 2 * weight.shape[0] else "square", x.shape[0], weight)
     if tiling is None:
-        return residual.addmm_(x, weight.t())
+        with cublas.library(weight, x.shape[0]):
+            return residual.addmm_(x, weight.t())
     return linear(x, weight, tiling, residual=residual)
 
 
