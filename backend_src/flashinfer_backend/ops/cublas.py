@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of cuBLAS's two interfaces a product takes: each picks kernels by rules of its own.
 
-Neither is the better one, so this is a table of what measured faster, for the products of Llama-3.1-8B's shape
-that triton_linear.py and gated_linear.py leave to cuBLAS (docs/performance.md). Other shapes take PyTorch's
-default.
+Neither is the better one, so this is a table of what measured faster, for the products of Llama-3.1-8B's
+shape that triton_linear.py and gated_linear.py leave to cuBLAS (perf_configs/kernels/bench_cublas.py measures
+it, docs/performance.md has the times). Other shapes take PyTorch's default.
 """
 
 from __future__ import annotations
