@@ -35,7 +35,8 @@ def takes_lt(rows: int, inner: int, tokens: int) -> bool:
 @contextmanager
 def library(weight: Tensor, tokens: int) -> Iterator[None]:
     """Products of `tokens` rows with weight[N, K] inside the block use the faster interface."""
-    if not takes_lt(*weight.shape, tokens):
+    rows, inner = weight.shape
+    if not takes_lt(rows, inner, tokens):
         yield
         return
     before = torch.backends.cuda.preferred_blas_library()
