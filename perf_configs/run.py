@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--profile", type=Path, default=ROOT / "perf_configs/profiles/h200-8b.toml")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
     p.add_argument("--port", type=int, default=8300, help="HTTP port; the next two are used as well")
-    p.add_argument("--time-limit", type=float, default=570.0, help="seconds for the whole call")
+    p.add_argument("--time-limit", type=float, default=1800.0, help="seconds for the whole call")
     p.add_argument("--workers", type=int, default=0, help="load generator processes (default: by cores)")
     p.add_argument(
         "--check-tokens", action="store_true", help="count every token of ours while measuring, too"

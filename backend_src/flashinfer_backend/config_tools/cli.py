@@ -39,7 +39,10 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     files = patch.render(model_repo, values, args.llm_name, command)
     if args.diff:
         defaults = patch.render(model_repo, settings.complete({}), LLM, "python3 build.py")
-        print(output.diff(args.output, defaults, files, args.llm_name), end="")
+        changes = output.diff(args.output, defaults, files, args.llm_name)
+        print(changes, end="")
+        if not changes:
+            print("build.py: nothing would change", file=sys.stderr)
     else:
         try:
             output.replace_folder(args.output, output.with_record(files, command, args.llm_name))

@@ -274,8 +274,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     # Polling.
     _engine(
-        "cancellation_check_period_ms", "100", "int", low=1, high=60000, in_trt=True,
-        meaning="how often requests are asked whether their client has gone",
+        "cancellation_check_period_ms", "100", "int", low=0, high=60000, in_trt=True,
+        meaning="how often requests are asked whether their client has gone; 0 = never",
     ),
     _engine(
         "stats_check_period_ms", "100", "int", low=1, high=60000, in_trt=True,
