@@ -104,6 +104,17 @@ def test_full_queue_is_refused(checkpoint, tmp_path):
         assert client.failure[ids[3]].refused
 
 
+def test_a_burst_that_finds_slots_is_not_refused(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_num_seqs=8, max_queue_size=2)
+    with serve(core, tmp_path) as client:
+        ids = [client.submit([5, 6, 7], LONG) for _ in range(12)]
+        client.wait(ids[10:])  # eight run, two wait
+        assert sorted(client.failure) == ids[10:]
+        for i in ids[:10]:
+            client.cancel(i)
+        client.wait(ids)
+
+
 def test_status_counts_pages_and_requests(checkpoint, tmp_path):
     core = start_core(checkpoint, enable_kv_cache_reuse=False)
     with serve(core, tmp_path, wants_status=True) as client:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashinfer_backend.engine import budget
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.pages import PageAllocator
 from flashinfer_backend.engine.request import Request
@@ -146,6 +147,39 @@ def test_a_spread_backlog_has_no_step_with_less_than_fills_the_device():
     # Nothing is spread where every request has a slot.
     steps = tokens_of_steps(lengths, max_num_seqs=512, max_num_tokens=4096, schedule_policy="lof")
     assert steps[0] == 4096
+
+
+def test_steady_arrivals_are_not_spread_but_take_every_slot():
+    slots, clients = 320, 330
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_num_seqs=slots, schedule_policy="lof")
+    result = Scheduler(config, PageAllocator(65536, 16, reuse=False))
+    random = np.random.default_rng(0)
+    sent = 0
+
+    def submit() -> None:
+        nonlocal sent
+        sent += 1
+        result.submit(of_length(int(random.integers(100, 300)), sent, int(random.integers(100, 800))))
+
+    for _ in range(clients):
+        submit()
+    rows = []
+    for _ in range(budget.GATHERING + 1500):
+        plan = result.schedule(in_flight=False)
+        rows.append(plan.num_decode)
+        ended = accept(result.table, plan, np.zeros(len(plan.sample_slots), np.int32))
+        for slot in ended.slots[ended.codes != RUNNING].tolist():
+            result.release(result.table.requests[slot])
+            submit()
+    assert np.mean(rows[-1000:]) > 0.97 * slots
+    for request in list(result.requests.values()):
+        result.release(request)
+    assert result.schedule(in_flight=False) is None
+    for _ in range(3 * slots):  # a batch that comes when all is done is spread again
+        submit()
+    result.schedule(in_flight=False)
+    limit = config.max_num_tokens_while_decoding
+    assert all(result.schedule(in_flight=False).num_tokens < limit / 2 for _ in range(3))
 
 
 def test_streams_sit_out_two_steps_at_most_for_long_prompts():

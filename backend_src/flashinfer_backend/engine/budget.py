@@ -14,6 +14,7 @@ from flashinfer_backend.engine.waiting import WaitingQueue
 PROMPTS_TOGETHER = 1024  # tokens
 # Fewer tokens leave the device waiting for its weights; from here on a step's time grows with its tokens.
 FILLED_STEP = 256
+GATHERING = 512  # steps from a backlog's beginning in which its requests may still arrive
 PAUSE_TOKENS = 700  # of prompts, for which decode rows sit a step out
 PAUSE_ROWS = 32  # decode rows; fewer cost such a step nothing
 PAUSES = 2  # steps in a row
@@ -28,11 +29,17 @@ class StepBudget:
     in the fewest steps would leave many of the later ones nearly empty, so the work is spread over all of
     them: the same number of tokens in each, but no fewer than fill the device. A backlog begins with more
     requests than there are slots and ends when none waits.
+
+    That is for a batch, whose work is all known. Where requests go on arriving, those steps never come:
+    every slot is wanted now, and nothing is spread any more until all is done.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._backlog = False
+        self._age = 0  # steps since the first backlog after there was nothing to do
+        self._fed = False  # whether requests arrived later than those of a batch do
+        self._arrived = 0  # requests, by the last step
         self._may_pause = False
         self._owed = 0  # steps with decode rows, for those without
 
@@ -42,7 +49,8 @@ class StepBudget:
         """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
         config = self._config
         crowded = len(waiting) > table.free
-        spreads = config.schedule_policy == "lof" and config.enable_chunked_context
+        self._notice_arrivals(waiting, idle=not len(decoding) and not prefilling)
+        spreads = config.schedule_policy == "lof" and config.enable_chunked_context and not self._fed
         self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
         rested = self._owed <= (PAUSES - 1) * REST
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
@@ -66,6 +74,14 @@ class StepBudget:
         longest = max([waiting.head.max_new, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(FILLED_STEP, -(-work // steps)))
+
+    def _notice_arrivals(self, waiting: WaitingQueue, idle: bool) -> None:
+        if idle and not waiting:
+            self._age, self._fed = 0, False
+        elif self._backlog or self._age:
+            self._age += 1
+            self._fed = self._fed or (self._age > GATHERING and waiting.arrived > self._arrived)
+        self._arrived = waiting.arrived
 
     def pauses(self, prompt_tokens: int) -> bool:
         """Whether the decode rows sit the step out, so that its prompts, with `prompt_tokens` to be computed,

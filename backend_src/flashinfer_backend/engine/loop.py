@@ -126,7 +126,9 @@ class EngineLoop:
         prompt = np.frombuffer(message.prompt, "<i4")
         params = message.params
         problem = None
-        if self.config.max_queue_size and self._waiting >= self.config.max_queue_size:
+        # What has come since the last plan waits for no other request while there are slots.
+        queued = max(0, len(self.scheduler.waiting) - self.scheduler.table.free) + len(self.guides)
+        if self.config.max_queue_size and queued >= self.config.max_queue_size:
             problem = (
                 f"Maximum queue size of {self.config.max_queue_size} has been reached, please try again later"
             )
@@ -169,10 +171,6 @@ class EngineLoop:
             self.guides.submit(request)
         else:
             self.scheduler.submit(request)
-
-    @property
-    def _waiting(self) -> int:
-        return len(self.scheduler.waiting) + len(self.guides)
 
     def _take_compiled(self) -> None:
         for request, problem in self.guides.compiled():
@@ -272,7 +270,7 @@ class EngineLoop:
             pages_used=allocator.num_pages - allocator.available,
             pages_cached=allocator.cached,
             requests_active=len(scheduler.requests) + len(self.guides),
-            requests_waiting=self._waiting,
+            requests_waiting=len(scheduler.waiting) + len(self.guides),
             requests_running=len(scheduler.running),
             prefill_rows=prefill_rows,
             decode_rows=decode_rows,

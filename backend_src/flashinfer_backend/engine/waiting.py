@@ -17,6 +17,7 @@ class WaitingQueue:
     def __init__(self, longest_first: bool) -> None:
         self._longest_first = longest_first
         self._count = itertools.count()
+        self.arrived = 0  # requests, ever
         self._ranks: dict[int, tuple[int, int, int]] = {}  # by handle; no two are equal
         self._line: list[tuple[int, int, int, Request]] = []  # sorted: the head of the queue is at the end
         self.tokens = 0  # that remain to be computed and generated, of all
@@ -37,6 +38,7 @@ class WaitingQueue:
         return self._line[0][-1]
 
     def add(self, request: Request) -> None:
+        self.arrived += 1
         self._insert(request, (0, request.max_new if self._longest_first else 0, -next(self._count)))
 
     def put_back(self, request: Request) -> None:
