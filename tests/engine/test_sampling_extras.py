@@ -220,6 +220,27 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
         assert not core.scheduler.table.extras.any()
 
 
+@pytest.mark.parametrize(
+    ("extreme", "expected"),
+    [
+        ({"bias_ids": [5], "bias_values": [3e38]}, [5, 5, 5, 5]),
+        ({"bias_ids": list(range(VOCAB)), "bias_values": [float("-inf")] * VOCAB}, [0, 0, 0, 0]),
+        ({"repetition_penalty": 1e-39}, None),
+        ({"frequency_penalty": -3e38}, None),
+    ],
+)
+def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme, expected):
+    core = start_core(checkpoint)
+    with serve(core, tmp_path) as client:
+        prompts = make_prompts(2)
+        plain = client.submit(prompts[0], SamplingParams(max_tokens=20, temperature=0.0))
+        params = SamplingParams(max_tokens=4, temperature=0.01, top_p=0.9, **extreme)
+        odd = client.submit(prompts[1], params)
+        client.wait([plain, odd])
+        assert len(client.tokens[plain]) == 20 and len(client.tokens[odd]) == 4
+        assert expected is None or client.tokens[odd] == expected
+
+
 def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
     prompt = make_prompts(1)[0]
     first = greedy(model, prompt, 1)[0]

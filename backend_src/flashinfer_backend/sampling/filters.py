@@ -26,7 +26,7 @@ def sorted_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probs = ordered.masked_fill(ordered < kth, float("-inf")).softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs  # of all likelier tokens; grows along the row, from 0
     p = top_p.unsqueeze(1)
-    count = (before < p).sum(dim=-1, keepdim=True)
+    count = (before < p).sum(dim=-1, keepdim=True).clamp(min=1)  # 0 where nothing can be chosen: NaN
     lowest = torch.where(p >= 1.0, kth, ordered.gather(1, count - 1).maximum(kth))
     return logits >= lowest
 

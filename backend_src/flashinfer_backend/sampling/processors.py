@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 NEVER = float("-inf")
+LARGEST = 1e30  # of a logit; over the smallest temperature that samples, 1e-5, it is still a float32
 
 
 def penalise_repetition(logits: Tensor, rows: Tensor, tokens: Tensor, penalty: Tensor) -> None:
@@ -71,6 +72,12 @@ def ban_words(logits: Tensor, words: BadWords, history: Tensor | None, position:
     # Added, not written: of two words with one last token only one may be complete.
     ban = torch.where(completes, NEVER, 0.0)
     logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, ban)
+
+
+def keep_finite(logits: Tensor) -> None:
+    """Bound what extreme biases and penalties made of the logits, so that softmax of them, divided by any
+    temperature, has a value. What is no number cannot be chosen."""
+    torch.nan_to_num_(logits, nan=NEVER, posinf=LARGEST, neginf=NEVER).clamp_(max=LARGEST)
 
 
 def ban_tokens(logits: Tensor, banned: Tensor) -> None:

@@ -129,6 +129,8 @@ class Sampler:
         self._penalise(own, rows, position_, host_position)
         if rows.bias is not None:
             processors.add_bias(own, *rows.bias)
+        if rows.bias is not None or rows.repetition is not None or rows.counts is not None:
+            processors.keep_finite(own)
         unbanned = own[rows.guided[0]] if rows.guided else None
         if rows.words is not None:
             processors.ban_words(own, rows.words, self._history.tokens, position_)
