@@ -25,6 +25,7 @@ from contract import (
     number,
     output_names,
     refusal,
+    stream,
 )
 from running import Server, wait_for
 from test_generate import inputs, int32, strings
@@ -193,6 +194,14 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
     wait_for(lambda: watch_contract.status().cancellations > before, "the engine to hear of it")
     assert 0 < len(produced) < 1900
     assert watch_contract.status().requests_active == 0
+
+
+def test_a_stop_request_with_an_endless_id_is_refused_and_harms_nobody(contract: Server) -> None:
+    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    ((_, error),) = stream(contract, LLM, [("a" + "é" * 40000, {**stop, "stop": flag(True)})])
+    assert "the request id to stop has 80001 bytes; it should have at most 65536" in str(error)
+    for _ in range(4):  # every stub goes on
+        assert completion(contract) == greedy(PROMPT, N)
 
 
 def test_a_stop_request_for_an_unknown_id_is_no_error(contract: Server) -> None:

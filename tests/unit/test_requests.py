@@ -130,6 +130,15 @@ def test_values_that_ask_for_nothing_pass() -> None:
     )
 
 
+def test_sequences_of_one_request_are_bounded_together() -> None:
+    prompts = tensors(
+        input_ids=int32([1], [2]), input_lengths=int32([1], [1]), request_output_len=int32([5], [5])
+    )
+    parse_request(prompts | {"num_return_sequences": int32([4095], [1])}, LIMITS)
+    with pytest.raises(ValueError, match="asks for 4097 sequences in all; it should be at most 4096"):
+        parse_request(prompts | {"num_return_sequences": int32([4095], [2])}, LIMITS)
+
+
 def test_stop() -> None:
     assert is_stop({"stop": np.array([[True]])})
     assert not is_stop({"stop": np.array([[False]])}) and not is_stop(tensors())

@@ -19,7 +19,7 @@ from typing import Protocol
 import zmq
 
 from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.peers import PeerSocket
+from flashinfer_backend.transport.peers import LONGEST, PeerSocket
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
@@ -119,8 +119,14 @@ class Endpoint:
             os.eventfd_write(self._wake, 1)
 
     def tell_stop(self, request_id: str) -> None:
-        """Has every stub of the model, this one included, called back with on_stop(request_id)."""
-        self._peers.tell_all(request_id.encode())
+        """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
+        ValueError for an id that does not fit a message."""
+        message = request_id.encode()
+        if len(message) > LONGEST:
+            raise ValueError(
+                f"the request id to stop has {len(message)} bytes; it should have at most {LONGEST}"
+            )
+        self._peers.tell_all(message)
 
     def close(self) -> None:
         """Ends the link; open sequences fail. The engine goes with the last stub of the model."""
@@ -182,7 +188,7 @@ class Endpoint:
                     self._receive(socket)
                 if self._peers.fileno() in ready:
                     for message in self._peers.receive():
-                        self._on_stop(message.decode())
+                        self._on_stop(message.decode(errors="replace"))  # anybody could send to the socket
                 if pidfd in ready:
                     self._receive(socket)  # what the engine sent before it ended still counts
                     self._go_down(ENGINE_LOST)

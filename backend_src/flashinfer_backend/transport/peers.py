@@ -14,6 +14,8 @@ from pathlib import Path
 
 from flashinfer_backend.transport.rundir import process_alive
 
+LONGEST = 65536  # bytes of a message
+
 
 class PeerSocket:
     """This stub's datagram socket; it exists as long as the stub takes part."""
@@ -43,7 +45,7 @@ class PeerSocket:
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                messages.append(self._socket.recv(65536))
+                messages.append(self._socket.recv(LONGEST))
         return messages
 
     def close(self) -> None:

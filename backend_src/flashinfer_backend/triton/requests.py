@@ -22,6 +22,7 @@ Tensors = Mapping[str, np.ndarray]
 
 # Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
+MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
@@ -69,7 +70,14 @@ def parse_request(tensors: Tensors, limits: Limits) -> list[Row]:
             " deployed using decoupled mode; send one request for each prompt"
         )
     reader = _Reader(tensors, batch)
-    return [_row(reader, limits, row, ids[row, : lengths[row]]) for row in range(batch)]
+    rows = [_row(reader, limits, row, ids[row, : lengths[row]]) for row in range(batch)]
+    sequences = sum(row.num_return_sequences for row in rows)
+    if sequences > MOST_SEQUENCES:
+        raise ValueError(
+            f"num_return_sequences asks for {sequences} sequences in all; it should be at most"
+            f" {MOST_SEQUENCES} in one request"
+        )
+    return rows
 
 
 def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
