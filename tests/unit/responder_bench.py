@@ -36,9 +36,12 @@ class Error:
 
 
 class Sender:
-    """A response sender that can be held up, as a busy server would."""
+    """A response sender that can be held up, as a busy server would, and has only so much room. Like
+    Triton's it is closed by the final flag and, not decoupled, by a response: also by one that failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None, decoupled: bool = True) -> None:
+        self.room, self.decoupled = room, decoupled
+        self.closed, self.tried = False, 0
         self.sent: list[tuple[dict[str, np.ndarray], int, Error | None]] = []
         self.free, self.ended = threading.Event(), threading.Event()
         self.entered = threading.Event()
@@ -48,14 +51,21 @@ class Sender:
         assert not self.ended.is_set(), "a response after the final one"
         self.entered.set()
         assert self.free.wait(TIMEOUT_S)
-        tensors = {tensor.name: tensor.value for tensor in response.tensors}
-        self.sent.append((tensors, flags, response.error))
+        if self.closed or (response is not None and self.tried and not self.decoupled):
+            raise RuntimeError("Unable to send response.")
+        self.closed, self.tried = flags == FINAL, self.tried + 1
+        tensors, error = {}, None
+        if response is not None:
+            tensors, error = {tensor.name: tensor.value for tensor in response.tensors}, response.error
+        if self.room is not None and sum(value.nbytes for value in tensors.values()) > self.room:
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        self.sent.append((tensors, flags, error))
         if flags == FINAL:
             self.ended.set()
 
     @property
     def ids(self) -> list[list[int]]:
-        return [tensors["output_ids"].flatten().tolist() for tensors, _, error in self.sent if error is None]
+        return [tensors["output_ids"].flatten().tolist() for tensors, _, _ in self.sent if tensors]
 
 
 class Bench:
@@ -75,12 +85,17 @@ class Bench:
         nothing = lambda *_: None  # noqa: E731
         self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
         self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
+        self.last_ns = 1  # when postprocessing had a chunk, 0 for never
         newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
-        self.responder.seen = SimpleNamespace(begin=nothing, newest=newest)  # type: ignore[assignment]
+        self.responder.seen = SimpleNamespace(  # type: ignore[assignment]
+            begin=nothing, newest=newest, last=lambda _: self.last_ns
+        )
         self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
 
-    def open(self, *rows: Row, request_id: str = "") -> tuple[Sender, OpenRequest]:
-        sender = Sender()
+    def open(
+        self, *rows: Row, request_id: str = "", sender: Sender | None = None
+    ) -> tuple[Sender, OpenRequest]:
+        sender = sender or Sender()
         request, schedule = self.responder.open(sender, request_id, OUTPUTS)
         for index, row in enumerate(rows):
             place = Place(batch_index=index if len(rows) > 1 else None)
@@ -88,6 +103,13 @@ class Bench:
             request.sequences[-1].handle = 100 + index
         request.remaining = len(rows)
         return sender, request
+
+    def wait_closed(self) -> None:
+        """Until no request is open any more, which is soon after their final responses."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.responder.open_requests():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 @pytest.fixture

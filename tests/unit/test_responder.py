@@ -41,7 +41,7 @@ def test_tokens_that_arrive_while_a_response_is_sent_go_out_together(bench: Benc
     assert sender.ids == [[1], [2, 3, 4, 5]]
     last, flags, _ = sender.sent[-1]
     assert flags == FINAL and last["finish_reason"].item() == b"length"
-    assert not bench.responder.open_requests()
+    bench.wait_closed()
 
 
 def test_each_chunk_carries_the_ids_before_it(bench: Bench) -> None:
@@ -117,7 +117,7 @@ def test_an_unread_stream_is_told_why_it_ended(bench: Bench) -> None:
     assert [error is None for _, _, error in sender.sent] == [True, False]
     _, flags, error = sender.sent[-1]
     assert error is not None and "request text_output" in error.message and flags == FINAL
-    assert not bench.responder.open_requests()
+    bench.wait_closed()
 
 
 def test_stop_cancels_the_requests_with_that_id(bench: Bench) -> None:

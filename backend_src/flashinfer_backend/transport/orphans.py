@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+SHARED_MEMORY = Path("/dev/shm")
 GRACE_S = 3.0  # how long stubs have to end by themselves
 
 
@@ -30,7 +31,11 @@ class Stub(NamedTuple):
 
     def remove_memory(self) -> None:
         """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
-        Path("/dev/shm", self.region).unlink(missing_ok=True)
+        (SHARED_MEMORY / self.region).unlink(missing_ok=True)
+
+    def memory_bytes(self) -> int:
+        """How large its shared memory is by now; it grows by what does not fit, and never shrinks."""
+        return (SHARED_MEMORY / self.region).stat().st_size
 
 
 def end_orphans(server_pid: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashinfer_backend.transport.endpoint import Endpoint
+from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Chunk, chunk_outputs
@@ -29,6 +31,10 @@ UNREAD = (
     "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
     " text_output; request text_output beside the other outputs, or set stream to false"
 )
+# From here on a final response is sent without its flag, which costs a round trip more: nothing beside what
+# it takes to copy it.
+LARGE_BYTES = 1 << 16
+MIB = 1 << 20
 CLOSE_S = 1.0  # a thread that waits for a server which has been killed never ends
 
 
@@ -55,6 +61,27 @@ class OpenRequest:
             if not self._finished:
                 self._finished = True
                 self.sender.send(response, flags=flags)
+
+    def finish_large(self, response: Any, flags: Any) -> None:
+        """The same for a response that may not fit into shared memory. A final flag closes the sender, also
+        if sending fails, and then nobody could tell the client: so the flag follows by itself."""
+        with self._lock:
+            if not self._finished:
+                self.sender.send(response)
+                self._finished = True
+                self.sender.send(flags=flags)
+
+    def fail(self, response: Any, flags: Any) -> None:
+        """Sends an error as the final response. After a response that could not be sent, a model that is not
+        decoupled may send no other: then the request ends without, and the server makes an error of it."""
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                try:
+                    self.sender.send(response, flags=flags)
+                except Exception:
+                    self.sender.send(flags=flags)
+                    raise
 
     def is_cancelled(self) -> bool:
         """Whether the client has left; not to be asked of the server once the request is finished."""
@@ -115,7 +142,7 @@ class Responder:
         for sequence in request.sequences:
             sequence.ended = True
             self.metrics.ended(sequence)
-        self._send_error(request.finish, message, code)
+        self._send_error(request.fail, message, code)
 
     def stop(self, request_id: str) -> None:
         """Ends the requests with this id early; each is answered with what it has."""
@@ -191,17 +218,21 @@ class Responder:
         if chunk.last:
             request.remaining -= 1
             final = request.remaining == 0
-        if final:
-            self._open.pop(id(request), None)
         if final and request.unread:
-            self._send_error(request.finish, UNREAD, self._pb.TritonError.INTERNAL)
+            self._send_error(request.fail, UNREAD, self._pb.TritonError.INTERNAL)
         elif final:
-            request.finish(
+            size = sum(value.nbytes for value in outputs.values())
+            if size > LARGE_BYTES:
+                _check_fits(size)
+            finish = request.finish if size <= LARGE_BYTES else request.finish_large
+            finish(
                 self._pb.InferenceResponse(output_tensors=tensors),
                 flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
             )
         elif tensors:
             request.sender.send(self._pb.InferenceResponse(output_tensors=tensors))
+        if final:  # until then `drop` can still answer it
+            self._open.pop(id(request), None)
         sequence.sent(chunk, now)
         if chunk.last:
             self.metrics.ended(sequence, chunk)
@@ -215,3 +246,22 @@ class Responder:
             )
         except Exception:
             traceback.print_exc()
+
+
+def _check_fits(size: int) -> None:
+    """Raises ValueError if a response of so many bytes cannot fit into the shared memory through which the
+    server gets it: what this stub has of it, most of which is free, and what it can get.
+
+    Trying would say so as well, but not to a client of a model that is not decoupled (`fail`).
+    """
+    stub = find_stub(os.getpid())
+    try:
+        info = os.statvfs(SHARED_MEMORY)
+        most = info.f_bavail * info.f_frsize + (stub.memory_bytes() if stub else 0)
+    except OSError:  # then the server's own words have to do
+        return
+    if size > most:
+        raise ValueError(
+            f"it has {size / MIB:.1f} MiB, and {SHARED_MEMORY} has room for {most / MIB:.1f} MiB. If you are"
+            " running Triton inside docker, use '--shm-size' to give it more; or ask for fewer logits"
+        )
