@@ -74,6 +74,28 @@ def test_no_stream_waits_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     wait_for(sender, [[1], [2], [3]])
 
 
+def test_a_stream_that_postprocessing_never_gets_waits_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has not requested the text. Should postprocessing only be late, the stream waits again."""
+    monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
+    bench.last_ns = 0
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    wait_for(sender, [[1], [2], [3]])
+    feed(request.sequences[0], 4)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2], [3], [4]]
+    bench.last_ns = 1
+    feed(request.sequences[0], 5)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2], [3], [4]]
+    wait_for(sender, [[1], [2], [3], [4], [5]])
+
+
 def test_a_client_of_llm_itself_never_waits(bench: Bench) -> None:
     sender, request = bench.open(row())
     request.in_ensemble = False

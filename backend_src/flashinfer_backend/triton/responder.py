@@ -51,6 +51,7 @@ class OpenRequest:
         self.remaining = 0  # sequences that have not ended
         # Ended since postprocessing got none of its chunks. Should somebody be there to read, say why.
         self.unread = False
+        self.waited = False  # for a whole MOST_WAIT_NS, while postprocessing had not had any of its chunks
         self._responder = responder
         self._lock = threading.Lock()
         self._finished = False
@@ -185,8 +186,15 @@ class Responder:
         ended does not wait: postprocessing gets no chunk of a client that has left."""
         if not sequence.sent_at or sequence.ending or not sequence.request.in_ensemble:
             return False
-        is_ahead = sequence.sent_at - self.seen.newest(sequence.handle) > AHEAD_NS
-        return is_ahead and time.monotonic_ns() - sequence.sent_at < MOST_WAIT_NS
+        if sequence.sent_at - self.seen.newest(sequence.handle) <= AHEAD_NS:
+            return False
+        # The server gives postprocessing no chunk of a client that has not requested its text.
+        unseen = not self.seen.last(sequence.handle)
+        if unseen and sequence.request.waited:
+            return False
+        waits = time.monotonic_ns() - sequence.sent_at < MOST_WAIT_NS
+        sequence.request.waited |= unseen and not waits
+        return waits
 
     def _send(self, sequence: Sequence) -> None:
         try:
