@@ -9,14 +9,17 @@ alive, and keeping up, for longer.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from flashinfer_backend.transport.protocol import split_handle
 
 SLOTS = 65536
+LOOK_AGAIN_NS = 1_000_000_000  # how often postprocessing looks which stubs are gone
 
 
 def _path(run_dir: Path, pid: int) -> Path:
@@ -28,6 +31,9 @@ class SeenTable:
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
+        self._file.unlink(
+            missing_ok=True
+        )  # of a killed stub: whoever has it mapped sees that this is another
         self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, SLOTS)))
 
     def last(self, handle: int) -> int:
@@ -46,29 +52,52 @@ class SeenTable:
         self._file.unlink(missing_ok=True)
 
 
+class Map(NamedTuple):
+    """A table of another process."""
+
+    inode: int
+    times: np.ndarray
+
+
 class SeenMarker:
     """Postprocessing's access to the tables of all llm stubs."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._times: dict[int, np.ndarray | None] = {}  # by pid; None: that stub keeps no table
+        self._maps: dict[int, Map | None] = {}  # by pid; None: that stub keeps no table
+        self._look_again = 0
 
     def mark(self, handle: int, sent_ns: int) -> None:
         """A chunk of this sequence, sent at `sent_ns`, is here. Handle 0 has no sequence behind it."""
         pid, local_id = split_handle(handle)
-        if pid not in self._times:
-            self._times[pid] = self._map(pid)
-        times = self._times[pid]
-        if times is not None:
+        now = time.monotonic_ns()
+        if now > self._look_again:
+            self._look_again = now + LOOK_AGAIN_NS
+            self._drop_gone()
+        if pid not in self._maps:
+            self._maps[pid] = self._map(pid)
+        table = self._maps[pid]
+        if table is not None:
             slot = local_id % SLOTS
-            times[0, slot] = time.monotonic_ns()
+            table.times[0, slot] = now
             # Of two instances that do this at once the older chunk may win, until the next one is seen.
-            if sent_ns > times[1, slot]:
-                times[1, slot] = sent_ns
+            if sent_ns > table.times[1, slot]:
+                table.times[1, slot] = sent_ns
 
-    def _map(self, pid: int) -> np.ndarray | None:
+    def _map(self, pid: int) -> Map | None:
         try:
-            path = _path(self._run_dir, pid)
-            return np.asarray(np.memmap(path, dtype=np.int64, mode="r+", shape=(2, SLOTS)))
+            with _path(self._run_dir, pid).open("r+b") as file:
+                times = np.asarray(np.memmap(file, dtype=np.int64, mode="r+", shape=(2, SLOTS)))
+                return Map(os.fstat(file.fileno()).st_ino, times)
         except FileNotFoundError:
             return None
+
+    def _drop_gone(self) -> None:
+        """Forgets the tables of stubs that have ended. Another may have the same pid by now: another file."""
+        for pid, table in list(self._maps.items()):
+            try:
+                gone = table is None or _path(self._run_dir, pid).stat().st_ino != table.inode
+            except FileNotFoundError:
+                gone = True
+            if gone:
+                del self._maps[pid]
