@@ -223,7 +223,7 @@ KNOBS: tuple[Knob, ...] = (
         meaning="put the tokenizer's special tokens (BOS ...) around each prompt",
     ),
     Knob(
-        "skip_special_tokens", "true", "bool", _parameter("skip_special_tokens", POST), in_trt=True,
+        "skip_special_tokens", "true", "bool", _parameter("skip_special_tokens", LLM, POST), in_trt=True,
         meaning="leave special tokens out of the text",
     ),
     # Triton.

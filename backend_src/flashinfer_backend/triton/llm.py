@@ -164,8 +164,12 @@ class TritonPythonModel:
 
     @cached_property
     def _decoder(self) -> DeltaDecoder:
+        """As postprocessing's: the characters that are counted here are those that it writes."""
         folder = self._parameters.get("tokenizer_dir", self._parameters["model_dir"])
-        return DeltaDecoder(TextTokenizer(resolve_model_dir(folder)).backend)
+        return DeltaDecoder(
+            TextTokenizer(resolve_model_dir(folder)).backend,
+            flag_parameter(self._parameters, "skip_special_tokens", default=True),
+        )
 
     def _reload_soon(self) -> None:
         arguments = (self._pb, self._name, os.getppid(), lambda: bool(self._responder.open_requests()))
