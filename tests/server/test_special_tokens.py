@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from contract import LLM, PROMPT, TEXT, body, decode, events, generate, greedy, text_of, tokenizer
+from contract import LLM, PROMPT, TEXT, body, decode, events, generate, greedy, text_of, tokenizer, words
 from running import Server, build_repository, running
 
 N = 135
@@ -55,3 +55,21 @@ def test_the_prompt_in_front_of_the_answer_shows_its_special_tokens(showing: Ser
     status, found = showing.post(body(N, stop_words=[word], exclude_input_in_output=False))
     assert status == 200
     assert found[TEXT] == "<|begin_of_text|>" + PROMPT + text[: text.index(word) + len(word)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_words_with_special_tokens(contract: Server, stream: bool) -> None:
+    """Special tokens are left out of this server's texts, so such a word is found by its ids."""
+    begin = told().index(words("<|end_of_text|>")[0])
+    ids = told()[begin : begin + 6]
+    word = shown(ids)
+    assert words(word) == ids
+    for excluded, end in ((False, begin + len(ids)), (True, begin)):
+        values = {"stop_words": ["never said", word], "exclude_stop_words_in_output": excluded}
+        assert answer(contract, stream, **values) == decode(told()[:end])
+    # Ids, their number and their log probabilities are of all that was generated.
+    more = {"return_log_probs": True, "return_num_output_tokens": True, "exclude_stop_words_in_output": True}
+    if not stream:
+        found = generate(contract, N, stop_words=[word], **more)
+        assert found["finish_reason"] == "stop"
+        assert found["num_output_tokens"] == len(found["output_log_probs"]) == begin + len(ids)

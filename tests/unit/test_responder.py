@@ -154,12 +154,15 @@ def test_stop_words_end_the_sequence_and_cut_the_text(
     assert sender.sent[-1][0]["finish_reason"].item() == b"stop"
 
 
-def test_stop_words_without_text_stay_with_the_engine(bench: Bench, tokenizer: TextTokenizer) -> None:
-    params = SamplingParams(max_tokens=9, stop_sequences=[[1], [300]])  # 1 is the end-of-text token
-    wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=["x"])
+def test_stop_words_whose_text_is_not_followed_stay_with_the_engine(
+    bench: Bench, tokenizer: TextTokenizer
+) -> None:
+    params = SamplingParams(max_tokens=9, stop_sequences=[[1], [300], [301]])  # 1 is the end-of-text token
+    followed = tokenizer.backend.decode([300])
+    wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=["x", followed])
     _, request = bench.open(wanted)
     remaining = request.sequences[0].match_stop_words(DeltaDecoder(tokenizer.backend))
-    assert remaining.stop_sequences == [[1]]
+    assert remaining.stop_sequences == [[1], [301]]
 
 
 def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:

@@ -43,10 +43,10 @@ def first_match(text: str, words: list[str]) -> tuple[int, int, int] | None:
     return None
 
 
-def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold_back: bool) -> str:
+def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold_back: bool, **more) -> str:
     """What a client reads: each chunk through a stateless decoder, cut where a stop word says so."""
     decoder = DECODERS[kind]
-    matcher = StopWordMatcher(words, decoder, hold_back=hold_back)
+    matcher = StopWordMatcher(words, decoder, hold_back=hold_back, **more)
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     text, sent = "", 0
     for begin, end in itertools.pairwise(edges):
@@ -132,6 +132,64 @@ def test_behind_a_prompt_the_leading_space_stays():
     decoder = DECODERS["sentencepiece"]
     assert StopWordMatcher([" the"], decoder).feed([the]) is None
     assert StopWordMatcher([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
+
+
+def test_id_words_are_found_where_their_ids_write_nothing():
+    turn = byte_level().token_to_id("<|turn|>")
+    word = [turn, *letters("ab")]
+    matcher = StopWordMatcher(["zz"], BYTES, id_words=[[], word])
+    assert matcher.feed([*letters("xab"), turn, *letters("a")]) is None
+    assert matcher.held == 0
+    assert matcher.feed(letters("bc")) == StopMatch(2, -1, 1, 3, 5, 1)
+    alone = StopWordMatcher([], BYTES, id_words=[[turn]])
+    assert alone.feed([*letters("x"), turn]) == StopMatch(0, 1, 1, 1, 1, 2)
+
+
+def test_ids_that_may_begin_an_id_word_are_held():
+    turn = byte_level().token_to_id("<|turn|>")
+    matcher = StopWordMatcher(["xyz"], BYTES, hold_back=True, id_words=[[turn, turn, *letters("a")]])
+    held = []
+    for i in [*letters("x"), turn, turn, turn, *letters("b"), turn, *letters("x")]:
+        assert matcher.feed([i]) is None
+        held.append(matcher.held)
+    # The x is held for the text xyz, through ids that write nothing.
+    assert held == [1, 2, 3, 4, 0, 1, 1]
+    assert matcher.feed([turn, turn]) is None
+    assert matcher.held == 3
+    assert matcher.feed(letters("a")) == StopMatch(1, 1, 2, 3, 4, 1)
+
+
+def test_of_id_words_and_texts_the_first_complete_one_wins():
+    turn = byte_level().token_to_id("<|turn|>")
+    ids = letters("abcd")
+    by_ids = lambda *words: StopWordMatcher(["bc", "d"], BYTES, id_words=words).feed(ids)  # noqa: E731
+    assert by_ids([turn]) == StopMatch(0, 1, 3, 1, 3, 3)
+    assert by_ids(letters("b"), letters("ab")) == StopMatch(3, 0, 2, 0, 2, 2), "of two the longest"
+    assert by_ids(letters("c")) == StopMatch(0, 1, 3, 1, 3, 3)
+    assert by_ids(letters("abc")) == StopMatch(2, 0, 3, 0, 3, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), cuts=cut_lists)
+def test_a_client_reads_up_to_the_first_id_word(data, cuts):
+    """The same as for texts, of ids among which there is one that writes nothing."""
+    turn = byte_level().token_to_id("<|turn|>")
+    alphabet = st.sampled_from([turn, *letters("ab")])
+    ids = data.draw(st.lists(alphabet, max_size=20))
+    words = data.draw(st.lists(st.lists(alphabet, min_size=1, max_size=4), min_size=1, max_size=3))
+    texts = data.draw(st.lists(st.text(alphabet="ab", min_size=2, max_size=4), max_size=1))
+    found = [
+        (end, len(BYTES.decode(ids[: end - len(word)])))
+        for end in range(1, len(ids) + 1)
+        for word in words
+        if ids[:end][-len(word) :] == word
+    ]
+    for end in range(1, len(ids) + 1):
+        shown = BYTES.decode(ids[:end])
+        found += [(end, len(shown) - len(text)) for text in texts if shown.endswith(text)]
+    full = BYTES.decode(ids)
+    expected = full[: min(found)[1]] if found else full
+    assert sent_text(texts, "byte_level", ids, cuts, hold_back=True, id_words=words) == expected
 
 
 def test_texts_of_words_given_as_ids():

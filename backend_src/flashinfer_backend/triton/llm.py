@@ -139,7 +139,7 @@ class TritonPythonModel:
         first: Sequence | None = None
         for sequence in sequences:
             row, number = sequence.row, sequence.place.sequence_index or 0
-            params = sequence.match_stop_words(self._decoder) if row.stop_words else row.params
+            params = sequence.match_stop_words(self._decoder) if sequence.follows_text else row.params
             shared = 0
             if number and first is not None:
                 # Sequences of one prompt differ by their seed alone.

@@ -47,22 +47,30 @@ class Sequence:
         self._matcher: StopWordMatcher | None = None
         self._prompt_chars = 0
 
+    @property
+    def follows_text(self) -> bool:
+        """Whether its stop words need match_stop_words; else the engine finds their ids without help."""
+        row = self.row
+        return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
+
     def match_stop_words(self, decoder: DeltaDecoder) -> protocol.SamplingParams:
         """Follows the text for the row's stop words; the parameters that remain for the engine.
 
-        Words without text (special tokens) can be found by their ids only; they stay with the engine.
+        Words whose text is not among those that are followed stay with the engine, which finds their
+        ids: words with special tokens that are left out of the text, and words given as ids alone.
+        `decoder`: as postprocessing's, since the text is cut at a number of its characters.
         """
-        row = self.row
-        params = row.params
-        if not row.stop_words:
-            return params
+        row, params = self.row, self.row.params
+        texts = stop_word_texts(params.stop_sequences, decoder)
+        pairs = zip(params.stop_sequences, texts, strict=True)
+        ids = [word for word, text in pairs if not text or text not in row.stop_words]
         echo = not row.streaming and not row.exclude_input
         prompt = row.prompt.tolist() if echo else []
-        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words)
+        # The engine says that a word ended the sequence, not where in the text it begins.
+        cut_at = ids if row.exclude_stop_words else []
+        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at)
         # What the prompt adds to the one text that a row without streaming is decoded to.
         self._prompt_chars = len(decoder.delta([], prompt, last=False))
-        texts = stop_word_texts(params.stop_sequences, decoder)
-        ids = [word for word, text in zip(params.stop_sequences, texts, strict=True) if not text]
         return protocol.msgspec.structs.replace(params, stop_sequences=ids)
 
     def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
