@@ -27,8 +27,10 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
+from flashinfer_backend.paths import run_dir
 from flashinfer_backend.thread_pipes import widen_thread_pipes
-from flashinfer_backend.transport.orphans import end_orphans
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
 
 IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 STOP_S = 9.0  # from the first signal until the server is killed
@@ -166,10 +168,12 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
     # server leave everything as it is). Whatever ends us ends the server.
     child = subprocess.Popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
     asked_at: list[float] = []
+    stubs: set[Stub] = set()  # that ran while the server was ending
 
     def stop(*_: object) -> None:
         if not asked_at:
             asked_at.append(time.monotonic())
+            stubs.update(stubs_of(child.pid))
             child.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -182,8 +186,12 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
             announced = True
             widen_thread_pipes(child.pid)
             _announce(url)
+        if asked_at:  # a model that is being loaded still starts some
+            stubs.update(stubs_of(child.pid))
         time.sleep(0.1)
-    end_orphans(child.pid)
+    end_orphans(child.pid, stubs)
+    for folder in run_dir(child.pid, "").parent.glob(f"{child.pid}-*"):
+        rundir.remove(folder)  # of an engine whose last stub was ended while it was doing that
     return 0 if asked_at else child.returncode
 
 

@@ -105,6 +105,16 @@ def test_killed_server_leaves_nothing(repository: Path, tmp_path: Path) -> None:
         streams.join()
 
 
+def test_server_that_is_stopped_while_it_reloads_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+    """It gives up waiting for instances that it has just started."""
+    with running(repository, tmp_path) as server:
+        kill_engine(server)
+        wait_for(lambda: not server.ready("models/ensemble"), "the reload")
+        time.sleep(0.5)
+        assert server.interrupt() == 0
+        wait_gone(server)
+
+
 def test_server_ends_with_its_launcher(repository: Path, tmp_path: Path) -> None:
     with running(repository, tmp_path) as server:
         server.launcher.kill()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the stubs that a killed tritonserver leaves behind, and removes the shared memory of stubs that were
-killed.
+"""Ends the stubs that a killed tritonserver leaves behind, and removes the shared memory of stubs that did
+not remove it.
 
 A stub notices that its server is gone and ends by itself, except where it was just exchanging
 something with the server: then it waits for the answer for ever, some kinds with the interpreter's
-lock held, so that no thread in it can help (seen with tritonserver 2.51).
+lock held, so that no thread in it can help. One that was just started when its server gave up
+waiting for the models to stop ends, but leaves its memory behind (both seen with tritonserver 2.51).
 
 `python -m flashinfer_backend.transport.orphans PID` does it for one server.
 """
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,14 +40,18 @@ class Stub(NamedTuple):
         return (SHARED_MEMORY / self.region).stat().st_size
 
 
-def end_orphans(server_pid: int) -> None:
-    """Waits until all stubs of a server that has ended are gone, and kills those that are not soon.
+def end_orphans(server_pid: int, known: Iterable[Stub] = ()) -> None:
+    """Waits until all stubs of a server that has ended are gone, and kills those that are not soon. What
+    shared memory they leave is removed, also that of the `known` ones, which have ended before.
     When this process is one of them, it does not return."""
     deadline = time.monotonic() + GRACE_S
-    while (stubs := _stubs(server_pid)) and time.monotonic() < deadline:
+    found = set(known)
+    while (stubs := stubs_of(server_pid)) and time.monotonic() < deadline:
+        found.update(stubs)
         time.sleep(0.1)
-    for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
+    for stub in found.union(stubs):
         stub.remove_memory()
+    for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
         with contextlib.suppress(ProcessLookupError):
             os.kill(stub.pid, signal.SIGKILL)
 
@@ -67,7 +73,8 @@ def find_stub(pid: int) -> Stub | None:
     return None
 
 
-def _stubs(server_pid: int) -> list[Stub]:
+def stubs_of(server_pid: int) -> list[Stub]:
+    """The stubs of a server that run, or that it has left behind."""
     pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
     return [stub for pid in pids if (stub := find_stub(pid)) and stub.server == str(server_pid)]
 

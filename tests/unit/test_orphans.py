@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory that stubs leave behind, on stand-in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flashinfer_backend import serve
+from flashinfer_backend.paths import run_dir
+from flashinfer_backend.transport import orphans
+
+SERVER, OTHER = 4194305, 4194306  # no process has them
+NAME = "/backends/python/triton_python_backend_stub"
+ENDLESS = "while :; do sleep 0.1; done"
+Start = Callable[[str, int, str], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(orphans, "SHARED_MEMORY", folder)
+    return folder
+
+
+@pytest.fixture
+def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def start(region: str, server: int, script: str) -> subprocess.Popen[bytes]:
+        """A stub of a server, with a region of shared memory that it does not remove."""
+        (shm / region).touch()
+        (tmp_path / "model.py").write_text('eval "$6"')
+        line = [NAME, str(tmp_path / "model.py"), region, "1", "1", str(server), "python", script]
+        started.append(subprocess.Popen(line, executable="/bin/bash"))
+        while orphans.find_stub(started[-1].pid) is None:
+            time.sleep(0.001)
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start) -> None:
+    start("ends", SERVER, "sleep 0.3")
+    start("others", OTHER, ENDLESS)
+    (shm / "gone").touch()
+    orphans.end_orphans(SERVER, [orphans.Stub(SERVER, str(SERVER), "gone")])
+    assert [path.name for path in shm.iterdir()] == ["others"]
+
+
+def test_a_stub_that_does_not_end_is_killed(shm: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphans, "GRACE_S", 0.3)
+    stub = start("hangs", SERVER, ENDLESS)
+    other = start("others", OTHER, ENDLESS)
+    orphans.end_orphans(SERVER)
+    assert stub.wait(10) == -signal.SIGKILL and other.poll() is None
+    assert [path.name for path in shm.iterdir()] == ["others"]
+
+
+def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shm / "left").touch()
+    (shm / "others").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "model.py").write_text(f"touch $5; {ENDLESS}")
+    ready, runs = tmp_path / "ready", run_dir(0, "").parent
+    (tmp_path / "server").write_text(
+        f"mkdir -p {runs}/$$-llm {runs}/$$0-llm\n"
+        f"(exec -a {NAME} bash {tmp_path}/model.py left 1 1 $$ {ready}) & stub=$!\n"
+        "trap 'kill -9 $stub; wait $stub; exit 0' TERM\n"
+        "wait; wait"
+    )
+
+    def stop() -> None:
+        deadline = time.monotonic() + 20
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        command = ["bash", str(tmp_path / "server")]
+        assert serve.run(command, dict(os.environ), "http://127.0.0.1:9") == 0
+    finally:
+        stopping.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert [path.name for path in shm.iterdir()] == ["others"]
+    (others,) = runs.iterdir()
+    assert others.name.endswith("0-llm")
