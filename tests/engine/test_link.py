@@ -129,6 +129,25 @@ def test_cancelling_after_the_link_was_closed_does_nothing(run_dir: Path) -> Non
     link.cancel(answer.handle)
 
 
+def test_a_message_that_cannot_be_handled_ends_open_requests_and_no_more(run_dir: Path) -> None:
+    def fail(request_id: str) -> None:
+        raise RuntimeError(request_id)
+
+    link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_stop=fail)
+    try:
+        pid = link.wait_ready().pid
+        answer = submit(link, 4000)
+        assert answer.started.wait(TIMEOUT_S)
+        link.tell_stop("whatever")
+        assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
+        wait_for(lambda: link.up)
+        assert len(complete(link)) == 8
+        wait_for(lambda: link.status is not None and link.status.requests_active == 0)
+        assert link.status is not None and (link.status.pid, link.status.cancellations) == (pid, 1)
+    finally:
+        link.close()
+
+
 def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> None:
     replaced = threading.Event()
     link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_replaced=replaced.set)

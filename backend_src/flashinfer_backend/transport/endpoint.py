@@ -25,6 +25,7 @@ from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 RETRY_S = 0.1
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
+LINK_LOST = "The connection to the engine process failed and is being made anew; please try again."
 
 
 LEADS = -1  # share_prompt_with of a sequence whose prompt later ones will share
@@ -194,6 +195,15 @@ class Endpoint:
                     self._go_down(ENGINE_LOST)
                     return
             socket.send(protocol.encode(protocol.Goodbye(self._pid)))
+        except Exception:
+            if not self._settled.is_set():
+                raise
+            # Whatever one message did, the stub must not stay without an engine: it connects anew.
+            traceback.print_exc()
+            for local_id in list(self._sinks):
+                socket.send(protocol.encode(protocol.Cancel(protocol.make_handle(self._pid, local_id))))
+            self._go_down(LINK_LOST)
+            time.sleep(RETRY_S)
         finally:
             os.close(pidfd)
             socket.close(linger=200)
