@@ -32,7 +32,7 @@ class Load:
     """How prompts are sent. request_rate is in requests/s (inf: all at once); max_concurrency bounds requests
     in flight over all workers (None: no bound); time_limit is in seconds from the start, unfinished requests
     then fail. check_tokens has a Triton ensemble report the token count of each chunk, which costs it a
-    little."""
+    little; always so without ignore_eos."""
 
     backend: str
     url: str
@@ -53,6 +53,8 @@ class Load:
             raise ValueError(f"unknown backend {self.backend!r}; it is one of {', '.join(BACKENDS)}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"max_concurrency {self.max_concurrency} must be at least 1")
+        if not self.ignore_eos:  # else nobody says how many tokens there were
+            object.__setattr__(self, "check_tokens", True)
 
     @property
     def target(self) -> str:

@@ -103,7 +103,7 @@ def summarise(records: list[RequestRecord]) -> dict[str, Any]:
     summary |= _spread("latency", [r.latency for r in done])
     summary |= _spread("first_text", [r.first_text for r in done if r.first_text is not None])
     # How late the client sent what was due: large values mean that the client, not the server, was measured.
-    summary |= _spread("send_delay", [r.start - r.scheduled for r in records])
+    summary |= _spread("send_delay", [r.start - r.scheduled for r in records if r.start])
     return summary
 
 

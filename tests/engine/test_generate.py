@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,27 @@ def test_end_id_length_and_min_tokens(checkpoint, expected, tmp_path):
         assert end_id not in client.tokens[longer][:9] and len(client.tokens[longer]) >= 9
         assert client.tokens[outside] == continuation[:7]
         assert client.code[outside] == protocol.FINISHED_LENGTH
+
+
+def test_each_end_id_of_the_checkpoint_ends_what_ends_with_one_of_them(checkpoint, expected, tmp_path):
+    prompt, continuation = next((p, c) for p, c in expected.items() if c[5] not in [*c[:5], c[6]])
+    named = next(token for token in range(3, 100) if token not in continuation)
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [named, continuation[5]]}))
+    core = start_core(folder)
+    with serve(core, tmp_path / "run") as client:
+
+        def submit(end_id: int, **more: int) -> int:
+            params = SamplingParams(max_tokens=7, temperature=0.0, end_id=end_id, **more)
+            return client.submit(list(prompt), params)
+
+        ended, longer = submit(named), submit(named, min_tokens=6)
+        nothing, stranger = submit(-1), submit(1 << 20)
+        client.wait([ended, longer, nothing, stranger])
+        assert client.tokens[ended] == continuation[:5]
+        assert client.code[ended] == protocol.FINISHED_END_ID
+        for one in (longer, nothing, stranger):
+            assert client.tokens[one] == continuation[:7] and client.code[one] == protocol.FINISHED_LENGTH
 
 
 def test_token_level_stop_sequence_stays_in_the_output(checkpoint, expected, tmp_path):

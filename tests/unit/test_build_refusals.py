@@ -89,8 +89,9 @@ def test_refused_checkpoints(refused, tmp_path, changes, text):
 def test_sliding_window_bounds_max_seq_len(refused, build, tmp_path):
     windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
     folder = write_checkpoint(tmp_path / "windowed", **windowed)
-    assert "set max_seq_len to at most 1024" in refused(model=folder)
+    assert "set max_seq_len to at most 1024" in refused("--set", "max_seq_len=1025", model=folder)
     assert build("--set", "max_seq_len=1024", model=folder)[0] == 0
+    assert build(model=folder)[0] == 0  # auto takes the window
 
 
 def test_head_dim_without_flashinfer_attention(refused, build, tmp_path):

@@ -139,6 +139,11 @@ def test_sequences_of_one_request_are_bounded_together() -> None:
         parse_request(prompts | {"num_return_sequences": int32([4095], [2])}, LIMITS)
 
 
+def test_a_bias_may_have_zeros_for_ids_that_only_the_tokenizer_has() -> None:
+    row = one(embedding_bias=fp32([0.0] * 3 + [1.5] + [0.0] * 97))
+    assert (row.params.bias_ids, row.params.bias_values) == ([3], [1.5])
+
+
 def test_stop() -> None:
     assert is_stop({"stop": np.array([[True]])})
     assert not is_stop({"stop": np.array([[False]])}) and not is_stop(tensors())
@@ -215,7 +220,7 @@ NAN, INFINITY = float("nan"), float("inf")
             "bad_words_list holds 100; token ids should lie in 0..99",
         ),
         (
-            {"embedding_bias": np.zeros((1, 101), np.float32)},
+            {"embedding_bias": np.ones((1, 101), np.float32)},
             "embedding_bias has 101 values; it should have 100",
         ),
         ({"embedding_bias": fp32([0, NAN])}, "embedding_bias holds NaN"),

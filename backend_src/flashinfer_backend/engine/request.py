@@ -84,7 +84,9 @@ class SlotTable:
     the owner left are recognised and dropped.
     """
 
-    def __init__(self, slots: int, max_seq_len: int) -> None:
+    def __init__(self, slots: int, max_seq_len: int, end_ids: tuple[int, ...] = ()) -> None:
+        """end_ids: of the checkpoint. A sequence that ends with one of them ends with each."""
+        self.end_ids = np.array(end_ids if len(end_ids) > 1 else (), np.int32)
         self.requests: list[Request | None] = [None] * slots
         self.epoch = np.zeros(slots, np.int64)
         self.tokens = np.empty((slots, max_seq_len + 1), np.int32)
@@ -95,6 +97,7 @@ class SlotTable:
         self.max_new = np.zeros(slots, np.int32)
         self.min_tokens = np.zeros(slots, np.int32)
         self.end_id = np.full(slots, -1, np.int32)
+        self.any_end = np.zeros(slots, bool)  # each of end_ids ends it
         self.temperature = np.zeros(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
         self.stub = np.zeros(slots, np.int64)  # pid of the submitting stub
@@ -126,6 +129,7 @@ class SlotTable:
         self.max_new[slot] = request.max_new
         self.min_tokens[slot] = params.min_tokens
         self.end_id[slot] = params.end_id
+        self.any_end[slot] = bool((self.end_ids == params.end_id).any())
         self.temperature[slot] = params.temperature
         self.seed[slot] = params.seed
         self.stub[slot] = request.handle >> 32

@@ -34,6 +34,10 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
     table.known[slots] = known
     outputs = known - table.prompt_len[slots]
     ended = tokens == table.end_id[slots]
+    if len(table.end_ids):
+        others = (tokens[:, None] == table.end_ids).any(axis=1)
+        # Only the request's own end id is banned until min_tokens; another one that comes is like any token.
+        ended |= table.any_end[slots] & others & (outputs > table.min_tokens[slots])
     codes = np.full(len(slots), protocol.RUNNING, np.int32)
     codes[outputs >= table.max_new[slots]] = protocol.FINISHED_LENGTH
     codes[ended] = protocol.FINISHED_END_ID

@@ -77,7 +77,7 @@ def start(config: EngineConfig) -> Core:
         config.tokens_per_block,
         time.monotonic() - began,
     )
-    return Core(config, model_config, Scheduler(config, allocator), runner)
+    return Core(config, model_config, Scheduler(config, allocator, model_config.eos_token_ids), runner)
 
 
 def _device(config: EngineConfig) -> torch.device:
