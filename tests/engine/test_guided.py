@@ -210,6 +210,16 @@ def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
         assert client.tokens[kept]
 
 
+def test_a_guide_that_is_ever_slower_to_follow_fails_its_request_alone(tmp_path, tokenizer):
+    always = {"bias_ids": [tokenizer.backend.token_to_id("a")], "bias_values": [1000.0]}
+    with serve(start_bundled(), tmp_path) as client:
+        plain = client.submit([0], SamplingParams(max_tokens=200, temperature=0.0))
+        slow = client.submit([0], guided("regex", "(a{0,300}){0,300}b", **always))
+        client.wait([slow, plain])
+        assert "repetitions within repetitions are ambiguous" in client.failure[slow].message
+        assert len(client.tokens[plain]) == 200
+
+
 def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
     """A vocabulary without a way to go on: only part of it is known to the guide."""
     import xgrammar

@@ -7,6 +7,7 @@ read the step before; the model runs ahead of that as always.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 
 class GuideError(ValueError):
     """A guide that cannot be used; the message is for the client."""
+
+
+MOST_SECONDS, AVERAGED = 0.03, 8  # of CPU time for a token, and over about how many
 
 
 class Guide:
@@ -35,6 +39,7 @@ class Guide:
         self._mask = torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32)
         self._words = self._mask.numpy()[0]
         self._tokens = 0
+        self._seconds = 0.0  # of CPU time for a token, lately
         self._advance()
         if self.exhausted:
             raise GuideError("guided_decoding_guide allows no token of this model's vocabulary")
@@ -52,10 +57,17 @@ class Guide:
 
         Afterwards `exhausted` tells that nothing may follow, `complete` that nothing need follow.
         """
+        began = time.thread_time()
         if not self._matcher.accept_token(token):
             raise GuideError(f"token {token} does not follow the guide after {self._tokens} tokens")
         self._tokens += 1
         self._advance()
+        self._seconds += (time.thread_time() - began - self._seconds) / AVERAGED
+        if self._seconds > MOST_SECONDS:  # of an ambiguous guide, and it grows; all sequences wait meanwhile
+            raise GuideError(
+                f"following the guide takes {self._seconds * 1e3:.0f} ms a token after {self._tokens} tokens;"
+                " repetitions within repetitions are ambiguous, write it with fewer of them"
+            )
 
     def mask_without(self, banned: int) -> np.ndarray:
         """The allowed tokens, int32 [ceil(V / 32)], without token `banned` (-1: none) unless it is the
