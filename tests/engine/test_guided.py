@@ -185,6 +185,14 @@ def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
         client.wait([good])
 
 
+def test_guides_are_compiled_for_the_tokenizer_of_tokenizer_dir(tmp_path, tokenizer):
+    core = start_core(make_checkpoint("llama", tmp_path / "model"), tokenizer_dir="bundled")
+    with serve(core, tmp_path / "run") as client:
+        one = client.submit([5], guided("regex", "[a-z]{3}"))
+        client.wait([one])
+        assert re.fullmatch("[a-z]{3}", str(tokenizer.backend.decode(client.tokens[one])))
+
+
 def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
     compile_guide, proceed = GuideCompiler._compile, threading.Event()
 

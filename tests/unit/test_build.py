@@ -67,7 +67,8 @@ def test_every_parameter_in_model_repo_is_a_knob():
 def test_engine_has_the_same_defaults():
     values = complete({})
     parameters = {knob.name: values[knob.name] for knob in KNOBS}
-    assert EngineConfig.from_parameters(parameters) == EngineConfig(model_dir="bundled")
+    default = EngineConfig(model_dir="bundled", tokenizer_dir="bundled")
+    assert EngineConfig.from_parameters(parameters) == default
 
 
 def test_knobs_document_is_current():

@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_queue_size: int = 0  # 0: unlimited
     stats_check_period_ms: int = 100
     guided_decoding_backend: Literal["xgrammar", "none"] = "xgrammar"
+    tokenizer_dir: str = ""  # whose vocabulary guides are compiled for; empty: model_dir's
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> EngineConfig:

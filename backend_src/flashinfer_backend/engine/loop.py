@@ -37,7 +37,7 @@ class EngineLoop:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.model_config.vocab_size
         self.socket = socket
-        self.guides = GuideQueue(self.config.model_dir, self.vocab_size)
+        self.guides = GuideQueue(self.config.tokenizer_dir or self.config.model_dir, self.vocab_size)
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
         self.iteration = 0
