@@ -32,6 +32,14 @@ def run_ahead(bench: Bench, sender: Sender, sequence: Sequence) -> None:
     wait_for(sender, [[1], [2]])
 
 
+def third_waits_a_while(sender: Sender, sequence: Sequence) -> None:
+    """A third chunk waits, and goes without postprocessing having had the second."""
+    feed(sequence, 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    wait_for(sender, [[1], [2], [3]])
+
+
 def test_a_stream_ahead_of_postprocessing_waits_and_goes_on_with_one_chunk(bench: Bench) -> None:
     sender, request = bench.open(row())
     run_ahead(bench, sender, request.sequences[0])
@@ -68,10 +76,7 @@ def test_no_stream_waits_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
     sender, request = bench.open(row())
     run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    time.sleep(5 * LOOK_AGAIN_S)
-    assert sender.ids == [[1], [2]]
-    wait_for(sender, [[1], [2], [3]])
+    third_waits_a_while(sender, request.sequences[0])
 
 
 def test_a_stream_that_postprocessing_never_gets_waits_once(
@@ -82,10 +87,7 @@ def test_a_stream_that_postprocessing_never_gets_waits_once(
     bench.last_ns = 0
     sender, request = bench.open(row())
     run_ahead(bench, sender, request.sequences[0])
-    feed(request.sequences[0], 3)
-    time.sleep(5 * LOOK_AGAIN_S)
-    assert sender.ids == [[1], [2]]
-    wait_for(sender, [[1], [2], [3]])
+    third_waits_a_while(sender, request.sequences[0])
     feed(request.sequences[0], 4)
     time.sleep(5 * LOOK_AGAIN_S)
     assert sender.ids == [[1], [2], [3], [4]]

@@ -72,9 +72,7 @@ def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
 
 
 def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
-    limit = None
-    if model:  # as the engine takes "auto"
-        limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
+    limit = model.longest_seq_len if model else None
     if values["max_seq_len"] == "auto":
         max_seq_len = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
         shown = f"max_seq_len (auto: {max_seq_len})"

@@ -42,8 +42,7 @@ def start(config: EngineConfig) -> Core:
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     model_config = ModelConfig.from_pretrained(model_dir)
-    longest = min(model_config.max_position_embeddings, model_config.sliding_window or 1 << 30)
-    config = resolve_limits(config, longest)
+    config = resolve_limits(config, model_config.longest_seq_len)
     device = _device(config)
     dtype = _dtype(config, model_config, device)
     if _plain_torch(config, device, dtype):

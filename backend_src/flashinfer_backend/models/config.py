@@ -68,6 +68,11 @@ class ModelConfig:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{path}: {error}") from None
 
+    @property
+    def longest_seq_len(self) -> int:
+        """The longest sequence, in tokens, that check_max_seq_len lets pass."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
         if max_seq_len > self.max_position_embeddings:

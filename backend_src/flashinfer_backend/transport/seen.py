@@ -31,9 +31,8 @@ class SeenTable:
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
-        self._file.unlink(
-            missing_ok=True
-        )  # of a killed stub: whoever has it mapped sees that this is another
+        # What a killed stub left: whoever has it mapped sees that this is another file.
+        self._file.unlink(missing_ok=True)
         self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, SLOTS)))
 
     def last(self, handle: int) -> int:
