@@ -9,6 +9,7 @@ echo "a long prompt" | python -m client.generate -
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import queue
 import sys
@@ -108,6 +109,8 @@ def stream_http(
     except urllib.error.HTTPError as error:
         message = error_message(error.read().decode(errors="replace"))
         raise ServerError(f"HTTP {error.code}: {message}") from None
+    except http.client.HTTPException as error:
+        raise ServerError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
     except OSError as error:
         raise ServerError(f"{url}: {error}") from None
 

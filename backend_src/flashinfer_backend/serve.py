@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import ipaddress
 import json
 import os
 import secrets
@@ -47,6 +48,9 @@ MALLOC = ":".join(
     }.items()
 )
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ServeError(RuntimeError):
@@ -127,9 +131,16 @@ def _libpython_folder() -> str | None:
 
 
 def command(
-    server: Installation, repository: Path, host: str, http_port: int, grpc_port: int, metrics_port: int
+    server: Installation,
+    repository: Path,
+    address: Address,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
 ) -> list[str]:
     """Command line of the server for a model repository."""
+    v6 = address.version == 6
+    http, grpc = (f"ipv6:{address}", f"[{address}]") if v6 else (str(address), str(address))
     # Explicit control lets the llm model take itself out of service while its engine is restarted
     # (docs/triton-notes.md). It would let every client load models too: only who knows the secret may.
     secret = secrets.token_hex(16)
@@ -142,8 +153,10 @@ def command(
         *("--grpc-restricted-protocol", f"model-repository:admin-key={secret}"),
         *("--exit-timeout-secs", str(DRAIN_S)),
     ]
-    for name, port in (("http", http_port), ("grpc", grpc_port), ("metrics", metrics_port)):
-        args += [f"--{name}-address", host, f"--{name}-port", str(port)]
+    for name, at, port in (
+        ("http", http, http_port), ("grpc", grpc, grpc_port), ("metrics", http, metrics_port),
+    ):  # fmt: skip
+        args += [f"--{name}-address", at, f"--{name}-port", str(port)]
     if server.backends is not None:
         args += ["--backend-directory", str(server.backends)]
     if shutil.which("nvidia-smi") is None:
@@ -151,15 +164,35 @@ def command(
     return args
 
 
-def check_ports(host: str, ports: dict[str, int]) -> None:
+def resolve(host: str) -> Address:
+    """The address of a host name or of an address as text; IPv4 where a name has both. Raises ServeError.
+
+    The server takes addresses only: given a name, its HTTP service says that it started and is not there.
+    """
+    try:
+        found = {info[0]: info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ServeError(f"--host {host}: {error.strerror}; give an address of this machine") from None
+    return ipaddress.ip_address(found.get(socket.AF_INET) or found[socket.AF_INET6])
+
+
+def check_ports(address: Address, ports: dict[str, int]) -> None:
     """Raises ServeError naming a port that is taken, by its name in `ports`."""
     for name, port in ports.items():
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise ServeError(f"{name} {port} on {host} cannot be used: {error.strerror}") from None
+                probe.bind((str(address), port))
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or "ports are 0 to 65535"
+                raise ServeError(f"{name} {port} on {address} cannot be used: {reason}") from None
+
+
+def reachable_at(address: Address, port: int) -> str:
+    """URL under which this machine reaches a server that listens on `address`."""
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
 
 
 def run(args: list[str], env: dict[str, str], url: str) -> int:
@@ -219,7 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve", description=__doc__)
     parser.add_argument("--model-repository", type=Path, required=True, help="as written by build.py")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on, IPv4 or IPv6 (default: 127.0.0.1, this machine only)",
     )
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
@@ -243,14 +278,14 @@ def main(argv: list[str] | None = None) -> int:
             "gRPC port": options.grpc_port,
             "metrics port": options.metrics_port,
         }
-        check_ports(options.host, ports)
-        args = command(server, options.model_repository, options.host, *ports.values())
+        address = resolve(options.host)
+        check_ports(address, ports)
+        args = command(server, options.model_repository, address, *ports.values())
         env = environment(server)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
-    reachable = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host
-    return run([*args, *options.server_args], env, f"http://{reachable}:{options.http_port}")
+    return run([*args, *options.server_args], env, reachable_at(address, options.http_port))
 
 
 if __name__ == "__main__":

@@ -275,3 +275,5 @@ def test_generate_prints_the_stream_and_reports_errors(server, capsys):
     assert "engine failed" in capsys.readouterr().err
     assert generate.main(["busy", *arguments]) == 1
     assert "HTTP 503" in capsys.readouterr().err
+    assert generate.main(["drop", *arguments]) == 1
+    assert "broke off its answer" in capsys.readouterr().err

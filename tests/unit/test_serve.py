@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `serve` does to the server's process, on stand-in processes."""
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from flashinfer_backend import serve
 from flashinfer_backend.thread_pipes import widen_thread_pipes
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
@@ -49,3 +51,25 @@ def test_a_server_that_ended_is_left_alone():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=20)
     assert widen_thread_pipes(child.pid) == 0
+
+
+def test_hosts_are_resolved_as_the_server_takes_addresses_only():
+    assert str(serve.resolve("localhost")) == "127.0.0.1"  # IPv4 where a name has both
+    assert str(serve.resolve("::1")) == "::1"
+    with pytest.raises(serve.ServeError, match=r"--host no[.]such[.]host[.]invalid: .*give an address"):
+        serve.resolve("no.such.host.invalid")
+    urls = {host: serve.reachable_at(serve.resolve(host), 8000) for host in ("0.0.0.0", "::", "127.0.0.2")}
+    assert urls == {
+        "0.0.0.0": "http://127.0.0.1:8000",
+        "::": "http://[::1]:8000",
+        "127.0.0.2": "http://127.0.0.2:8000",
+    }
+
+
+def test_ports_that_cannot_be_used_are_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(serve.ServeError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use"):
+            serve.check_ports(serve.resolve("127.0.0.1"), {"gRPC port": port})
+    with pytest.raises(serve.ServeError, match=r"HTTP port 70000 .*0 to 65535"):
+        serve.check_ports(serve.resolve("127.0.0.1"), {"HTTP port": 70000})
