@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 BUNDLED = "bundled"
@@ -19,6 +20,18 @@ def resolve_model_dir(name: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}")
     return folder
+
+
+def unservable(path: Path) -> str | None:
+    """Why Triton's Python backend cannot start a model from `path`, or None. It puts the path into a shell
+    command as it is, and reads it as ASCII."""
+    text = str(path.absolute())
+    if text.isascii() and not re.search(r"[^\w./+,:=@%-]", text):
+        return None
+    return (
+        f"Triton's Python backend starts no models from {text}: a path of ASCII letters, digits and"
+        " . _ / + , : = @ % - is needed; move it, or name it by a link (ln -s) whose path is such"
+    )
 
 
 def run_dir(server_pid: int, llm_model_name: str) -> Path:

@@ -28,7 +28,7 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
-from flashinfer_backend.paths import run_dir
+from flashinfer_backend.paths import run_dir, unservable
 from flashinfer_backend.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
@@ -272,7 +272,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not options.model_repository.is_dir():
             raise ServeError(f"no folder {options.model_repository}: write one with build.py --output")
-        server = find_server(options.backends or cache / "backends")
+        backends = options.backends or cache / "backends"
+        for place in (options.model_repository, backends):
+            if reason := unservable(place):
+                raise ServeError(reason)
+        server = find_server(backends)
         ports = {
             "HTTP port": options.http_port,
             "gRPC port": options.grpc_port,

@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from build_support import MODEL_REPO, ROOT, build, checkpoint, refused, snapshot, write_checkpoint
@@ -58,6 +62,8 @@ REFUSALS = [
     (["lora_cache_max_adapter_size=64"], "LoRA is not supported: merge the adapter"),
     (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
     (["gpu_device_ids=1"], "CUDA_VISIBLE_DEVICES chooses"),
+    (["max_batch_size=64"], "set max_num_seqs (sequences that run at a time) or triton_max_batch_size"),
+    (["tensor_parallel_size=2"], "one process on one GPU, which CUDA_VISIBLE_DEVICES chooses; accepted: 1"),
     (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),
 ]
 
@@ -78,6 +84,10 @@ CHECKPOINT_REFUSALS = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; "),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
+    ({"num_attention_heads": None}, "num_attention_heads is None; it should be an integer of at least 1"),
+    ({"max_position_embeddings": "4096"}, "max_position_embeddings is '4096'; it should be an integer"),
+    ({"rms_norm_eps": None}, "config.json has a value of a wrong type"),
+    ({"rope_scaling": 1}, "config.json has a value of a wrong type"),
 ]
 
 
@@ -123,6 +133,18 @@ def test_missing_shard(refused, tmp_path):
     assert "lacks b.safetensors, which model.safetensors.index.json names" in refused(model=folder)
 
 
+def test_paths_that_the_server_could_not_open(refused, build, tmp_path):
+    folder = write_checkpoint(tmp_path / "mo del é")
+    err = refused(model=folder)
+    assert err.count("Triton's Python backend opens only paths of ASCII characters") == 1
+    (tmp_path / "link").symlink_to(folder)
+    assert build(model=tmp_path / "link")[0] == 0
+    assert build(model=write_checkpoint(tmp_path / "a space"))[0] == 0
+    for name in ("sp ace", "accé", "dollar$"):
+        status, out, err = build(output=tmp_path / name)
+        assert (status, out) == (0, "") and f"starts no models from {tmp_path / name}: " in err
+
+
 def test_dummy_weights_need_no_weight_file(build, tmp_path):
     folder = write_checkpoint(tmp_path / "bare")
     (folder / "model.safetensors").unlink()
@@ -149,7 +171,7 @@ def test_refused_profiles(refused, tmp_path, text, message):
     assert message in refused("--profile", tmp_path / "profile.toml")
 
 
-@pytest.mark.parametrize("name", ["ensemble", "a/b", "", ".hidden"])
+@pytest.mark.parametrize("name", ["ensemble", "a/b", "", ".hidden", "build.json"])
 def test_refused_llm_names(refused, name):
     assert "should be of letters, digits" in refused("--llm-name", name)
 
@@ -163,6 +185,44 @@ def test_other_peoples_folders_are_left_alone(build, tmp_path):
     assert snapshot(folder) == {"notes.txt": b"keep"}
     status, _, err = build(output=folder / "notes.txt")
     assert status == 2 and "is not a folder" in err
+
+
+@pytest.mark.parametrize("record", ["[]", '{"files": []}', '{"files": {}}', "no JSON"])
+def test_folders_with_a_record_that_is_none_of_ours(build, tmp_path, record):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "build.json").write_text(record)
+    for more in ((), ("--diff",)):
+        status, _, err = build(*more, output=tmp_path / "mine")
+        assert status == 2 and "(it has no valid build.json)" in err
+
+
+def test_the_root_is_no_output_and_is_not_walked(build):
+    status, _, err = build(output=Path("/"))
+    assert status == 2 and "/ was not made by build.py" in err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone who may not read")
+def test_what_may_not_be_read_is_named(tmp_path):
+    """As another user, in a process of its own."""
+    closed = tmp_path / "closed"
+    write_checkpoint(closed / "model")
+    readable = write_checkpoint(Path(tempfile.mkdtemp(prefix="readable-", dir="/tmp")))
+    readable.chmod(0o755)
+    closed.chmod(0o700)
+    program = (
+        "import os, sys; from pathlib import Path; from flashinfer_backend.config_tools import cli; "
+        f"os.setuid(65534); sys.exit(cli.main(Path({str(MODEL_REPO)!r}), sys.argv[1:]))"
+    )
+    try:
+        for output, model in ((closed / "repo", readable), (Path("/tmp/unwritten"), closed / "model")):
+            run = subprocess.run(
+                [sys.executable, "-c", program, "--output", str(output), "--model", str(model)],
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert run.returncode == 2 and "Permission denied" in run.stderr, run.stderr
+            assert str(closed) in run.stderr and "Traceback" not in run.stderr
+    finally:
+        shutil.rmtree(readable)
 
 
 @pytest.mark.parametrize("name", ["llm/config.pbtxt", "llm/1/model.py", "llm/1/extra.py"])
@@ -187,6 +247,7 @@ def test_model_repo_itself_is_no_output(build):
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_foreign_name_is_refused_or_accepted_by_value(name):
     assert FOREIGN[name].refusal("something else")
+    assert FOREIGN[name].refusal("") is None  # as scripts pass for TensorRT-LLM's default
     for value in FOREIGN[name].accepted:
         assert FOREIGN[name].refusal(value) is None
 

@@ -117,6 +117,16 @@ def test_sliding_window_limits_the_sequence_length(tmp_path):
         config.check_max_seq_len(513)
 
 
+@pytest.mark.parametrize("change", [{}, {"sliding_window": None}, {"sliding_window": 100}])
+def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change):
+    path = make_checkpoint("mistral", tmp_path)
+    written = json.loads((path / "config.json").read_text())
+    del written["sliding_window"]
+    (path / "config.json").write_text(json.dumps(written | change))
+    theirs = transformers.AutoConfig.from_pretrained(path).sliding_window
+    assert ModelConfig.from_pretrained(path).sliding_window == theirs
+
+
 @pytest.mark.parametrize(("use", "window"), [(False, None), (True, 40)])
 def test_qwen_window_counts_only_where_used(tmp_path, use, window):
     options = {"use_sliding_window": use, "sliding_window": 40, "max_window_layers": 1}

@@ -66,6 +66,16 @@ def test_hosts_are_resolved_as_the_server_takes_addresses_only():
     }
 
 
+def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys):
+    for name in ("sp ace", "accé"):
+        (tmp_path / name).mkdir()
+        assert serve.main(["--model-repository", str(tmp_path / name)]) == 1
+        assert f"starts no models from {tmp_path / name}: " in capsys.readouterr().err
+    arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path / "sp ace")]
+    assert serve.main(arguments) == 1
+    assert "sp ace: a path of ASCII letters" in capsys.readouterr().err
+
+
 def test_ports_that_cannot_be_used_are_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

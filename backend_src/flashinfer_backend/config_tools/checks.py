@@ -12,6 +12,9 @@ from flashinfer_backend.paths import resolve_model_dir
 DEFAULT_MAX_SEQ_LEN = 32768
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TOKENIZER_FILE = "tokenizer.json"
+ASCII_ONLY = (
+    "Triton's Python backend opens only paths of ASCII characters; name it by a link (ln -s) with such"
+)
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -28,6 +31,8 @@ def check(values: dict[str, str]) -> list[str]:
 
 def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfig | None:
     name = values["model_dir"]
+    if not name.isascii():
+        problems.append(f"model_dir={name}: {ASCII_ONLY}")
     try:
         folder = resolve_model_dir(name)
     except FileNotFoundError as error:
@@ -41,7 +46,7 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
         return ModelConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
-        return None
+    return None
 
 
 def _weights_problem(folder: Path) -> str | None:
@@ -61,6 +66,8 @@ def _weights_problem(folder: Path) -> str | None:
 
 def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
     name = values["tokenizer_dir"]
+    if not name.isascii() and name != values["model_dir"]:
+        problems.append(f"tokenizer_dir={name}: {ASCII_ONLY}")
     try:
         folder = resolve_model_dir(name)
     except FileNotFoundError as error:

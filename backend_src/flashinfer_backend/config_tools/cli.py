@@ -13,6 +13,7 @@ from pathlib import Path
 from flashinfer_backend.config_tools import checks, output, patch, settings
 from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, Knob
 from flashinfer_backend.config_tools.trt_names import FOREIGN
+from flashinfer_backend.paths import unservable
 
 EXIT_REFUSED = 2
 
@@ -29,8 +30,11 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     if args.output is None:
         parser.error("--output DIR is needed")
     problems: list[str] = []
-    values = _values(args, problems)
-    _check_places(args.llm_name, args.output, model_repo, problems)
+    try:
+        values = _values(args, problems)
+        _check_places(args.llm_name, args.output, model_repo, problems)
+    except OSError as error:
+        problems.append(f"cannot read {error.filename}: {error.strerror}")
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         print(f"build.py: nothing was written, {len(problems)} to correct:\n{listed}", file=sys.stderr)
@@ -39,7 +43,11 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     files = patch.render(model_repo, values, args.llm_name, command)
     if args.diff:
         defaults = patch.render(model_repo, settings.complete({}), LLM, "python3 build.py")
-        changes = output.diff(args.output, defaults, files, args.llm_name)
+        try:
+            changes = output.diff(args.output, defaults, files, args.llm_name)
+        except OSError as error:
+            print(f"build.py: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+            return EXIT_REFUSED
         print(changes, end="")
         if not changes:
             print("build.py: nothing would change", file=sys.stderr)
@@ -49,7 +57,10 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
         except OSError as error:
             print(f"build.py: cannot write {args.output}: {error}", file=sys.stderr)
             return EXIT_REFUSED
-        print(f"{args.output}: ready for tritonserver --model-repository")
+        if reason := unservable(args.output):
+            print(f"build.py: {reason}", file=sys.stderr)
+        else:
+            print(f"{args.output}: ready for tritonserver --model-repository")
     return 0
 
 
@@ -90,7 +101,7 @@ def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
 
 
 def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[str]) -> None:
-    taken = [model for model in MODELS if model != LLM]
+    taken = [model for model in MODELS if model != LLM] + [output.RECORD]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", llm_name) or llm_name in taken:
         problems.append(
             f"--llm-name {llm_name}: should be of letters, digits, _ - and ., and not {' or '.join(taken)}"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from flashinfer_backend.config_tools.knobs import LLM
 
@@ -27,16 +28,15 @@ def obstacle(output: Path) -> str | None:
         return None
     if output.is_symlink() or not output.is_dir():
         return f"{output} is not a folder; name a folder, new or made by an earlier build"
-    found = _found_files(output)
-    if not found:
+    if not any(output.iterdir()):
         return None
-    try:
-        digests = json.loads((output / RECORD).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    record = _record(output)
+    if record is None:
         return (
-            f"{output} was not made by build.py (it has no {RECORD}) and is left alone; name another folder "
-            "or remove it"
+            f"{output} was not made by build.py (it has no valid {RECORD}) and is left alone; name another "
+            "folder or remove it"
         )
+    digests, found = record["files"], _found_files(output)
     changed = [
         name
         for name in found
@@ -48,6 +48,16 @@ def obstacle(output: Path) -> str | None:
             "the changes into knobs and remove these files, or name another folder"
         )
     return None
+
+
+def _record(output: Path) -> dict[str, Any] | None:
+    """The record that with_record wrote, None where there is none."""
+    try:
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return None
+    known = isinstance(record, dict) and isinstance(record.get("files"), dict)
+    return record if known and isinstance(record.get("llm_name"), str) else None
 
 
 def replace_folder(output: Path, files: dict[str, bytes]) -> None:
@@ -72,9 +82,9 @@ def diff(output: Path, defaults: dict[str, bytes], files: dict[str, bytes], llm_
     """Unified diff from what is there, or from the defaults where nothing is there, to `files`. Comments,
     which repeat the command, do not count. The llm model is compared with itself across a change of name."""
     before, old_llm_name = defaults, LLM
-    if output.is_dir() and (found := _found_files(output)):
-        before = {name: (output / name).read_bytes() for name in found}
-        old_llm_name = json.loads(before[RECORD])["llm_name"]
+    if output.is_dir() and (record := _record(output)):
+        before = {name: (output / name).read_bytes() for name in _found_files(output)}
+        old_llm_name = record["llm_name"]
     renamed = {_renamed(name, old_llm_name, llm_name): name for name in before}
     lines: list[str] = []
     for name in sorted(renamed.keys() | files.keys()):

@@ -20,7 +20,9 @@ class ForeignKnob:
     hint: str
 
     def refusal(self, value: str) -> str | None:
-        """Why `value` is refused, or None if it is accepted."""
+        """Why `value` is refused, or None if it is accepted. Empty is TensorRT-LLM's word for its default."""
+        if not value:
+            return None
         word = "true" if value in TRUE_WORDS else "false" if value in FALSE_WORDS else value.lower()
         if word in self.accepted or value in self.accepted:
             return None
@@ -93,5 +95,12 @@ FOREIGN: dict[str, ForeignKnob] = {
     "max_num_images": ForeignKnob((), _NO_MULTIMODAL),
     "bls_instance_count": ForeignKnob((), _NO_BLS),
     "accumulate_tokens": ForeignKnob(("false",), _NO_BLS),
+    "max_batch_size": ForeignKnob(
+        (), "set max_num_seqs (sequences that run at a time) or triton_max_batch_size (requests in a call)"
+    ),
+    "tensor_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
+    "pipeline_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
+    "max_draft_len": ForeignKnob(("0",), _NO_SPECULATION),
+    "gpt_model_path": ForeignKnob((), _NO_ENGINE),
     "tensorrt_llm_model_name": ForeignKnob((), "name the model with --llm-name NAME"),
 }

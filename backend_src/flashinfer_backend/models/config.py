@@ -16,6 +16,11 @@ ARCHITECTURES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+MISTRAL_WINDOW = 4096  # of a config.json without the key; null is no window
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 class UnsupportedModelError(ValueError):
@@ -52,7 +57,8 @@ class ModelConfig:
         """Read config.json and, where present, generation_config.json of a checkpoint folder.
 
         Raises FileNotFoundError without a config.json, UnsupportedModelError for an architecture, rotary
-        embedding or layer variant that is not implemented, and ValueError for a key that is missing.
+        embedding or layer variant that is not implemented, and ValueError for a key that is missing
+        or has a wrong value.
         """
         model_dir = Path(model_dir)
         path = model_dir / "config.json"
@@ -65,8 +71,10 @@ class ModelConfig:
             return _parse(raw, generation)
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]!r}") from None
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{path}: {error}") from None
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has a value of a wrong type: {error}") from None
+        except ValueError as error:
+            raise type(error)(f"{path}: {error}") from None
 
     @property
     def longest_seq_len(self) -> int:
@@ -101,6 +109,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     model_type = _model_type(raw)
     _refuse_variants(raw, model_type)
+    for key in COUNTS:
+        if type(raw[key]) is not int or raw[key] < 1:
+            raise ValueError(f"{key} is {raw[key]!r}; it should be an integer of at least 1")
     rope_theta, rope_scaling = _rope(raw)
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -196,7 +207,9 @@ def _sliding_window(raw: dict[str, Any], model_type: str) -> int | None:
         return raw.get("sliding_window") if model_type == "mistral" else None
     if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
         return None
-    return raw.get("sliding_window") if model_type != "llama" else None
+    if model_type == "llama":
+        return None
+    return raw.get("sliding_window", MISTRAL_WINDOW if model_type == "mistral" else None)
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
