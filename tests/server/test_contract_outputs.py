@@ -139,6 +139,21 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
     assert second[TEXT] == first[TEXT]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_perf_metrics_of_an_answer_that_a_stop_word_ends(contract: Server, stream: bool) -> None:
+    """The llm model finds these words in the text, and the engine has to be told."""
+    whole = generate(contract, 40)[TEXT].removeprefix(PROMPT)
+    word = whole.split()[5]
+    asked = {"stop_words": f" {word}", "return_perf_metrics": True, "return_num_output_tokens": True}
+    chunks = events(contract, 40, **asked) if stream else [generate(contract, 40, **asked)]
+    *earlier, last = chunks
+    assert last["finish_reason"] == "stop" and sum(c["num_output_tokens"] for c in chunks) < 40
+    assert "".join(c[TEXT] for c in chunks).removeprefix(PROMPT) == whole[: whole.index(word) + len(word)]
+    assert {*last} >= PERF and not any(PERF & {*chunk} for chunk in earlier)
+    assert 0 < last["first_token_time_ns"] <= last["last_token_time_ns"]
+    assert last["kv_cache_alloc_total_blocks"] > 0
+
+
 def test_token_counts_add_up_over_chunks(contract: Server) -> None:
     chunks = events(contract, N, return_num_input_tokens=True, return_num_output_tokens=True)
     assert {chunk["num_input_tokens"] for chunk in chunks} == {len(encode(PROMPT))}

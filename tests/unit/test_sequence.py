@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,31 @@ def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> 
     assert sent(300) == [*word[:-1], 300], "it was another text"
     assert [sent(token) for token in word[:2]] == [None] * 2
     assert sent(protocol.NO_TOKEN, protocol.FINISHED_END_ID) == word[:2], "the end came first"
+
+
+@pytest.mark.parametrize("engine_fails", [False, True])
+def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer, engine_fails: bool) -> None:
+    asked: list[int] = []
+    request: Any = SimpleNamespace(cancel=asked.append)
+    params = protocol.SamplingParams(max_tokens=50, perf_metrics=True)
+    wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=[" town"])
+    sequence = Sequence(request, wanted, Place(), lambda _: None)
+    sequence.handle = protocol.make_handle(1, 2)
+    sequence.match_stop_words(DeltaDecoder(tokenizer.backend))
+    (ids,) = tokenizer.encode_batch(["a town by"], False)
+    for token in ids:
+        sequence.on_token(token, protocol.RUNNING, None)
+    assert sequence.take() is None and asked == [sequence.handle]
+    perf = protocol.Perf(1, 2, 3, 4, 5, 6)
+    if engine_fails:
+        sequence.on_failure("the engine ended", refused=False)
+    else:
+        sequence.on_token(9, protocol.FINISHED_LENGTH, protocol.RowExtras(2, perf=perf))
+    chunk = sequence.take()
+    assert chunk is not None and sequence.ended and chunk.code == protocol.FINISHED_STOP_WORDS
+    assert tokenizer.backend.decode(chunk.ids) == "a town"
+    assert [extra.perf for extra in chunk.extras] == ([] if engine_fails else [perf])
+    assert sequence.take() is None and len(asked) == 1
 
 
 def test_words_that_stay_in_the_text_are_left_to_the_engine() -> None:

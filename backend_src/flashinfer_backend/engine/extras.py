@@ -42,7 +42,7 @@ def row_extras(
         assert request is not None
         extra(index).queue_ns = queue_ns(request)
         if request.context_logits is not None:
-            extra(index).context_logits = request.context_logits.tobytes()
+            extra(index).context_logits = memoryview(request.context_logits).cast("B")
             request.context_logits = None
     for index in (outcome.codes != protocol.RUNNING).nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.extras import follow_guides, queue_ns, row_extras
+from flashinfer_backend.engine.extras import follow_guides, perf_of, queue_ns, row_extras
 from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.request import Request
 from flashinfer_backend.engine.results import accept
@@ -235,8 +235,14 @@ class EngineLoop:
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)
         frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
-        extras = protocol.RowExtras(local_id, queue_ns=queue_ns(request))
-        self.socket.send_tokens(pid, frame, None if request.first_token_ns else [extras])
+        extras = protocol.RowExtras(local_id)
+        if not request.first_token_ns:
+            extras.queue_ns = queue_ns(request)
+        if request.params.perf_metrics:
+            request.last_token_ns = time.time_ns() if request.first_token_ns else 0
+            extras.perf = perf_of(request)
+        told = extras.queue_ns is not None or extras.perf is not None
+        self.socket.send_tokens(pid, frame, [extras] if told else None)
 
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:

@@ -18,6 +18,7 @@ from flashinfer_backend.transport.orphans import Stub, find_stub
 
 log = logging.getLogger(__name__)
 
+LARGE_PART = 1 << 20  # bytes from which zmq sends a frame without copying it
 LONELY_SECONDS = 10.0  # how long an engine whose stubs have all gone waits for another
 
 
@@ -126,7 +127,9 @@ class EngineSocket:
             log.warning("a message for stub %d, which is not connected, is dropped", pid)
             return
         try:
-            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK)
+            # Every stream waits while context logits would be copied.
+            copy = max(map(len, parts)) < LARGE_PART
+            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             log.warning("stub %d is unreachable (%s)", pid, error)
 

@@ -139,7 +139,7 @@ class RowExtras(msgspec.Struct, omit_defaults=True):
 
     local_id: int
     log_prob: float | None = None
-    context_logits: bytes | None = None
+    context_logits: memoryview | None = None  # up to gigabytes: no copies
     generation_logits: bytes | None = None
     perf: Perf | None = None
     queue_ns: int | None = None

@@ -146,5 +146,5 @@ def _integer(value: int) -> np.ndarray:
     return np.array([[value]], dtype=np.int32)
 
 
-def _logits(data: bytes, rows: int) -> np.ndarray:
+def _logits(data: bytes | memoryview, rows: int) -> np.ndarray:
     return np.frombuffer(data, dtype="<f4").reshape(rows, -1)

@@ -44,6 +44,7 @@ class Sequence:
         self._arrived: deque[Item] = deque()
         self._scheduled = False
         self._kept = Chunk([])  # arrived, but not to be sent yet
+        self._stopped: Chunk | None = None  # the last one, which waits for the engine's end of the sequence
         self._matcher: StopWordMatcher | None = None
         self._prompt_chars = 0
 
@@ -103,6 +104,8 @@ class Sequence:
         self._scheduled = False
         if self.ended:
             return None
+        if self._stopped is not None:
+            return self._take_stopped(self._stopped)
         chunk, matched = self._kept, False
         new_ids: list[int] = []
         while self._arrived and chunk.code == protocol.RUNNING:
@@ -120,10 +123,28 @@ class Sequence:
             held = self._matcher.held
         if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
             return None
-        self.ended = chunk.last
-        self._keep(chunk, held)
         if matched:
             self.request.cancel(self.handle)
+            if self.row.params.perf_metrics:
+                self._stopped = chunk
+                return self._take_stopped(chunk)
+        self.ended = chunk.last
+        self._keep(chunk, held)
+        return chunk
+
+    def _take_stopped(self, chunk: Chunk) -> Chunk | None:
+        """The chunk that a stop word ended, once the engine's times and page counts are there: they come
+        with the end that it was asked for, or with one that it came to before."""
+        ended = self.failure is not None
+        while self._arrived and not ended:
+            _, code, extras = self._arrived.popleft()
+            if ended := code != protocol.RUNNING:
+                perf = extras.perf if extras is not None else None
+                chunk.extras.append(protocol.RowExtras(protocol.split_handle(self.handle)[1], perf=perf))
+        if not ended:
+            return None
+        self.ended = True
+        self._keep(chunk, 0)
         return chunk
 
     def _keep(self, chunk: Chunk, held: int) -> None:
