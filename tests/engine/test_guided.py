@@ -15,7 +15,8 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.engine.startup import Core
 from flashinfer_backend.paths import resolve_model_dir
-from flashinfer_backend.sampling.guide_queue import GuideCompiler
+from flashinfer_backend.sampling.guide_compiler import GuideCompiler
+from flashinfer_backend.sampling.guided import Guide, GuideError
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
@@ -147,6 +148,44 @@ def test_guides_with_other_features(tokenizer, tmp_path):
         assert re.fullmatch("x+", tokenizer.backend.decode(client.tokens[other]))
 
 
+@pytest.mark.parametrize("bias", [float("-inf"), -3e38], ids=["infinite", "large"])
+@pytest.mark.parametrize(
+    "options", [{}, {"bad_words": True, "top_k": 3, "top_p": 0.9}], ids=["plain", "filtered"]
+)
+def test_a_guide_outranks_biases_against_all_that_it_allows(tokenizer, tmp_path, bias, options):
+    digits = [i for token, i in tokenizer.backend.get_vocab().items() if any(c.isdigit() for c in token)]
+    if "bad_words" in options:
+        options = options | {"bad_words": [[i] for i in digits]}
+    params = guided(
+        "regex", "[0-9]{6}", temperature=0.5, bias_ids=digits, bias_values=[bias] * len(digits), **options
+    )
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        one = client.submit([0, 7], params)
+        client.wait([one])
+        assert not client.failure
+        assert re.fullmatch("[0-9]{6}", str(tokenizer.backend.decode(client.tokens[one])))
+
+
+@pytest.mark.parametrize("followed", [0, 2])
+def test_a_token_that_does_not_follow_the_guide_is_not_sent(tmp_path, monkeypatch, followed):
+    accept = Guide.accept
+
+    def rejecting(guide: Guide, token: int) -> None:
+        if guide._tokens == followed:
+            raise GuideError("no such token")
+        accept(guide, token)
+
+    monkeypatch.setattr(Guide, "accept", rejecting)
+    with serve(start_bundled(), tmp_path) as client:
+        one = client.submit([0], guided("regex", "[a-z ]{20,}", log_probs=True))
+        client.wait([one])
+        assert client.failure[one].message == "no such token"
+        log_probs = [e.log_prob for e in client.extras[one] if e.log_prob is not None]
+        assert len(client.tokens[one]) == len(log_probs) == followed
+        assert len(client.queue_times([one])[0]) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
@@ -194,13 +233,13 @@ def test_guides_are_compiled_for_the_tokenizer_of_tokenizer_dir(tmp_path, tokeni
 
 
 def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
-    compile_guide, proceed = GuideCompiler._compile, threading.Event()
+    compile_guide, proceed = GuideCompiler.compile, threading.Event()
 
     def slow(self: GuideCompiler, kind: str, text: str) -> Any:
         assert proceed.wait(60)
         return compile_guide(self, kind, text)
 
-    monkeypatch.setattr(GuideCompiler, "_compile", slow)
+    monkeypatch.setattr(GuideCompiler, "compile", slow)
     core = start_bundled(max_queue_size=2)
     with serve(core, tmp_path, wants_status=True) as client:
         cancelled, kept = (client.submit([0], guided("regex", word)) for word in ("ab", "cd"))
@@ -233,7 +272,7 @@ def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
     import xgrammar
 
     info = xgrammar.TokenizerInfo(["<end>", "", "a", "b", *[""] * 252], vocab_size=256, stop_token_ids=[0])
-    monkeypatch.setattr("flashinfer_backend.sampling.guide_queue.tokenizer_info", lambda *_: info)
+    monkeypatch.setattr("flashinfer_backend.sampling.guide_compiler.tokenizer_info", lambda *_: info)
     core = start_core(make_checkpoint("llama", tmp_path / "model"))
     with serve(core, tmp_path / "run") as client:
         dry = client.submit([5], guided("regex", "abc", end_id=0))

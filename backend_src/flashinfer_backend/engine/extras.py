@@ -9,7 +9,7 @@ import numpy as np
 
 from flashinfer_backend.engine.request import Request, SlotTable
 from flashinfer_backend.engine.results import Outcome
-from flashinfer_backend.sampling.guided import GuideError
+from flashinfer_backend.sampling.guide_queue import GuideQueue
 from flashinfer_backend.sampling.logprobs import Report
 from flashinfer_backend.transport import protocol
 
@@ -55,22 +55,27 @@ def row_extras(
     return result
 
 
-def follow_guides(table: SlotTable, outcome: Outcome) -> list[tuple[Request, str]]:
+def follow_guides(table: SlotTable, outcome: Outcome, guides: GuideQueue) -> list[tuple[Request, str]]:
     """Move the guides of a read step's rows on, and end (in outcome.codes) sequences whose guide lets
-    nothing follow. Returns the requests that cannot go on, with why."""
-    stuck = []
-    for index in (table.guided[outcome.slots] & (outcome.codes == protocol.RUNNING)).nonzero()[0].tolist():
+    nothing follow. Returns the requests that cannot go on, with why; of a token that did not follow its
+    guide, nothing is sent."""
+    rows = (table.guided[outcome.slots] & (outcome.codes == protocol.RUNNING)).nonzero()[0].tolist()
+    moves = []
+    for index in rows:
         request = table.requests[outcome.slots[index]]
-        assert request is not None and request.guide is not None
-        try:
-            request.guide.accept(int(outcome.tokens[index]))
-        except GuideError as error:
+        assert request is not None
+        moves.append((request, int(outcome.tokens[index])))
+    stuck = []
+    for index, (request, _), error in zip(rows, moves, guides.follow(moves), strict=True):
+        guide = request.guide
+        assert guide is not None
+        if error is not None:
+            outcome.tokens[index] = protocol.NO_TOKEN
             stuck.append((request, str(error)))
-            continue
-        if request.guide.exhausted and request.guide.complete:
+        elif guide.exhausted and guide.complete:
             outcome.codes[index] = protocol.FINISHED_END_ID
-        elif request.guide.exhausted:
-            stuck.append((request, request.guide.problem()))
+        elif guide.exhausted:
+            stuck.append((request, guide.problem()))
     return stuck
 
 

@@ -212,7 +212,7 @@ class EngineLoop:
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
-        stuck = follow_guides(table, outcome)
+        stuck = follow_guides(table, outcome, self.guides)
         extras = row_extras(table, outcome, launched.report, values)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
         if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it

@@ -129,9 +129,14 @@ class Sampler:
         self._penalise(own, rows, position_, host_position)
         if rows.bias is not None:
             processors.add_bias(own, *rows.bias)
-        if rows.bias is not None or rows.repetition is not None or rows.counts is not None:
+        changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
+        if changed:
             processors.keep_finite(own)
-        unbanned = own[rows.guided[0]] if rows.guided else None
+        unbanned = None
+        if rows.guided:
+            index = rows.guided[0]
+            model = logits[rows.rows[index]].float() if changed else None
+            unbanned = self._unbanned(own, index, masks[0], model)
         if rows.words is not None:
             processors.ban_words(own, rows.words, self._history.tokens, position_)
         if rows.bans:
@@ -146,6 +151,17 @@ class Sampler:
         if rows.recorded:
             index, slots = rows.recorded
             self._history.record(slots, position_[index], chosen[index])
+
+    def _unbanned(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
+        """Logits of guided rows before words are banned: `model`, the model's own if they were changed,
+        where the changes leave nothing that the guide allows."""
+        if model is None:
+            return own[index]
+        unbanned = own[index]
+        # What would be -inf over some temperature.
+        own[index] = unbanned.masked_fill_(unbanned < -processors.LARGEST, processors.NEVER)
+        processors.allow_only(unbanned, torch.arange(len(index), device=own.device), mask, model)
+        return unbanned
 
     def _filter(self, own: Tensor, filtered: Filtered, temperature: Tensor) -> None:
         columns = (filtered.index, filtered.top_k, filtered.top_p)

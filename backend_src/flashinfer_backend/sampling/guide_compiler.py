@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles guides to grammars for the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+import re
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.sampling.guided import GuideError
+from flashinfer_backend.text.tokenizer import TextTokenizer
+
+# Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
+MOST_BLANKS = 20
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+# "[12:00:00] /project/cpp/x.cc:1: Check failed: (ok) is false: " in front of xgrammar's messages
+SOURCE_POSITION = r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
+
+
+class GuideCompiler:
+    """xgrammar and the checkpoint's tokenizer, which are loaded with the first guide."""
+
+    def __init__(self, model_dir: str, vocab_size: int) -> None:
+        self._model_dir, self._vocab_size = model_dir, vocab_size
+        self._loading = threading.Lock()
+
+    def load(self) -> Any:
+        """An xgrammar.GrammarCompiler, for any thread."""
+        with self._loading:
+            return self._compiler
+
+    def compile(self, guide_type: str, text: str) -> Any:
+        """An xgrammar.CompiledGrammar; or GuideError, which says what is wrong with the guide."""
+        compiler = self.load()
+        try:
+            if guide_type == "json":
+                return compiler.compile_builtin_json_grammar()
+            if guide_type == "json_schema":
+                return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_BLANKS)
+            if guide_type == "regex":
+                return compiler.compile_regex(text)
+            if guide_type == "ebnf_grammar":
+                return compiler.compile_grammar(text)
+        except Exception as error:  # xgrammar raises RuntimeError with a source position in front
+            reason = re.sub(SOURCE_POSITION, "", str(error).strip())
+            raise GuideError(f"guided_decoding_guide is not a valid {guide_type}: {reason}") from error
+        raise GuideError(
+            f"guided_decoding_guide_type is {guide_type!r}; it should be one of {', '.join(GUIDE_TYPES)}"
+        )
+
+    @cached_property
+    def _compiler(self) -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise GuideError(
+                f"guided decoding needs the package xgrammar ({error}); install it, or set"
+                " guided_decoding_backend none"
+            ) from error
+        try:
+            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size)
+        except (OSError, ValueError) as error:
+            raise GuideError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def tokenizer_info(folder: Path, vocab_size: int) -> Any:
+    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens."""
+    import xgrammar
+
+    tokenizer = TextTokenizer(folder)
+    special = {t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special}
+    # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
+    vocab = [""] * vocab_size
+    for token, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+        if i < vocab_size and token not in special:
+            vocab[i] = token
+    found = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.backend.to_str())
+    end = tokenizer.eos_id
+    return xgrammar.TokenizerInfo(
+        vocab,
+        vocab_type=found["vocab_type"],
+        vocab_size=vocab_size,
+        stop_token_ids=[end] if end is not None and end < vocab_size else None,
+        add_prefix_space=found["add_prefix_space"],
+    )

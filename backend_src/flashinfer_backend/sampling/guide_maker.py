@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the guides of requests in threads, beside the engine's loop.
+
+A guide is compiled once for all requests that have it, and each gets a matcher of its own. Neither can be
+interrupted: what takes too long is left behind with its thread, and the next one has its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.sampling.guide_compiler import GuideCompiler
+from flashinfer_backend.sampling.guided import Guide, GuideError, SlowGuideError
+
+CACHED_GUIDES = 128
+COMPILING_THREADS = 2
+MOST_WAIT_SECONDS = 30.0  # of a request for its guide, and of a guide from its turn on
+UNWANTED_SECONDS = 1.0  # what a guide that nobody waits for any more may take of its turn
+MOST_LEFT_BEHIND = 4  # threads: each takes a core, and may take a GB
+
+TOO_LONG = "compiling the guide takes more than {:g} s; write it smaller, or with less nesting"
+
+Key = tuple[str, str]  # a guide's type and text
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request and, once it is there, its guide or what is wrong."""
+
+    request: Request
+    key: Key
+    since: float
+    outcome: Guide | Exception | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    """The work on one guide, for all requests that wait for it."""
+
+    key: Key
+    waiting: list[Waiting] = field(default_factory=list)
+    began: float | None = None  # to compile, or with the guide of waiting[0]
+    has_turn: bool = False
+    left_behind: bool = False
+
+
+class GuideMaker:
+    """Makes the guides of requests in threads (xgrammar releases the interpreter).
+
+    COMPILING_THREADS of them have a turn at what is not compiled yet. Keeps what the last guides were
+    compiled to, or why they cannot be used.
+    """
+
+    def __init__(self, model_dir: str, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._compiler = GuideCompiler(model_dir, vocab_size)
+        self._lock = threading.Lock()  # of all below and of the jobs
+        self._known: OrderedDict[Key, Any] = OrderedDict()  # xgrammar.CompiledGrammar, or an exception
+        self._jobs: dict[Key, _Job] = {}
+        self._queue: deque[_Job] = deque()  # those of them that wait for a turn
+        self._turns = COMPILING_THREADS
+        self.left_behind = 0  # threads
+
+    def submit(self, waiting: Waiting, crowded: bool) -> None:
+        """crowded: too many threads have been left behind to compile anything new."""
+        with self._lock:
+            known = self._known.get(waiting.key)
+            job = self._jobs.get(waiting.key)
+            if known is not None:
+                self._known.move_to_end(waiting.key)
+            if isinstance(known, Exception):
+                waiting.outcome = known
+            elif job is not None:
+                job.waiting.append(waiting)
+            elif known is None and crowded:
+                waiting.outcome = GuideError(
+                    f"{MOST_LEFT_BEHIND} or more guides that took too long are still at work; until they end"
+                    " only guides that are compiled already are taken: try again later"
+                )
+            else:
+                job = self._jobs[waiting.key] = _Job(waiting.key, [waiting])
+                if known is None:
+                    self._queue.append(job)
+                    self._start_queued()
+                else:  # what is compiled waits for nothing that is not
+                    self._start(job)
+
+    def forget(self, waiting: Waiting) -> None:
+        with self._lock:
+            job = self._jobs.get(waiting.key)
+            if job is not None and waiting in job.waiting:
+                job.waiting.remove(waiting)
+                if not job.waiting and job in self._queue:
+                    self._queue.remove(job)
+                    del self._jobs[job.key]
+
+    def pass_turns(self, now: float) -> None:
+        """Leave behind what takes too long."""
+        with self._lock:
+            for job in list(self._jobs.values()):
+                took = 0.0 if job.began is None else now - job.began
+                if took > MOST_WAIT_SECONDS:
+                    self._fail(job, SlowGuideError(TOO_LONG.format(MOST_WAIT_SECONDS)))
+                    del self._jobs[job.key]
+                    self._leave(job)
+                elif took > UNWANTED_SECONDS and not job.waiting:
+                    self._leave(job)
+
+    def refuse(self, key: Key, error: Exception) -> None:
+        """Refuse a guide whenever it comes back."""
+        with self._lock:
+            dropped = self._remember(key, error)
+        del dropped  # what was compiled may be large: nobody should wait for the lock meanwhile
+
+    def _leave(self, job: _Job) -> None:
+        if job.left_behind or self.left_behind >= MOST_LEFT_BEHIND:
+            return  # at the limit turns are kept
+        job.left_behind = True
+        self.left_behind += 1
+        if job.has_turn:
+            job.has_turn = False
+            self._turns += 1
+            self._start_queued()
+
+    def _start_queued(self) -> None:
+        while self._queue and self._turns:
+            self._turns -= 1
+            job = self._queue.popleft()
+            job.has_turn = True
+            self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        # A daemon: an engine that ends does not wait for a compilation.
+        threading.Thread(target=self._run, args=(job,), name="guide", daemon=True).start()
+
+    def _run(self, first: _Job) -> None:
+        job: _Job | None = first
+        while job is not None:
+            self._make(job)
+            with self._lock:
+                job = self._next_turn(job)
+
+    def _next_turn(self, done: _Job) -> _Job | None:
+        """What the thread that has `done` this one does next; None if it ends."""
+        self.left_behind -= done.left_behind
+        if not done.has_turn:
+            return None
+        if not self._queue:
+            self._turns += 1
+            return None
+        job = self._queue.popleft()
+        job.has_turn = True
+        return job
+
+    def _make(self, job: _Job) -> None:
+        with self._lock:
+            compiled = self._known.get(job.key)
+        if compiled is None:
+            compiled = self._compile(job)
+        while (waiting := self._next_waiting(job)) is not None:
+            outcome = self._guide(compiled, waiting.request.params.end_id)
+            with self._lock:
+                if isinstance(outcome, SlowGuideError):
+                    self._fail(job, outcome)
+                elif waiting in job.waiting:
+                    waiting.outcome = outcome
+                    job.waiting.remove(waiting)
+
+    def _guide(self, compiled: Any, end_id: int) -> Guide | Exception:
+        if isinstance(compiled, Exception):
+            return compiled
+        try:
+            return Guide(compiled, end_id, self._vocab_size)
+        except Exception as error:
+            return error
+
+    def _compile(self, job: _Job) -> Any:
+        """As it is in `_known` afterwards."""
+        compiled: Any
+        try:
+            self._compiler.load()
+            job.began = time.monotonic()
+            compiled = self._compiler.compile(*job.key)
+        except Exception as error:
+            compiled = error
+        with self._lock:
+            if job.key in self._known:  # as too slow, meanwhile
+                return self._known[job.key]
+            dropped = self._remember(job.key, compiled)
+        del dropped
+        return compiled
+
+    def _next_waiting(self, job: _Job) -> Waiting | None:
+        """Whose guide to make next; None ends the job."""
+        with self._lock:
+            if job.waiting:
+                job.began = time.monotonic()
+                return job.waiting[0]
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
+            return None
+
+    def _fail(self, job: _Job, error: SlowGuideError) -> None:
+        for waiting in job.waiting:
+            waiting.outcome = error
+        job.waiting.clear()
+        self._remember(job.key, error)
+
+    def _remember(self, key: Key, compiled: Any) -> list[Any]:
+        """Returns what is not kept any more."""
+        dropped = [self._known.get(key)]
+        self._known[key] = compiled
+        self._known.move_to_end(key)
+        while len(self._known) > CACHED_GUIDES:
+            dropped.append(self._known.popitem(last=False)[1])
+        return dropped

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guides that take too long cost nobody but their own requests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.harness import TIMEOUT_S, serve, start_core
+from flashinfer_backend.engine.request import Request
+from flashinfer_backend.sampling import guide_maker, guide_queue, guided
+from flashinfer_backend.sampling.guide_compiler import GuideCompiler
+from flashinfer_backend.sampling.guide_queue import GuideQueue
+from flashinfer_backend.sampling.guided import Follower, Guide, GuideError, SlowGuideError
+from flashinfer_backend.transport.protocol import SamplingParams
+
+pytest.importorskip("xgrammar")
+
+
+def asks(guide: str, **options: Any) -> SamplingParams:
+    values = {"max_tokens": 20, "temperature": 0.0, "end_id": 1} | options
+    return SamplingParams(guide_type="regex", guide=guide, **values)
+
+
+class Bench:
+    """A GuideQueue with a clock that stands still; guides that begin with "slow" compile until `proceed`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.proceed = threading.Event()
+        self.compiled: list[str] = []
+        self.outcome: dict[int, str | None] = {}  # by handle
+        self.requests: dict[int, Request] = {}
+        self._handles = itertools.count(1)
+        compile_guide = GuideCompiler.compile
+
+        def compile_slowly(compiler: GuideCompiler, kind: str, text: str) -> Any:
+            self.compiled.append(text)
+            if text.startswith("slow"):
+                assert self.proceed.wait(TIMEOUT_S)
+            return compile_guide(compiler, kind, text)
+
+        monkeypatch.setattr(GuideCompiler, "compile", compile_slowly)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(guide_maker, "time", clock)
+        monkeypatch.setattr(guide_queue, "time", clock)
+        self.queue = GuideQueue("bundled", 2048)
+
+    def submit(self, guide: str) -> int:
+        handle = next(self._handles)
+        self.requests[handle] = Request(handle, np.array([5], np.int32), asks(guide), max_new=20)
+        self.queue.submit(self.requests[handle])
+        return handle
+
+    def start(self, *guides: str) -> list[int]:
+        """Submit guides, and wait until they are being compiled."""
+        handles = [self.submit(guide) for guide in guides]
+        self.until(lambda: set(guides) <= set(self.compiled))
+        return handles
+
+    def until(self, condition: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, "the guides were not ready in time"
+            self.outcome |= {request.handle: problem for request, problem in self.queue.compiled()}
+            time.sleep(0.001)
+
+    def wait(self, *handles: int) -> list[str | None]:
+        self.until(lambda: all(handle in self.outcome for handle in handles))
+        return [self.outcome[handle] for handle in handles]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(monkeypatch)
+    yield bench
+    bench.proceed.set()
+
+
+def test_what_takes_too_long_fails_and_gives_its_turn_to_the_next(bench):
+    slow = bench.start("slow1", "slow2")
+    bench.now = 20.0
+    other = bench.submit("ab")
+    bench.now = 31.0
+    assert all("compiling the guide takes more than 30 s" in str(p) for p in bench.wait(*slow))
+    assert bench.wait(other) == [None]
+    assert bench.requests[other].guide is not None
+    again = bench.submit("slow1")
+    assert "more than 30 s" in str(bench.wait(again)[0])
+    assert bench.compiled.count("slow1") == 1, "known to be too slow"
+
+
+def test_what_nobody_waits_for_gives_its_turn_to_the_next(bench):
+    slow = bench.start("slow1", "slow2")
+    other = bench.submit("ab")
+    for handle in slow:
+        assert bench.queue.cancel(handle) is not None
+    bench.now = 2.0
+    assert bench.wait(other) == [None]
+    again = bench.submit("slow1")  # joins its compilation
+    bench.proceed.set()
+    assert bench.wait(again) == [None]
+    assert bench.compiled.count("slow1") == 1
+
+
+def test_what_is_compiled_already_waits_for_no_turn(bench):
+    assert bench.wait(bench.submit("ab")) == [None]
+    bench.start("slow1", "slow2")
+    assert bench.wait(bench.submit("ab")) == [None]
+    assert bench.compiled.count("ab") == 1
+
+
+def test_what_nobody_waits_for_gets_no_turn(bench):
+    slow = bench.start("slow1", "slow2")
+    kept, cancelled, of_a_stub = (bench.submit(guide) for guide in ("ab", "cd", "ab"))
+    assert bench.queue.cancel(cancelled) is not None
+    assert bench.queue.cancel(of_a_stub) is not None
+    bench.proceed.set()
+    assert bench.wait(*slow, kept) == [None] * 3
+    assert "cd" not in bench.compiled and bench.compiled.count("ab") == 1
+
+
+def test_requests_of_one_guide_have_matchers_of_their_own(bench):
+    one, other = bench.start("slow")[0], bench.submit("slow")
+    bench.proceed.set()
+    assert bench.wait(one, other) == [None, None]
+    assert bench.compiled == ["slow"]
+    assert bench.requests[one].guide is not bench.requests[other].guide
+
+
+def test_a_request_waits_no_longer_than_the_limit_for_its_turn(bench):
+    bench.start("slow1", "slow2")
+    third = bench.submit("slow3")
+    bench.now = 31.0
+    assert "not ready within 30 s, as other guides came first" in str(bench.wait(third)[0])
+    again = bench.submit("slow3")
+    bench.proceed.set()
+    assert bench.wait(again) == [None], "it was not its own fault"
+
+
+def test_threads_that_are_left_behind_are_few(bench, monkeypatch):
+    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 2)
+    assert bench.wait(bench.submit("ab")) == [None]
+    slow = bench.start("slow1", "slow2")
+    bench.now = 31.0
+    bench.wait(*slow)
+    refused, known = bench.submit("cd"), bench.submit("ab")
+    problem, none = bench.wait(refused, known)
+    assert "2 or more guides that took too long are still at work" in str(problem) and none is None
+    assert "cd" not in bench.compiled
+    bench.proceed.set()
+    bench.until(lambda: not bench.queue._maker.left_behind)
+    assert bench.wait(bench.submit("cd")) == [None]
+
+
+def test_at_their_limit_turns_are_kept(bench, monkeypatch):
+    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 1)
+    slow = bench.start("slow1", "slow2")
+    queued = bench.submit("slow3"), bench.submit("slow4")
+    bench.now = 31.0
+    bench.wait(*slow, *queued)
+    bench.until(lambda: len(bench.compiled) == 3)
+    assert bench.compiled[2] == "slow3", "the one turn that was given away"
+    bench.proceed.set()
+    bench.until(lambda: not bench.queue._maker.left_behind and bench.queue._maker._turns == 2)
+
+
+def test_the_memory_of_guides_is_bounded(bench, monkeypatch):
+    monkeypatch.setattr(guide_maker, "CACHED_GUIDES", 2)
+    for guide in ("ab", "cd", "ab", "([", "ab", "cd"):
+        bench.wait(bench.submit(guide))
+    assert bench.compiled == ["ab", "cd", "([", "cd"]
+
+
+def test_a_guide_is_made_beside_the_loop(tmp_path, monkeypatch):
+    advance, proceed = Guide._advance, threading.Event()
+
+    def slowly(guide: Guide) -> None:
+        assert proceed.wait(TIMEOUT_S / 2)
+        advance(guide)
+
+    monkeypatch.setattr(Guide, "_advance", slowly)
+    with serve(start_core(Path("bundled")), tmp_path) as client:
+        slow = client.submit([5], asks("[a-z]{3}"))
+        plain = client.submit([5], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait([plain])
+        assert not client.tokens[slow] and slow not in client.failure
+        proceed.set()
+        client.wait([slow])
+        assert client.tokens[slow]
+
+
+def test_a_first_mask_that_costs_too_much_refuses_the_guide(bench, monkeypatch):
+    monkeypatch.setattr(guided, "MOST_STEP_SECONDS", 0.0)
+    one, other = bench.start("slow")[0], bench.submit("slow")
+    bench.proceed.set()
+    problems = bench.wait(one, other)
+    assert all("finding the tokens that can begin the guide takes" in str(p) for p in problems)
+    monkeypatch.undo()
+    assert "can begin the guide" in str(bench.wait(bench.submit("slow"))[0]), "it is known to be too slow"
+
+
+def test_one_token_that_costs_too_much_fails_the_guide_at_once(bench, monkeypatch):
+    (handle,) = bench.start("[a-z]+")
+    bench.wait(handle)
+    request = bench.requests[handle]
+    assert request.guide is not None
+    allowed = int(np.flatnonzero(np.unpackbits(request.guide._words.view(np.uint8), bitorder="little"))[0])
+    monkeypatch.setattr(guided, "MOST_STEP_SECONDS", 0.0)
+    with pytest.raises(SlowGuideError, match=r"by one token, after 1, takes"):
+        request.guide.accept(allowed)
+
+
+class FakeGuide:
+    def __init__(self, grammar: str, proceed: threading.Event | None = None) -> None:
+        self.grammar, self._proceed = grammar, proceed
+        self.tokens: list[int] = []
+
+    def accept(self, token: int) -> None:
+        while self._proceed is not None and not self._proceed.is_set():
+            pass  # costs CPU time, as xgrammar does
+        if token < 0:
+            raise GuideError("no such token")
+        self.tokens.append(token)
+
+    def too_slow(self, seconds: float) -> SlowGuideError:
+        return SlowGuideError(self.grammar)
+
+
+def test_a_step_that_does_not_end_is_left_behind():
+    follower, proceed = Follower(), threading.Event()
+    moves: Any = [
+        (FakeGuide("fast"), 1),
+        (FakeGuide("fast"), -1),
+        (FakeGuide("slow", proceed), 2),
+        (FakeGuide("slow"), 3),
+        (FakeGuide("other"), 4),
+    ]
+    try:
+        errors = follower.follow(moves)
+        assert [str(error) for error in errors] == ["None", "no such token", "slow", "slow", "None"]
+        assert [guide.tokens for guide, _ in moves] == [[1], [], [], [], [4]]
+        assert follower.left_behind == 1
+        assert follower.follow(moves[:1]) == [None]
+    finally:
+        proceed.set()
+    for thread in follower._left:
+        thread.join(TIMEOUT_S)
+    assert follower.left_behind == 0
+    assert moves[-1][0].tokens == [4], "what was left does not go on with the others"
+
+
+def test_a_step_that_does_not_end_holds_up_nobody(tmp_path, monkeypatch):
+    accept, proceed = Guide.accept, threading.Event()
+    slow_grammars: list[Any] = []
+    compile_guide = GuideCompiler.compile
+
+    def compile_and_note(compiler: GuideCompiler, kind: str, text: str) -> Any:
+        grammar = compile_guide(compiler, kind, text)
+        if text == "[a-z]{9}":
+            slow_grammars.append(grammar)
+        return grammar
+
+    def slowly(guide: Guide, token: int) -> None:
+        while guide.grammar in slow_grammars and not proceed.is_set():
+            pass
+        accept(guide, token)
+
+    monkeypatch.setattr(GuideCompiler, "compile", compile_and_note)
+    monkeypatch.setattr(Guide, "accept", slowly)
+    with serve(start_core(Path("bundled")), tmp_path) as client:
+        try:
+            slow, fast = client.submit([5], asks("[a-z]{9}")), client.submit([5], asks("[a-z]{8}"))
+            plain = client.submit([5], SamplingParams(max_tokens=30, temperature=0.0))
+            client.wait([slow, fast, plain])
+            assert "following the guide by one token, after 0, takes 100 ms or more" in (
+                client.failure[slow].message
+            )
+            assert not client.failure[slow].refused and not client.tokens[slow]
+            assert client.tokens[fast] and len(client.tokens[plain]) == 30
+            again = client.submit([5], asks("[a-z]{9}"))
+            client.wait([again])
+            assert client.failure[again].refused and len(slow_grammars) == 1
+        finally:
+            proceed.set()
