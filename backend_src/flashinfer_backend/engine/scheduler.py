@@ -25,9 +25,7 @@ from flashinfer_backend.engine.waiting import WaitingQueue
 class Scheduler:
     """Owns the queue, the slot table and every sequence's pages."""
 
-    def __init__(
-        self, config: EngineConfig, allocator: PageAllocator, end_ids: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, config: EngineConfig, allocator: PageAllocator, end_ids: tuple[int, ...] = ()) -> None:
         self.config = config
         self.allocator = allocator
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
