@@ -35,7 +35,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise FileNotFoundError(
             f"{path} does not exist; --tokenizer must name a folder that holds tokenizer.json"
         )
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer that can be read here: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -52,11 +55,18 @@ def load_sharegpt(
     min_tokens: int = 4,
 ) -> list[Prompt]:
     """num_prompts conversations of a ShareGPT JSON file, shuffled by seed: first turn as prompt, second
-    turn's length as output length. Conversations with fewer than two turns, a turn under min_tokens, a prompt
-    over max_prompt_tokens or a sum over max_total_tokens are left out (the limits of vLLM's benchmark).
-    Raises ValueError if too few remain."""
-    conversations = [row["conversations"] for row in json.loads(Path(path).read_text(encoding="utf-8"))]
-    turns = [(c[0]["value"], c[1]["value"]) for c in conversations if len(c) >= 2]
+    turn's length as output length. Conversations with fewer than two turns of text, a turn under min_tokens,
+    a prompt over max_prompt_tokens or a sum over max_total_tokens are left out (the limits of vLLM's
+    benchmark). Raises ValueError for a file of another form, or if too few remain."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); it must be a ShareGPT JSON file") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a ShareGPT JSON file: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not a ShareGPT JSON file: it must hold a list of conversations")
+    turns = [pair for row in rows if (pair := _first_turns(row)) is not None]
     random.Random(seed).shuffle(turns)
     prompts: list[Prompt] = []
     batch = 512
@@ -72,6 +82,15 @@ def load_sharegpt(
             if len(prompts) == num_prompts:
                 return prompts
     raise ValueError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
+
+
+def _first_turns(row: Any) -> tuple[str, str] | None:
+    """The texts of a row's first two turns, or None where it has not both."""
+    turns = row.get("conversations") if isinstance(row, dict) else None
+    if not isinstance(turns, list) or len(turns) < 2:
+        return None
+    asked, answered = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+    return (asked, answered) if isinstance(asked, str) and isinstance(answered, str) else None
 
 
 def random_prompts(
@@ -155,7 +174,7 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
     """Seconds after the start at which each request is due: all 0 for an infinite rate, else a Poisson
     process scaled so that the last arrival falls at count / rate (the offered rate is exact, as in vLLM's
     benchmark)."""
-    if rate <= 0:
+    if not rate > 0:  # nan too
         raise ValueError(f"request rate {rate} must be positive (or inf)")
     if math.isinf(rate) or count == 0:
         return [0.0] * count

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import io
 import json
+import os
 import queue
+import signal
 import sys
 import time
 import urllib.error
@@ -19,6 +22,7 @@ import urllib.request
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from client.arguments import INT32, UINT64, http_url, integer, seconds
 from client.wire import EventSplitter, error_message
 
 # option -> (tensor of the ensemble, Triton dtype)
@@ -44,12 +48,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--url", help="default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001")
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
     p.add_argument("--model", default="ensemble")
-    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--max-tokens", type=integer(*INT32), default=128)
     p.add_argument("--temperature", type=float, help="0: greedy")
-    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-k", type=integer(*INT32))
     p.add_argument("--top-p", type=float)
-    p.add_argument("--seed", type=int)
-    p.add_argument("--min-tokens", type=int)
+    p.add_argument("--seed", type=integer(*UINT64))
+    p.add_argument("--min-tokens", type=integer(*INT32))
     p.add_argument("--repetition-penalty", type=float)
     p.add_argument("--presence-penalty", type=float)
     p.add_argument("--frequency-penalty", type=float)
@@ -61,10 +65,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--timing", action="store_true", help="print time to first chunk and chunks/s to standard error"
     )
-    p.add_argument("--timeout", type=float, default=300.0, help="seconds without an answer before giving up")
+    p.add_argument("--timeout", type=seconds, default=300.0, help="seconds without an answer, then give up")
     args = p.parse_args(argv)
     if args.url is None:
         args.url = "127.0.0.1:8001" if args.grpc else "http://127.0.0.1:8000"
+    if args.grpc and "://" in args.url:
+        p.error(f"argument --url: {args.url!r} must have the form host:port with --grpc")
+    if not args.grpc:
+        try:
+            http_url(args.url)
+        except argparse.ArgumentTypeError as error:
+            p.error(f"argument --url: {error}")
     return args
 
 
@@ -156,6 +167,8 @@ def stream_grpc(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # models write what not every terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     start = time.monotonic()
     first, chunks = 0.0, 0
@@ -167,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chunks += 1
             first = first or time.monotonic() - start
             print(text, end="", flush=True)
+        print(flush=True)
     except ServerError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
@@ -174,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream.close()
         print("\ncancelled", file=sys.stderr)
         return 130
-    print()
+    except BrokenPipeError:  # whoever read has gone
+        stream.close()
+        # What is still buffered would fail once more, aloud, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     if args.timing:
         rate = (chunks - 1) / (time.monotonic() - start - first) if chunks > 1 else 0.0
         print(f"first chunk {first * 1e3:.1f} ms, {chunks} chunks, {rate:.1f} chunks/s", file=sys.stderr)

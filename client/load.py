@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from client.arguments import http_url, integer, json_object, length_range, output_file, request_rate, seconds
 from client.datasets import Prompt, arrival_times, fingerprint, load_prompts, load_tokenizer
-from client.metrics import RequestRecord, format_table, request_columns, summarise
-from client.wire import BACKENDS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, request_body
+from client.metrics import RequestRecord, check_ends, format_table, request_columns, summarise
+from client.wire import BACKENDS, COUNTED_KEYS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, request_body
 from client.worker import Request, WorkerPlan, worker_main
 
 START_SECONDS = 60.0  # for the workers to import, unpack and report ready
@@ -53,6 +54,15 @@ class Load:
             raise ValueError(f"unknown backend {self.backend!r}; it is one of {', '.join(BACKENDS)}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"max_concurrency {self.max_concurrency} must be at least 1")
+        if self.workers < 0:
+            raise ValueError(f"workers {self.workers} must be at least 1, or 0 for a number by cores")
+        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend]
+        if not path.startswith("/") or set("{}") & set(path.replace("{model}", "")):
+            raise ValueError(f"endpoint {path!r} must begin with / and may hold {{model}}, no other braces")
+        if overridden := sorted(COUNTED_KEYS & self.extra_body.keys()):
+            raise ValueError(
+                f"extra_body must not hold {', '.join(overridden)}: the prompts and their lengths say that"
+            )
         if not self.ignore_eos:  # else nobody says how many tokens there were
             object.__setattr__(self, "check_tokens", True)
 
@@ -60,7 +70,8 @@ class Load:
     def target(self) -> str:
         """The full URL that is posted to."""
         model = self.model or DEFAULT_MODELS[self.backend]
-        return self.url.rstrip("/") + (self.endpoint or DEFAULT_ENDPOINTS[self.backend]).format(model=model)
+        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend]
+        return self.url.rstrip("/") + path.replace("{model}", model)
 
 
 @dataclass
@@ -109,6 +120,8 @@ def run_load(load: Load, prompts: Sequence[Prompt]) -> LoadResult:
         for w in range(count)
     ]
     records, cpu = _run_workers(context, plans, load.time_limit)
+    if load.backend == "triton":
+        check_ends(records)
     sent = {r.index for r in records}
     for request in requests:
         if request.index not in sent:
@@ -166,23 +179,18 @@ def _receive(pipe: Any, deadline: float, what: str) -> Any:
         raise RuntimeError("a worker process died; its error is printed above") from None
 
 
-def length_range(text: str) -> tuple[int, int]:
-    """`LOW:HIGH` or one number for both."""
-    low, _, high = text.partition(":")
-    return int(low), int(high or low)
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Checks each option alone; what shows only with others or in files, main finds out."""
     p = argparse.ArgumentParser(
         prog="python -m client.load", description="Load generator for streaming servers."
     )
     p.add_argument("--backend", choices=BACKENDS, default="triton")
-    p.add_argument("--url", default="http://127.0.0.1:8000")
+    p.add_argument("--url", type=http_url, default="http://127.0.0.1:8000")
     p.add_argument("--endpoint", help="path to post to, {model} replaced (default: by backend)")
     p.add_argument("--model", help="model name (default: ensemble for triton, model for openai)")
     p.add_argument("--tokenizer", required=True, help="folder with tokenizer.json")
     p.add_argument("--dataset", default="random", help="sharegpt:FILE or random")
-    p.add_argument("--num-prompts", type=int, default=100)
+    p.add_argument("--num-prompts", type=integer(1), default=100)
     p.add_argument(
         "--input-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]", help="random data"
     )
@@ -190,36 +198,44 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]", help="random data"
     )
     p.add_argument(
-        "--request-rate", type=float, default=math.inf, help="requests/s, Poisson; inf: all at once"
+        "--request-rate", type=request_rate, default=math.inf, help="requests/s, Poisson; inf: all at once"
     )
-    p.add_argument("--max-concurrency", type=int, help="most requests in flight")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--workers", type=int, default=0, help="processes (default: min(8, cores/2))")
-    p.add_argument("--time-limit", type=float, default=600.0, help="seconds; unfinished requests then fail")
+    p.add_argument("--max-concurrency", type=integer(1), help="most requests in flight")
+    p.add_argument("--seed", type=integer(0), default=0)
+    p.add_argument("--workers", type=integer(0), default=0, help="processes (0: min(8, cores/2))")
+    p.add_argument("--time-limit", type=seconds, default=600.0, help="seconds; unfinished requests then fail")
     p.add_argument("--respect-eos", action="store_true", help="let sequences end at their end token")
     p.add_argument(
-        "--check-tokens", action="store_true", help="triton: have every chunk's token count reported"
+        "--check-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="triton: have every chunk's token count reported and compared, which costs the server an output"
+        " a chunk; --no-check-tokens leaves it out",
     )
     p.add_argument("--retokenize", action="store_true", help="also count the tokens of the received text")
     p.add_argument("--save-itl", action="store_true", help="write every inter-chunk time to --output")
-    p.add_argument("--extra-body", type=json.loads, default={}, help="JSON object laid over each request")
-    p.add_argument("--output", type=Path, help="write everything as JSON")
-    return p.parse_args(argv)
+    p.add_argument("--extra-body", type=json_object, default={}, help="JSON object laid over each request")
+    p.add_argument("--output", type=output_file, help="write everything as JSON")
+    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    tokenizer = load_tokenizer(args.tokenizer)
+    parser = make_parser()
+    args = parser.parse_args(argv)
     lengths = (
         {"input_range": args.input_len, "output_range": args.output_len} if args.dataset == "random" else {}
     )
-    prompts = load_prompts(args.dataset, tokenizer, args.num_prompts, args.seed, **lengths)
-    load = Load(
-        backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint,
-        request_rate=args.request_rate, max_concurrency=args.max_concurrency, seed=args.seed,
-        workers=args.workers, time_limit=args.time_limit, ignore_eos=not args.respect_eos,
-        check_tokens=args.check_tokens, keep_text=args.retokenize, extra_body=args.extra_body,
-    )  # fmt: skip
+    try:
+        load = Load(
+            backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint,
+            request_rate=args.request_rate, max_concurrency=args.max_concurrency, seed=args.seed,
+            workers=args.workers, time_limit=args.time_limit, ignore_eos=not args.respect_eos,
+            check_tokens=args.check_tokens, keep_text=args.retokenize, extra_body=args.extra_body,
+        )  # fmt: skip
+        tokenizer = load_tokenizer(args.tokenizer)
+        prompts = load_prompts(args.dataset, tokenizer, args.num_prompts, args.seed, **lengths)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     result = run_load(load, prompts)
     if args.retokenize:
         texts = [r.text for r in result.records if r.error is None]
@@ -227,13 +243,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         result.summary["retokenized_output_tokens"] = sum(len(e) for e in encodings)
     print(format_table(result.summary, f"{load.backend} {load.target} rate {args.request_rate}"))
     if args.output:
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        if math.isinf(args.request_rate):
+            arguments["request_rate"] = None  # JSON has no infinity
         document = {
-            "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "arguments": arguments,
             "prompts_sha256": fingerprint(prompts),
             "summary": result.summary,
             "requests": request_columns(result.records, args.save_itl),
         }
-        args.output.write_text(json.dumps(document), encoding="utf-8")
+        args.output.write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
     return 1 if result.summary["failed"] else 0
 
 

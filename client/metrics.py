@@ -2,10 +2,11 @@
 """Numbers of one request and their summary over a run, with the definitions of `vllm bench serve`.
 
 TTFT: request sent to first chunk. ITL: time between consecutive chunks (a chunk may hold several tokens).
-TPOT: (latency - TTFT) / (output tokens - 1), for requests of at least two output tokens. Latency: request
-sent to last chunk. Output tokens per second: output tokens of all completed requests over the run's duration,
-which reaches from the run's beginning (the clock that arrivals are scheduled on) to the end of the last
-request.
+Latency: request sent to last chunk. TPOT: (last chunk with tokens - first chunk) / (output tokens - 1), for
+requests of at least two output tokens; the last chunk with tokens is the last chunk, unless token counts show
+that it is empty, as where a Triton stream ends at its end token. Output tokens per second: output tokens of
+all completed requests over the run's duration, which reaches from the run's beginning (the clock that
+arrivals are scheduled on) to the end of the last request.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ class RequestRecord:
     itl: list[float] = field(default_factory=list)
     chunks: int = 0
     reported_tokens: int | None = None
+    last_token: float | None = None  # the last chunk that held tokens; None if the chunks did not say
+    finish_reason: str | None = None
     error: str | None = None
     text: str = ""
 
     @property
     def tpot(self) -> float | None:
         """Seconds per output token after the first; None for a one-token answer."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        end = self.latency if self.last_token is None else self.last_token
+        return (end - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def set_chunk_times(
         self, start: float, times: list[float], first_text: float | None, run_start: float
@@ -55,6 +59,15 @@ class RequestRecord:
             self.latency = times[-1] - start
             self.itl = [later - earlier for earlier, later in pairwise(times)]
         self.first_text = None if first_text is None else first_text - start
+
+
+def check_ends(records: list[RequestRecord]) -> None:
+    """A server that gives any stream a finish_reason gives each one: without it, the last chunk is missing.
+    TensorRT-LLM's never does."""
+    if any(r.finish_reason for r in records):
+        for r in records:
+            if r.error is None and not r.finish_reason:
+                r.error = "stream ended without its last chunk (no finish_reason)"
 
 
 def _spread(name: str, seconds: list[float]) -> dict[str, float | None]:
@@ -78,6 +91,7 @@ def summarise(records: list[RequestRecord]) -> dict[str, Any]:
     output_tokens = sum(r.output_tokens for r in done)
     prompt_tokens = sum(r.prompt_tokens for r in done)
     chunks = sum(r.chunks for r in done)
+    fewer_chunks = [r for r in done if r.chunks < r.output_tokens]
 
     def rate(count: int) -> float:
         return round(count / duration, 3) if duration > 0 else 0.0
@@ -95,7 +109,8 @@ def summarise(records: list[RequestRecord]) -> dict[str, Any]:
         "chunks": chunks,
         "chunks_per_s": rate(chunks),
         "requests_with_checked_length": sum(r.reported_tokens is not None for r in done),
-        "requests_with_fewer_chunks_than_tokens": sum(r.chunks < r.output_tokens for r in done),
+        "requests_with_fewer_chunks_than_tokens": len(fewer_chunks),
+        "requests_with_fewer_chunks_unchecked": sum(r.reported_tokens is None for r in fewer_chunks),
     }
     summary |= _spread("ttft", [r.ttft for r in done])
     summary |= _spread("tpot", [r.tpot for r in done if r.tpot is not None])
@@ -138,6 +153,11 @@ def format_table(summary: dict[str, Any], title: str) -> str:
     if "busiest_worker_cpu" in summary:
         share = f"{summary['busiest_worker_cpu']:.0%}"
         lines.append(f"busiest of {summary['client_workers']} workers used {share} of a core")
+    if unchecked := summary["requests_with_fewer_chunks_unchecked"]:
+        lines.append(
+            f"{unchecked} requests had fewer chunks than tokens: merged chunks or lost ones; "
+            "--check-tokens tells"
+        )
     for message, count in sorted(summary["errors"].items(), key=lambda item: -item[1]):
         lines.append(f"FAILED {count} x: {message}")
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two streaming wire forms: request bodies, server-sent events, and what a finished stream says.
 
-Both forms answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output`,
-has no end marker, and reports a later failure in-band as `{"error": ...}`. OpenAI's `/v1/completions` sends
-`choices`, a chunk with `usage` when asked, and ends with `[DONE]`.
+Both forms answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output` and
+reports a later failure in-band as `{"error": ...}`; only this backend's ensemble marks the last chunk, with a
+`finish_reason` of length, stop or cancelled, where TensorRT-LLM's stream just ends. OpenAI's
+`/v1/completions` sends `choices`, a chunk with `usage` when asked, and ends with `[DONE]`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ DEFAULT_MODELS = {"triton": "ensemble", "openai": "model"}
 
 # Larger than any vocabulary: never sampled, so a sequence runs to its full length.
 END_ID_OUTSIDE_VOCABULARY = 1048576
+
+# What a request's numbers are counted from; overriding them would make the results wrong without a word.
+COUNTED_KEYS = frozenset({"text_input", "prompt", "max_tokens", "stream"})
 
 
 def request_body(
@@ -90,6 +94,8 @@ class StreamSummary:
     first_text_time: float | None = None
     text: str = ""
     reported_tokens: int | None = None  # `usage`, or `num_output_tokens` summed; None if neither was sent
+    last_token_time: float | None = None  # of the last chunk with a `num_output_tokens` over 0
+    finish_reason: str | None = None  # the last chunk's, if it had one
     error: str | None = None
 
 
@@ -100,7 +106,8 @@ def read_stream(
 
     exact says that the request ignored its end token, so that exactly max_tokens tokens were due. A stream
     without chunks, with an in-band error, with something that is no chunk of this wire form, cut off before
-    its end, or with another number of tokens than was due (where the server reports it) has `error` set.
+    its end, ended for another reason than was due, or with another number of tokens than was due (the last
+    two where the server reports them) has `error` set.
     """
     summary = StreamSummary()
     pieces: list[str] = []
@@ -116,7 +123,7 @@ def read_stream(
             except ValueError:
                 summary.error = f"chunk is not JSON: {payload[:200]!r}"
                 break
-            text = _read_event(backend, event, summary)
+            text = _read_event(backend, event, time, summary)
             if summary.error is not None:
                 break
             if text is None:
@@ -133,7 +140,7 @@ def read_stream(
     return summary
 
 
-def _read_event(backend: str, event: Any, summary: StreamSummary) -> str | None:
+def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -> str | None:
     """The text of a chunk, or None for an event that is no chunk (usage); sets summary.error for a
     failure."""
     if not isinstance(event, dict):
@@ -148,15 +155,22 @@ def _read_event(backend: str, event: Any, summary: StreamSummary) -> str | None:
         if "text_output" not in event:
             summary.error = f"chunk has no text_output: {str(event)[:200]}"
             return None
+        summary.finish_reason = event.get("finish_reason") or None
         if "num_output_tokens" in event:
-            summary.reported_tokens = (summary.reported_tokens or 0) + int(event["num_output_tokens"])
+            tokens = int(event["num_output_tokens"])
+            summary.reported_tokens = (summary.reported_tokens or 0) + tokens
+            if tokens > 0:
+                summary.last_token_time = time
         return str(event["text_output"])
     if event.get("usage"):
         summary.reported_tokens = int(event["usage"]["completion_tokens"])
     if "choices" not in event:
         summary.error = f"chunk has no choices: {str(event)[:200]}"
         return None
-    return str(event["choices"][0].get("text") or "") if event["choices"] else None
+    if not event["choices"]:
+        return None
+    summary.finish_reason = event["choices"][0].get("finish_reason")
+    return str(event["choices"][0].get("text") or "")
 
 
 def _length_error(
@@ -169,6 +183,10 @@ def _length_error(
         return "stream ended without a chunk"
     if backend == "openai" and not finished:
         return f"stream ended early, without [DONE], after {chunks} chunks"
+    # An OpenAI server's reason adds nothing to its [DONE] and its usage.
+    reason = summary.finish_reason if backend == "triton" else None
+    if reason == "cancelled" or (exact and reason not in (None, "length")):
+        return f"stream ended with finish_reason {reason!r}" + (", 'length' was due" if exact else "")
     if tokens is not None and (tokens != max_tokens if exact else tokens > max_tokens):
         return f"stream held {tokens} tokens, {max_tokens} were due"
     # One more than tokens: a server may close with an empty chunk.

@@ -5,7 +5,11 @@ chunks are split, parsed and checked after the last request has ended."""
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,9 +71,21 @@ class _Exchange:
     error: str | None = None
 
 
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the parent (its pid) dies: a load generator that is terminated
+    must not leave the server loaded."""
+    pr_set_pdeathsig = 1
+    # Meant is the thread that started us; it waits in run_load for our end.
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
 def worker_main(plan: WorkerPlan, pipe: Connection) -> None:
     """Process entry: sends "ready", waits for the start time, sends (records, CPU seconds used while the
     clock ran)."""
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        end_with_parent(parent.pid)
     gc.collect()
     gc.freeze()
     gc.disable()  # the run is short and a collection would show up as latency
@@ -165,7 +181,9 @@ def _record(plan: WorkerPlan, request: Request, exchange: _Exchange, run_start: 
     stream = read_stream(plan.backend, exchange.reads, request.output_tokens, plan.exact)
     record.set_chunk_times(exchange.start, stream.chunk_times, stream.first_text_time, run_start)
     record.scheduled, record.end = exchange.scheduled - run_start, exchange.end - run_start
-    record.reported_tokens = stream.reported_tokens
+    record.reported_tokens, record.finish_reason = stream.reported_tokens, stream.finish_reason
+    if stream.last_token_time is not None:
+        record.last_token = stream.last_token_time - exchange.start
     # An in-band error says more than the dropped connection that may follow it.
     told = stream.error is not None and stream.error.startswith("in-band")
     record.error = stream.error if told or exchange.error is None else exchange.error

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ import torch
 
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.engine.startup import Core, start
+from flashinfer_backend.engine.startup import Core
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.protocol import SamplingParams
+from perf_configs.engine_start import engine_parameters, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
+CONTEXT, STEPS, SPARE = 256, 100, 40  # tokens: prompt of decode steps, steps timed, steps before and after
 
 
 class LocalSocket:
@@ -93,7 +96,7 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
     driver = Driver(core)
     generator = np.random.default_rng(batch)
     for _ in range(batch):
-        driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + 40)
+        driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + SPARE)
     driver.step()
     scheduler = core.scheduler
     while scheduler.prefilling or scheduler.waiting:
@@ -166,17 +169,24 @@ def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str,
     }
 
 
-def sharegpt_lengths(path: Path, model_dir: Path, count: int) -> list[tuple[int, int]]:
+def sharegpt_lengths(path: Path, model_dir: Path, count: int, config: EngineConfig) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of the first two turns of each of the first `count` conversations that have
+    two, without those that the engine would refuse or cut. In the order of the file, as earlier results."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    rows = json.loads(path.read_text())[:count]
-    texts = [turn["value"] for row in rows for turn in row["conversations"][:2]]
+    conversations = [row["conversations"] for row in json.loads(path.read_text(encoding="utf-8"))]
+    pairs = [turns[:2] for turns in conversations if len(turns) >= 2][:count]
+    texts = [turn["value"] for pair in pairs for turn in pair]
     lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    return list(zip(lengths[::2], lengths[1::2], strict=True))
+    return [
+        (prompt, output)
+        for prompt, output in zip(lengths[::2], lengths[1::2], strict=True)
+        if 0 < prompt <= config.max_input_len and 0 < output <= config.max_seq_len - prompt
+    ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -187,26 +197,34 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    parameters = dict(item.split("=", 1) for item in options.set)
-    parameters = {
+    options = parser.parse_args(argv)
+    if options.sharegpt is not None and not options.sharegpt.is_file():
+        parser.error(f"--sharegpt {options.sharegpt}: there is no such file")
+    defaults = {
         "max_num_seqs": "1024",
-        "max_seq_len": "8192",
         "max_num_tokens_while_decoding": "8192",
         "enable_kv_cache_reuse": "false",
-    } | parameters
-    parameters |= {"model_dir": str(options.model), "load_format": options.load_format}
+    }
+    try:
+        parameters = engine_parameters(str(options.model), options.load_format, defaults, options.set)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     began = time.perf_counter()
-    core = start(EngineConfig.from_parameters(parameters))
+    core = start_on_gpu(parser, parameters)
+    if core.runner.graphs is None:
+        parser.exit(1, f"{parser.prog}: needs the decode graphs that these settings switch off\n")
+    if core.config.max_seq_len < CONTEXT + STEPS + SPARE:
+        needed = f"needs sequences of {CONTEXT + STEPS + SPARE} tokens"
+        parser.exit(1, f"{parser.prog}: {needed}, and max_seq_len is {core.config.max_seq_len}\n")
     results: dict[str, Any] = {"start_s": time.perf_counter() - began, "parameters": parameters, "decode": []}
     print(f"start-up {results['start_s']:.1f} s")
     vocab = core.model_config.vocab_size
     for batch in map(int, options.batches.split(",")):
-        row = decode_steps(core, batch, 256, 100, vocab)
+        row = decode_steps(core, batch, CONTEXT, STEPS, vocab)
         results["decode"].append(row)
         print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if options.sharegpt:
-        lengths = sharegpt_lengths(options.sharegpt, options.model, options.requests)
+        lengths = sharegpt_lengths(options.sharegpt, options.model, options.requests, core.config)
         row = offline(core, lengths, vocab)
         results["offline"] = row
         print({k: v for k, v in row.items() if k != "timeline"})

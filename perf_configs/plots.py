@@ -10,6 +10,7 @@ from typing import Any
 from perf_configs.results import Document
 
 SWEEP_ROW = "s"
+STEP_FIELDS = ("rows", "context", "step_us", "floor_us")
 SERVERS = {"ours": ("this backend", "tab:green"), "vllm": ("vLLM", "tab:blue")}
 
 
@@ -28,8 +29,24 @@ def draw(document: Document, step_times: Path | None, folder: Path, stem: str) -
         _draw_sweep(document, written[-1])
     if step_times is not None:
         written.append(folder / f"{stem}-step.svg")
-        _draw_steps(json.loads(step_times.read_text(encoding="utf-8")), written[-1])
+        _draw_steps(read_step_times(step_times), written[-1])
     return written
+
+
+def read_step_times(path: Path) -> list[dict[str, Any]]:
+    """The decode entries of bench_step.py's JSON. Raises ValueError for a file that holds something else."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        cases = [{field: entry[field] for field in STEP_FIELDS} for entry in entries if "step_us" in entry]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError):
+        cases = []
+    if not cases:
+        raise ValueError(
+            f"{path} holds no decode steps; it should be written by kernels/bench_step.py --json"
+        )
+    return cases
 
 
 def _draw_sweep(document: Document, path: Path) -> None:
@@ -57,11 +74,9 @@ def _draw_sweep(document: Document, path: Path) -> None:
 
 
 def _draw_steps(cases: list[dict[str, Any]], path: Path) -> None:
-    """cases: the decode entries (rows, context, step_us, floor_us) of bench_step.py's JSON; others are
-    skipped."""
     from matplotlib import pyplot
 
-    cases = sorted((c for c in cases if "step_us" in c), key=lambda c: (c["context"], c["rows"]))
+    cases = sorted(cases, key=lambda c: (c["context"], c["rows"]))
     figure, axis = pyplot.subplots(figsize=(6.5, 4.2))
     for context in dict.fromkeys(c["context"] for c in cases):
         part = [c for c in cases if c["context"] == context]

@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.startup import Core, start
+from flashinfer_backend.engine.startup import Core
 from perf_configs.bench_engine import Driver
+from perf_configs.engine_start import engine_parameters, start_on_gpu
 
-CONTEXT = 300  # tokens of a decode row's prompt
+CONTEXT, OUTPUT = 300, 200  # tokens of a decode row's prompt and answer
 SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
 TOP, GAPS = 14, 8  # lines
 
@@ -39,7 +40,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
         return generator.integers(3, vocab, count, dtype=np.int32)
 
     for _ in range(rows):
-        driver.submit(tokens(CONTEXT), 200)
+        driver.submit(tokens(CONTEXT), OUTPUT)
     driver.step()
     while core.scheduler.waiting or core.scheduler.prefilling:
         driver.step()
@@ -95,26 +96,32 @@ def _short(name: str) -> str:
     return name.removeprefix("void ")[:42]
 
 
-def main() -> None:
+def fitting_shapes(max_seq_len: int) -> list[tuple[int, int]]:
+    """Those of SHAPES whose sequences a checkpoint has positions for."""
+    return [s for s in SHAPES if max(CONTEXT + OUTPUT if s[0] else 0, s[1] + 1) <= max_seq_len]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    parameters = {
-        "model_dir": options.model,
-        "load_format": options.load_format,
-        "max_seq_len": "8192",
-        "enable_kv_cache_reuse": "false",
-        "max_num_tokens_while_decoding": "8192",
-    }
-    core = start(EngineConfig.from_parameters(parameters))
+    options = parser.parse_args(argv)
+    defaults = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
+    try:
+        parameters = engine_parameters(options.model, options.load_format, defaults)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    core = start_on_gpu(parser, parameters)
+    shapes = fitting_shapes(core.config.max_seq_len)
+    if len(shapes) < len(SHAPES):
+        print(f"max_seq_len {core.config.max_seq_len} leaves out {len(SHAPES) - len(shapes)} kinds of steps")
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {core.model_config.num_layers} layers"
     ]
-    for rows, prompt in SHAPES:
+    for rows, prompt in shapes:
         what = f"{rows} decodes at about {CONTEXT} tokens" if rows else "no decodes"
         lines += ["", f"{what}, " + (f"a prompt of {prompt} tokens" if prompt else "no prompt")]
         lines += report(kernels_of_step(core, rows, prompt))

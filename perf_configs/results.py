@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,13 @@ from perf_configs.servers import gpu_query
 OURS, PEER = "ours", "vllm"
 Run = dict[str, Any]
 Document = dict[str, Any]
+
+# What a run must have to be merged and reported. checkpoint, profile and environment came later: files
+# without them stay readable.
+RUN_FIELDS = {
+    *("server", "row", "request_rate", "machine", "started", "version", "commit", "command", "knobs"),
+    *("start_seconds", "prompts_sha256", "warm_up", "summary"),
+}
 
 
 def machine() -> tuple[str, dict[str, Any]]:
@@ -52,26 +60,55 @@ def run_key(run: Run) -> tuple[str, str, float]:
 
 
 def merge(documents: Iterable[Document]) -> Document:
-    """One document of all runs; of runs with the same key the one started last stays."""
+    """One document of all runs; of runs with the same key the one started last stays, and of equal ones the
+    last given. A run without failures stays before any with failures, which is said on stderr."""
     machines: dict[str, Any] = {}
     runs: dict[tuple[str, str, float], Run] = {}
     for document in documents:
         machines |= document["machines"]
         for run in document["runs"]:
             key = run_key(run)
-            if key not in runs or runs[key]["started"] <= run["started"]:
-                runs[key] = run
+            # sorted keeps the order of equals: of two that started at once the later document's stays.
+            dropped, runs[key] = sorted((runs.get(key, run), run), key=_rank)
+            if dropped["started"] > runs[key]["started"]:
+                print(
+                    f"row {run['row']} of {run['server']}: {failures(dropped)} requests of the run of "
+                    f"{dropped['started']} failed; the one of {runs[key]['started']} is kept",
+                    file=sys.stderr,
+                )
     ordered = sorted(runs.values(), key=lambda r: (r["row"], run_key(r)[2], r["server"]))
     used = {run["machine"] for run in ordered}
     return {"machines": {k: v for k, v in machines.items() if k in used}, "runs": ordered}
 
 
+def failures(run: Run) -> int:
+    """Failed requests of a run and its warm-up."""
+    return int(run["summary"]["failed"]) + int(run["warm_up"].get("failed", 0))
+
+
+def _rank(run: Run) -> tuple[bool, str]:
+    return failures(run) == 0, run["started"]
+
+
 def load(path: Path) -> Document:
     """Reads a document; a file that is none raises ValueError."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or not {"machines", "runs"} <= document.keys():
-        raise ValueError(f"{path} is no result document of perf_configs.run")
-    return document
+    document: Any
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        document = None
+    match document:
+        case {"machines": dict(), "runs": list(runs)}:
+            if all(isinstance(run, dict) and run.keys() >= RUN_FIELDS for run in runs):
+                return document
+    raise ValueError(f"{path} is no result document of perf_configs.run")
+
+
+def existing(path: Path) -> list[Document]:
+    """The document that is at path already, if there is one."""
+    return [load(path)] if path.exists() else []
 
 
 def save(document: Document, path: Path) -> None:
@@ -93,6 +130,9 @@ def verdict(requirement: Requirement, ours: Run | None, peer: Run | None) -> tup
             return None, f"invalid: {failed} of {whose} failed"
         if failed := run["warm_up"].get("failed"):
             return None, f"invalid: {failed} of {whose} failed in the warm-up"
+    known = [run["checkpoint"]["config_sha256"] for run in (ours, peer) if run.get("checkpoint")]
+    if len(set(known)) > 1:
+        return None, "invalid: different checkpoints"
     if ours["prompts_sha256"] != peer["prompts_sha256"]:
         return None, "invalid: different prompts"
     a, b = ours["summary"][requirement.metric], peer["summary"][requirement.metric]
@@ -144,13 +184,24 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
         packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
         lines.append(f"* `{identity}`: {facts['gpu']} ({facts['gpu_memory']}, driver {facts['driver']}), "
                      f"{facts['cores']} cores, Python {facts['python']}, {packages}")  # fmt: skip
-    servers = {(r["server"], r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"]): None
-               for r in document["runs"]}  # fmt: skip
-    for server, version, commit, seconds, command, knobs in servers:
+    servers = {(r["server"], r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
+                _what(r)): None for r in document["runs"]}  # fmt: skip
+    for server, version, commit, seconds, command, knobs, what in servers:
         started = "running already" if seconds is None else f"up in {seconds:.0f} s"
-        lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}): "
+        lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
                      f"`{' '.join(command.split())}` {knobs}".rstrip())  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _what(run: Run) -> str:
+    """Checkpoint, profile and variables, as far as they were recorded."""
+    parts = []
+    if checkpoint := run.get("checkpoint"):
+        parts.append(f"checkpoint {checkpoint['name']} (config.json {checkpoint['config_sha256']})")
+    if profile := run.get("profile"):
+        parts.append(f"profile {profile['name']} ({profile['sha256']})")
+    parts += [f"{name}={value}" for name, value in run.get("environment", {}).items()]
+    return "".join(f", {part}" for part in parts)
 
 
 def _number(value: float | None) -> str:

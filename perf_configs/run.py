@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import re
 import signal
 import subprocess
@@ -28,16 +29,17 @@ from typing import Any
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
 from client.load import Load, run_load
 from client.metrics import format_table, request_columns
-from perf_configs import plots, results
+from perf_configs import plots, provenance, results
+from perf_configs.plan import PROFILE, Plan, check_conversations, make_plan
 from perf_configs.scenarios import Point, Scenario, read_scenarios
-from perf_configs.servers import ROOT, Running, ServerSpec, StartError, read_servers, serve, server_version
+from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_at, serve
 
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0])
     p.add_argument(
         "--model-dir", type=Path, help="checkpoint folder (config.json and tokenizer.json suffice)"
@@ -46,7 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--server", default="ours,vllm", help="comma list of ours, vllm, in this order")
     p.add_argument("--rows", default="", help="comma list (default: all)")
     p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
-    p.add_argument("--profile", type=Path, default=ROOT / "perf_configs/profiles/h200-8b.toml")
+    p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
     p.add_argument("--port", type=int, default=8300, help="HTTP port; the next two are used as well")
     p.add_argument("--time-limit", type=float, default=1800.0, help="seconds for the whole call")
@@ -59,26 +61,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--commit", default="", help="recorded with each run (default: asked of git)")
     p.add_argument("--merge", type=Path, nargs="+", default=[], help="earlier results to take in")
     p.add_argument("--step-times", type=Path, help="JSON of perf_configs/kernels/bench_step.py, to draw")
-    return p.parse_args(argv)
+    return p
 
 
 class Benchmark:
     """The state of one call: what is left of its time and the document it fills."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, plan: Plan) -> None:
+        self.args, self.plan = args, plan
         self.deadline = time.monotonic() + args.time_limit - STOP_RESERVE
         self.tokenizer = load_tokenizer(args.model_dir)
-        self.machine, facts = results.machine()
-        self.document: results.Document = {"machines": {self.machine: facts}, "runs": []}
+        self.machine, self.facts = results.machine()
         self.left_out: list[str] = []
         self.failed_requests = 0
         self.commit = args.commit or current_commit()
-        gpu = re.sub(r"[^a-z0-9]+", "-", str(facts["gpu"]).lower().replace("nvidia", "")).strip("-")
+        gpu = re.sub(r"[^a-z0-9]+", "-", str(self.facts["gpu"]).lower().replace("nvidia", "")).strip("-")
         self.path = args.out / f"{datetime.date.today().isoformat()}-{gpu or 'none'}.json"
-        if self.path.exists():
-            self.document = results.merge([results.load(self.path), self.document])
-            self.document["machines"][self.machine] = facts
+        self.document = results.merge(results.existing(self.path))
 
     def remaining(self) -> float:
         """Seconds left for measuring."""
@@ -115,9 +114,7 @@ class Benchmark:
                 "started": started,
                 "version": running.version,
                 "commit": self.commit,
-                "command": spec.command if running.start_seconds is not None else running.url,
-                "knobs": knob_options(self.args.knob) if spec.name == results.OURS else "",
-                "start_seconds": running.start_seconds,
+                **self.settings(spec, running),
                 "prompts_sha256": fingerprint(prompts),
                 "load": {k: v for k, v in vars(load).items() if k != "url" and v != math.inf},
                 "warm_up": warm_up,
@@ -125,8 +122,23 @@ class Benchmark:
                 "requests": request_columns(result.records),
             }
             self.failed_requests += result.summary["failed"]
-            self.document = results.merge([self.document, {"machines": {}, "runs": [run]}])
+            new = {"machines": {self.machine: self.facts}, "runs": [run]}
+            self.document = results.merge([self.document, new])
             results.save(self.document, self.path)
+
+    def settings(self, spec: ServerSpec, running: Running) -> dict[str, Any]:
+        """What the server serves, and what it was started with: of one that ran already, only where."""
+        started = running.start_seconds is not None
+        ours = started and spec.name == results.OURS
+        peer = started and spec.name == results.PEER
+        return {
+            "checkpoint": provenance.checkpoint_identity(self.args.model_dir),
+            "command": spec.command if started else running.url,
+            "profile": provenance.file_identity(self.plan.profile) if ours else None,
+            "knobs": self.plan.knobs if ours else "",
+            "environment": provenance.vllm_variables(os.environ) if peer else {},
+            "start_seconds": running.start_seconds,
+        }
 
     def load(
         self, spec: ServerSpec, running: Running, scenario: Scenario, point: Point, check_tokens: bool
@@ -138,17 +150,17 @@ class Benchmark:
             time_limit=max(5.0, self.remaining()), check_tokens=check_tokens,
         )  # fmt: skip
 
-    def run_server(self, spec: ServerSpec, scenarios: dict[str, Scenario], url: str | None) -> None:
-        """Starts the server, or takes the one at url, and runs every row that fits."""
+    def run_server(self, spec: ServerSpec) -> None:
+        """Starts the server, or takes the one that runs already, and runs every row that fits."""
         variables = {
             "MODEL_DIR": str(self.args.model_dir.resolve()),
-            "PROFILE": str(self.args.profile.resolve()),
-            "KNOBS": knob_options(self.args.knob),
+            "PROFILE": str(self.plan.profile.resolve()),
+            "KNOBS": self.plan.knobs,
         }
         with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
             server: Any
-            if url is not None:
-                server = nullcontext(Running(url.rstrip("/"), None, server_version(url.rstrip("/"), spec)))
+            if (url := self.plan.urls.get(spec.name)) is not None:
+                server = nullcontext(running_at(url, spec))
             else:
                 server = serve(spec, variables, Path(work), self.args.port, self.remaining())
             with server as running:
@@ -156,19 +168,11 @@ class Benchmark:
                     f"{spec.name} {running.version} at {running.url}, start {running.start_seconds} s",
                     flush=True,
                 )
-                for row, scenario in scenarios.items():
+                for row, scenario in self.plan.scenarios.items():
                     if scenario.expected_seconds > self.remaining():
                         self.left_out.append(f"{spec.name} row {row}")
                         continue
                     self.run_row(scenario, spec, running)
-
-
-def knob_options(knobs: Sequence[str]) -> str:
-    """`--set name=value ...` for build.py; each must have the form name=value without blanks."""
-    for knob in knobs:
-        if not re.fullmatch(r"\w+=[^\s'\"$`\\;&|<>()*?]*", knob):
-            raise ValueError(f"knob {knob!r} must have the form name=value")
-    return " ".join(f"--set {knob}" for knob in knobs)
 
 
 def current_commit() -> str:
@@ -191,34 +195,35 @@ def write_report(document: results.Document, path: Path, step_times: Path | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.merge and args.model_dir is None:
-        document = results.merge(results.load(path) for path in args.merge)
-        newest = max(args.merge, key=lambda path: path.name)
-        write_report(document, args.out / newest.name, args.step_times)
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    merge_only = bool(args.merge) and args.model_dir is None
+    try:
+        earlier = [results.load(path) for path in args.merge]
+        if args.step_times is not None:
+            plots.read_step_times(args.step_times)
+        if merge_only:
+            path = args.out / max(args.merge, key=lambda path: path.name).name
+            earlier = [*results.existing(path), *earlier]
+        else:
+            benchmark = Benchmark(args, make_plan(args))
+            check_conversations(args.sharegpt, benchmark.tokenizer, benchmark.plan.scenarios.values())
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if merge_only:
+        write_report(results.merge(earlier), path, args.step_times)
         return 0
-    scenarios, servers = read_scenarios(args.rows), read_servers()
-    chosen = [name.strip() for name in args.server.split(",")]
-    urls = dict(item.split("=", 1) for item in args.url)
-    if unknown := [name for name in [*chosen, *urls] if name not in servers]:
-        raise SystemExit(f"unknown server {', '.join(unknown)}; servers are {', '.join(servers)}")
-    if args.model_dir is None:
-        raise SystemExit("--model-dir is required: it names the checkpoint folder to serve")
-    if args.sharegpt is None and (rows := [r for r, s in scenarios.items() if s.dataset == "sharegpt"]):
-        raise SystemExit(f"--sharegpt is required by rows {', '.join(rows)}")
     # A terminated benchmark still ends its servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    benchmark = Benchmark(args)
     problems = []
-    for name in chosen:
+    for spec in benchmark.plan.servers:
         try:
-            benchmark.run_server(servers[name], scenarios, urls.get(name))
+            benchmark.run_server(spec)
         except StartError as error:
-            problems.append(f"{name}: {error}")
+            problems.append(f"{spec.name}: {error}")
     for line in problems:
         print(line, file=sys.stderr)
-    document = results.merge([*(results.load(path) for path in args.merge), benchmark.document])
-    write_report(document, benchmark.path, args.step_times)
+    write_report(results.merge([*earlier, benchmark.document]), benchmark.path, args.step_times)
     if benchmark.left_out:
         print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)
     return 1 if problems or benchmark.left_out or benchmark.failed_requests else 0

@@ -5,6 +5,7 @@ children."""
 from __future__ import annotations
 
 import ctypes
+import http.client
 import json
 import os
 import signal
@@ -98,12 +99,20 @@ def serve(
             wait_for_free_gpu()
 
 
+def running_at(url: str, spec: ServerSpec) -> Running:
+    """The server that runs at url already. Raises StartError if it is not healthy."""
+    url = url.rstrip("/")
+    if not _answers(url + spec.health):
+        raise StartError(f"{url}{spec.health} does not answer with status 200; is {spec.name} running there?")
+    return Running(url, None, server_version(url, spec))
+
+
 def server_version(url: str, spec: ServerSpec) -> str:
     """What the server says about itself (`version` of its version path), or "unknown"."""
     try:
         with urllib.request.urlopen(url + spec.version, timeout=5) as response:
             return str(json.load(response)["version"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return "unknown"
 
 
@@ -174,5 +183,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException, ValueError):
         return False

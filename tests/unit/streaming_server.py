@@ -4,6 +4,9 @@
 `early` ends the stream before its last token, `error` sends an in-band error, `busy` answers 503,
 `drop` cuts the connection after the first chunk, `split` sends every event in two TCP segments, `merge`
 packs all tokens into one segment, `short` omits a token but ends properly, `slow` waits a minute a token.
+Triton's stream ends with a `finish_reason`: `cancelled` makes it that and `stopped` stop, both at half the
+tokens and `stopped` with an empty chunk more; `unmarked` leaves it out, as TensorRT-LLM does.
+`wide` sends text beyond ASCII.
 """
 
 from __future__ import annotations
@@ -77,8 +80,12 @@ class StreamingServer:
             await self._answer(writer, 503, {"error": "Exceeds maximum queue size"})
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        count = tokens // 2 if "early" in prompt else tokens - 1 if "short" in prompt else tokens
-        events = [self._chunk(triton, body, f" w{i}") for i in range(count)]
+        half = any(word in prompt for word in ("early", "cancelled", "stopped"))
+        count = tokens // 2 if half else tokens - 1 if "short" in prompt else tokens
+        suffix = "é\U0001f600" if "wide" in prompt else ""
+        events = [self._chunk(triton, body, f" w{i}{suffix}") for i in range(count)]
+        if triton:
+            self._mark_end(prompt, body, events)
         if "error" in prompt:
             events[1:] = [{"error": "engine failed" if triton else {"message": "engine failed", "code": 500}}]
         if not triton and "early" not in prompt and "error" not in prompt:
@@ -105,9 +112,16 @@ class StreamingServer:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
+    def _mark_end(self, prompt: str, body: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        if "stopped" in prompt:
+            events.append(self._chunk(True, body, "", tokens=0))
+        if "early" not in prompt and "unmarked" not in prompt:
+            reasons = {"cancelled": "cancelled", "stopped": "stop"}
+            events[-1]["finish_reason"] = next((r for w, r in reasons.items() if w in prompt), "length")
+
     @staticmethod
-    def _chunk(triton: bool, body: dict[str, Any], text: str) -> dict[str, Any]:
+    def _chunk(triton: bool, body: dict[str, Any], text: str, tokens: int = 1) -> dict[str, Any]:
         if not triton:
             return {"id": "1", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
         chunk = {"model_name": "ensemble", "model_version": "1", "text_output": text}
-        return chunk | ({"num_output_tokens": 1} if body.get("return_num_output_tokens") else {})
+        return chunk | ({"num_output_tokens": tokens} if body.get("return_num_output_tokens") else {})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark rows, the runner with real servers, merging of results, and the verdicts in the report."""
 
+import itertools
 import json
 import math
 import os
@@ -10,10 +11,9 @@ import time
 
 import pytest
 import small_tokenizers
-from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
-from perf_configs import plots, results, run
+from perf_configs import plots, provenance, results, run
 from perf_configs.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs.servers import ServerSpec, StartError, read_servers, serve
 
@@ -127,6 +127,43 @@ def test_the_table_says_pass_miss_and_why_not():
     ] == ("invalid: different prompts")
 
 
+def test_runs_of_different_checkpoints_are_not_compared(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    one, two = (provenance.checkpoint_identity(tmp_path / name) for name in ("one", "two"))
+    assert one["name"] == "one" and one["config_sha256"] != two["config_sha256"]
+    required = Requirement("median_tpot_ms", ratio_at_most=1)
+    ours, peer = measured("ours", "a") | {"checkpoint": one}, measured("vllm", "a")
+    assert results.verdict(required, ours, peer | {"checkpoint": two}) == (
+        None,
+        "invalid: different checkpoints",
+    )
+    renamed = one | {"name": "elsewhere"}
+    assert results.verdict(required, ours, peer | {"checkpoint": renamed}) == (1.0, "pass")
+    assert results.verdict(required, ours, peer) == (1.0, "pass")  # of before checkpoints were recorded
+
+
+def test_the_report_says_what_was_measured():
+    known = {
+        "checkpoint": {"name": "model-8b", "config_sha256": "c0"},
+        "profile": {"name": "small.toml", "sha256": "f0"},
+        "environment": {"VLLM_FLAGS": "--max-num-seqs 512"},
+    }
+    text = results.markdown(document(measured("ours", "a") | known, measured("vllm", "a")), read_scenarios())
+    what = "checkpoint model-8b (config.json c0), profile small.toml (f0), VLLM_FLAGS=--max-num-seqs 512"
+    assert f"* ours (version 1, benchmark commit c, up in 1 s, {what}): `serve`\n" in text
+    assert "* vllm (version 1, benchmark commit c, up in 1 s): `serve`\n" in text
+
+
+def test_committed_results_stay_readable():
+    paths = [p for p in (run.ROOT / "perf_configs/results").rglob("*.json") if "engine" not in p.name]
+    assert paths
+    for path in paths:
+        merged = results.merge([results.load(path), document(measured("ours", "z"))])
+        assert "| z | ours |" in results.markdown(merged, read_scenarios())
+
+
 def test_merging_keeps_the_latest_of_each(tmp_path):
     first = document(
         measured("ours", "a", "2026-01-01", median_tpot_ms=1.0), measured("vllm", "a", "2026-01-01")
@@ -153,9 +190,35 @@ def test_merging_keeps_the_latest_of_each(tmp_path):
     assert results.load(tmp_path / "out/two.json") == results.merge([first, second])
     assert "| a |" in (tmp_path / "out/two.md").read_text()
     assert (tmp_path / "out/two-latency.svg").stat().st_size > 1000
-    (tmp_path / "three.json").write_text("[]")
-    with pytest.raises(ValueError, match="no result document"):
-        results.load(tmp_path / "three.json")
+    for text in ("[]", "no JSON", '{"machines": {}, "runs": 1}', '{"machines": {}, "runs": [{}]}'):
+        (tmp_path / "three.json").write_text(text)
+        with pytest.raises(ValueError, match="no result document"):
+            results.load(tmp_path / "three.json")
+
+
+def test_merging_into_a_folder_keeps_the_rows_of_the_file_there(tmp_path, capsys):
+    results.save(document(measured("ours", "a"), measured("ours", "b")), tmp_path / "out/day.json")
+    newer = measured("ours", "b", median_tpot_ms=7.0)  # started at the same time as the one that is there
+    results.save(document(newer, measured("vllm", "b")), tmp_path / "day.json")
+    assert run.main(["--merge", str(tmp_path / "day.json"), "--out", str(tmp_path / "out")]) == 0
+    merged = results.load(tmp_path / "out/day.json")["runs"]
+    found = [(r["server"], r["row"], r["summary"]["median_tpot_ms"]) for r in merged]
+    assert found == [("ours", "a", 100.0), ("ours", "b", 7.0), ("vllm", "b", 100.0)]
+
+
+def test_a_run_with_failures_does_not_replace_one_without(capsys):
+    good = measured("ours", "a", "2026-01-01")
+    failed = measured("ours", "a", "2026-01-02", machine="n", failed=5)
+    cold = measured("ours", "a", "2026-01-03") | {"warm_up": {"failed": 1}}
+    last = measured("ours", "a", "2026-01-04")
+    for order in itertools.permutations([good, failed, cold]):
+        assert results.merge(map(document, order))["runs"] == [good]
+    assert results.merge([document(good), document(failed)])["machines"].keys() == {"m"}
+    message = "row a of ours: 5 requests of the run of 2026-01-02 failed; the one of 2026-01-01 is kept"
+    assert message in capsys.readouterr().err
+    assert results.merge(map(document, [failed, cold]))["runs"] == [cold]
+    assert results.merge(map(document, [good, last]))["runs"] == [last]
+    assert capsys.readouterr().err == ""
 
 
 def test_step_times_are_drawn(tmp_path):
@@ -164,48 +227,10 @@ def test_step_times_are_drawn(tmp_path):
     path.write_text(json.dumps([case, case | {"rows": 64}, {"prefill": 2048, "us": 1.0}]))
     written = plots.draw(document(), path, tmp_path, "x")
     assert [p.name for p in written] == ["x-step.svg"] and written[0].stat().st_size > 1000
-
-
-def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, capsys):
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    server = StreamingServer()
-    arguments = [
-        "--model-dir",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out"),
-        "--commit",
-        "abc",
-        "--workers",
-        "1",
-    ]
-    arguments += ["--url", f"ours={server.url}", "--url", f"vllm={server.url}"]
-    try:
-        assert run.main([*arguments, "--rows", "a"]) == 0
-        assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
-    finally:
-        server.close()
-    assert "left out for lack of time: ours row b" in capsys.readouterr().err
-    (path,) = (tmp_path / "out").glob("*.json")
-    runs = results.load(path)["runs"]
-    assert [(r["server"], r["row"], r["commit"], r["version"]) for r in runs] == [
-        ("ours", "a", "abc", "1.0"),
-        ("vllm", "a", "abc", "1.0"),
-    ]
-    assert runs[0]["prompts_sha256"] == runs[1]["prompts_sha256"]
-    assert runs[0]["warm_up"]["requests_with_checked_length"] == 2
-    assert runs[0]["requests"]["chunks"] == [256] * 12
-    assert "pass" in path.with_suffix(".md").read_text() or "miss" in path.with_suffix(".md").read_text()
-
-
-def test_knobs_reach_the_build_and_cannot_carry_shell():
-    assert (
-        run.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
-        == "--set max_num_seqs=512 --set dtype=bfloat16"
-    )
-    for bad in ("max_num_seqs", "a=1; rm x", "a=$(x)"):
-        with pytest.raises(ValueError, match="must have the form"):
-            run.knob_options([bad])
+    for text in ("no JSON", "[]", "[1]", '[{"step_us": 1.0}]'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds no decode steps"):
+            plots.read_step_times(path)
 
 
 def spec(command, prepare="", start_seconds=20.0):

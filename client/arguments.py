@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of command-line options: each returns the value, or has the parser say what would be right."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import urllib.parse
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+INT32 = (-(2**31), 2**31 - 1)
+UINT64 = (0, 2**64 - 1)
+LONGEST_SECONDS = 1e6  # waiting for pipes and sockets takes no more than 2^31 ms
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number from low to high, both included."""
+    span = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise ArgumentTypeError(f"{text!r} must be a whole number {span}")
+        return value
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """A time to wait."""
+    value = _number(text)
+    if not 0 < value <= LONGEST_SECONDS:
+        raise ArgumentTypeError(f"{text!r} must be a number of seconds over 0, at most {LONGEST_SECONDS:.0f}")
+    return value
+
+
+def request_rate(text: str) -> float:
+    """Requests/s, or inf."""
+    value = _number(text)
+    if not value > 0:
+        raise ArgumentTypeError(f"{text!r} must be a number of requests/s over 0, or inf")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def length_range(text: str) -> tuple[int, int]:
+    """`LOW:HIGH` or one number for both."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        bounds = 0, 0
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise ArgumentTypeError(f"{text!r} must be a length such as 128, or LOW:HIGH with 1 <= LOW <= HIGH")
+    return bounds
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, without the NaN and Infinity that Python's parser takes."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f'{text!r} must be a JSON object such as {{"top_k": 1}}')
+    return value
+
+
+def http_url(text: str) -> str:
+    """The base address of a server."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    if not good or " " in text or not text.isprintable():
+        raise ArgumentTypeError(f"{text!r} must have the form http://host:port")
+    return text
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written, found out before there is something to write."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text!r} is a folder; it must be a file")
+    if path.exists():
+        good = os.access(path, os.W_OK)
+    else:
+        good = path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+    if not good:
+        raise ArgumentTypeError(f"{text!r} cannot be written; it must be in a folder that exists, writable")
+    return path

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of the engine without Triton share: its settings, checked as build.py checks them, and
+its start on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from flashinfer_backend.config_tools import settings
+from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.engine.startup import Core, start
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.paths import resolve_model_dir
+
+MAX_SEQ_LEN = 8192  # or what the checkpoint allows
+OWN_OPTIONS = {"model_dir": "--model", "load_format": "--load-format"}
+
+
+def engine_parameters(
+    model: str, load_format: str, defaults: dict[str, str], assignments: Sequence[str] = ()
+) -> dict[str, str]:
+    """Parameters of the engine, of which KNOB=VALUE texts win. Raises OSError or ValueError for a folder that
+    is no checkpoint, for what build.py refuses, and for knobs that would be without effect."""
+    longest = ModelConfig.from_pretrained(resolve_model_dir(model)).longest_seq_len
+    problems: list[str] = []
+    chosen = settings.parse_pairs(settings.split_assignments(assignments, problems), "--set", problems)
+    for name in chosen:
+        if name in OWN_OPTIONS:
+            problems.append(f"--set {name}: should be given as {OWN_OPTIONS[name]}")
+        elif name not in EngineConfig.__struct_fields__:
+            problems.append(f"--set {name}: is no knob of the engine, which runs without Triton here")
+    if problems:
+        raise ValueError("; ".join(problems))
+    own = {"model_dir": model, "load_format": load_format}
+    return {"max_seq_len": str(min(MAX_SEQ_LEN, longest))} | defaults | chosen | own
+
+
+def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:
+    """The engine. Ends the program with a message where there is no GPU (status 1), or where the engine
+    refuses its parameters (2)."""
+    if not torch.cuda.is_available():
+        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    try:
+        return start(EngineConfig.from_parameters(parameters))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))

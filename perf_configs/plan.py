@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of perf_configs.run ask for, and whether all that they name is there: a server takes
+minutes to start."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from client.datasets import load_sharegpt
+from perf_configs.results import OURS
+from perf_configs.scenarios import Scenario, read_scenarios
+from perf_configs.servers import ROOT, ServerSpec, read_servers
+
+PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call measures. urls holds the servers that run already; profile and knobs are for ours."""
+
+    scenarios: dict[str, Scenario]
+    servers: list[ServerSpec]
+    urls: dict[str, str]
+    profile: Path
+    knobs: str
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Raises ValueError for arguments that contradict each other or name what is not there."""
+    scenarios, known = read_scenarios(args.rows), read_servers()
+    chosen = [name.strip() for name in args.server.split(",")]
+    urls = dict(map(_split_url, args.url))
+    if unknown := [name for name in [*chosen, *urls] if name not in known]:
+        raise ValueError(f"unknown server {', '.join(unknown)}; servers are {', '.join(known)}")
+    if args.model_dir is None:
+        raise ValueError("--model-dir is required: it names the checkpoint folder to serve")
+    for name in ("config.json", "tokenizer.json"):
+        if not (args.model_dir / name).is_file():
+            raise ValueError(
+                f"--model-dir {args.model_dir} has no {name}; it should name a checkpoint folder"
+            )
+    if OURS in urls and (args.knob or args.profile):
+        raise ValueError(
+            "--knob and --profile are for a server started here: use them without --url ours=URL"
+        )
+    profile = args.profile or PROFILE
+    if OURS in chosen and OURS not in urls:
+        _check_file("--profile", profile)
+    if rows := [row for row, scenario in scenarios.items() if scenario.dataset == "sharegpt"]:
+        if args.sharegpt is None:
+            raise ValueError(f"--sharegpt is required by rows {', '.join(rows)}")
+        _check_file("--sharegpt", args.sharegpt)
+    return Plan(scenarios, [known[name] for name in chosen], urls, profile, knob_options(args.knob))
+
+
+def knob_options(knobs: Sequence[str]) -> str:
+    """`--set name=value ...` for build.py; each must have the form name=value without blanks."""
+    for knob in knobs:
+        if not re.fullmatch(r"\w+=[^\s'\"$`\\;&|<>()*?]*", knob):
+            raise ValueError(f"knob {knob!r} must have the form name=value")
+    return " ".join(f"--set {knob}" for knob in knobs)
+
+
+def check_conversations(path: Path | None, tokenizer: Tokenizer, scenarios: Iterable[Scenario]) -> None:
+    """Raises ValueError if the file has too few conversations for a row. One look does for all rows: how many
+    are usable depends on no seed."""
+    rows = [scenario for scenario in scenarios if scenario.dataset == "sharegpt"]
+    if path is None or not rows:
+        return
+    needed = max(n for s in rows for n in (s.warm_up_prompts, *(p.num_prompts for p in s.points)))
+    load_sharegpt(path, tokenizer, needed, seed=0)
+
+
+def _split_url(item: str) -> tuple[str, str]:
+    name, _, url = item.partition("=")
+    if not re.match("https?://.", url):
+        raise ValueError(f"--url {item} should be SERVER=URL, such as ours=http://127.0.0.1:8000")
+    return name, url
+
+
+def _check_file(option: str, path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{option} {path}: there is no such file")

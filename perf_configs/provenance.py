@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, in a form that goes into results: names and hashes, and no folder of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+# Folders of one machine, and a secret.
+LEFT_OUT = ("VLLM_PYTHON", "VLLM_SITE", "VLLM_LD_LIBRARY_PATH", "VLLM_API_KEY")
+
+
+def checkpoint_identity(model_dir: Path) -> dict[str, str]:
+    """The folder's own name and the hash of its config.json: equal hashes mean the same shape of model."""
+    # Not resolve(): the name that the user gave, not the one that a link leads to.
+    name = Path(os.path.abspath(model_dir)).name
+    return {"name": name, "config_sha256": _short_hash(model_dir / "config.json")}
+
+
+def file_identity(path: Path) -> dict[str, str]:
+    """A file's name and the hash of its content."""
+    return {"name": path.name, "sha256": _short_hash(path)}
+
+
+def vllm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The VLLM_* variables but for those that hold a path; a path inside of a value (VLLM_FLAGS) keeps its
+    last part only."""
+    return {
+        name: re.sub(r"(?<![^\s='\",])~?/(?:[^\s/='\",]+/)*", "", value)
+        for name, value in sorted(environment.items())
+        if name.startswith("VLLM_") and name not in LEFT_OUT and not value.startswith(("/", "~"))
+    }
+
+
+def _short_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

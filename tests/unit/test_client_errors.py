@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client against streams that end wrongly, wrong arguments, and its own sudden end."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import small_tokenizers
+from streaming_server import StreamingServer
+
+from client import generate, load, wire
+from client.datasets import Prompt, arrival_times, load_sharegpt
+from client.load import Load, run_load
+from client.metrics import RequestRecord, format_table, request_columns
+
+NO_END = "stream ended without its last chunk (no finish_reason)"
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+@pytest.fixture
+def server():
+    running = StreamingServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def send(server, words, tokens=6, backend="triton", **options):
+    prompts = [Prompt(f"{word} {i}", 2, tokens) for i, word in enumerate(words)]
+    return run_load(Load(backend, server.url, **{"workers": 1, "time_limit": 30.0} | options), prompts)
+
+
+def events(*chunks):
+    """Triton's stream of these chunks, one read each, at 1 s, 2 s and so on."""
+    return [
+        (1.0 + i, b"data: " + json.dumps({"text_output": "x"} | chunk).encode() + b"\n\n")
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def test_a_stream_must_end_for_the_reason_that_was_due():
+    for reason in ("cancelled", "stop"):
+        summary = wire.read_stream("triton", events({"finish_reason": reason}), 100, exact=True)
+        assert summary.error == f"stream ended with finish_reason '{reason}', 'length' was due"
+    merged = wire.read_stream("triton", events({"finish_reason": "length"}), 100, exact=True)
+    assert (merged.error, merged.finish_reason) == (None, "length")
+    stopped = wire.read_stream("triton", events({}, {"finish_reason": "stop"}), 100, exact=False)
+    assert (stopped.error, stopped.finish_reason) == (None, "stop")
+    cancelled = wire.read_stream("triton", events({"finish_reason": "cancelled"}), 100, exact=False)
+    assert cancelled.error == "stream ended with finish_reason 'cancelled'"
+    # What follows shows that the marked chunk was not the last.
+    assert wire.read_stream("triton", events({"finish_reason": "length"}, {}), 3, True).finish_reason is None
+
+
+def test_a_stream_without_its_last_chunk_is_an_error_where_others_have_theirs(server):
+    result = send(server, ["plain", "early", "cancelled", "stopped", "unmarked"])
+    assert [r.error for r in result.records] == [
+        None,
+        NO_END,
+        "stream ended with finish_reason 'cancelled', 'length' was due",
+        "stream ended with finish_reason 'stop', 'length' was due",
+        NO_END,
+    ]
+    assert result.summary["output_tokens"] == 6
+    reasons = ["length", None, "cancelled", "stop", None]
+    assert request_columns(result.records)["finish_reason"] == reasons
+
+
+def test_servers_that_never_send_finish_reason_are_served_as_before(server):
+    unmarked = send(server, ["unmarked", "unmarked early"])
+    assert [r.error for r in unmarked.records] == [None, None]
+    hint = "1 requests had fewer chunks than tokens: merged chunks or lost ones; --check-tokens tells"
+    assert hint in format_table(unmarked.summary, "title")
+    assert hint not in format_table(send(server, ["unmarked"]).summary, "title")
+    openai = send(server, ["plain", "plain"], backend="openai")
+    assert [r.error for r in openai.records] == [None, None]
+
+
+def test_an_empty_last_chunk_does_not_count_for_tpot(server):
+    record = RequestRecord(0, 10, 3, ttft=1.0, latency=9.0, last_token=2.0)
+    assert record.tpot == 0.5
+    reads = events({"num_output_tokens": 1}, {"num_output_tokens": 2}, {"num_output_tokens": 0})
+    assert wire.read_stream("triton", reads, 9, exact=False).last_token_time == 2.0
+    (record,) = send(server, ["stopped"], ignore_eos=False).records
+    assert (record.error, record.output_tokens, record.chunks) == (None, 3, 4)
+    assert record.ttft + 2 * record.tpot == pytest.approx(record.last_token) and len(record.itl) == 3
+
+
+def load_arguments(server, tokenizer_folder, *more):
+    return [
+        "--url",
+        server.url,
+        "--tokenizer",
+        tokenizer_folder,
+        "--num-prompts",
+        "1",
+        "--workers",
+        "1",
+        *more,
+    ]
+
+
+def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_path):
+    output = tmp_path / "out.json"
+    assert load.main(load_arguments(server, tokenizer_folder, "--output", str(output))) == 0
+    assert load.main(load_arguments(server, tokenizer_folder, "--no-check-tokens")) == 0
+    assert ["return_num_output_tokens" in body for body in server.bodies] == [True, False]
+    text = output.read_text()
+    assert json.loads(text)["arguments"]["request_rate"] is None
+    assert "Infinity" not in text and "NaN" not in text
+    assert not Load("triton", server.url).check_tokens  # what perf_configs measures with
+
+
+WRONG_LOAD = [
+    (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
+    (["--dataset", "foo"], "dataset 'foo' must be sharegpt:FILE or random"),
+    (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
+    (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
+    (["--request-rate", "nan"], "'nan' must be a number of requests/s over 0, or inf"),
+    (["--max-concurrency", "0"], "'0' must be a whole number of at least 1"),
+    (["--num-prompts", "0"], "'0' must be a whole number of at least 1"),
+    (["--num-prompts", "-1"], "'-1' must be a whole number of at least 1"),
+    (["--workers", "-1"], "'-1' must be a whole number of at least 0"),
+    (["--seed", "-1"], "'-1' must be a whole number of at least 0"),
+    (["--time-limit", "nan"], "'nan' must be a number of seconds over 0"),
+    (["--input-len", "5:2"], "LOW:HIGH with 1 <= LOW <= HIGH"),
+    (["--output-len", "many"], "'many' must be a length such as 128"),
+    (["--extra-body", "[1]"], "'[1]' must be a JSON object"),
+    (["--extra-body", '{"top_p": NaN}'], "is not JSON"),
+    (["--extra-body", '{"max_tokens": 3}'], "extra_body must not hold max_tokens"),
+    (["--extra-body", '{"prompt": "", "stream": false}'], "extra_body must not hold prompt, stream"),
+    (["--endpoint", "/v2/{foo}"], "endpoint '/v2/{foo}' must begin with / and may hold {model}"),
+    (["--endpoint", "v2"], "endpoint 'v2' must begin with /"),
+    (["--url", "foo"], "'foo' must have the form http://host:port"),
+    (["--output", "/nonexist/x.json"], "'/nonexist/x.json' cannot be written"),
+    (["--output", "/"], "'/' is a folder"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG_LOAD)
+def test_wrong_arguments_of_the_load_generator(server, tokenizer_folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        load.main(load_arguments(server, tokenizer_folder, *arguments))
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_path, capsys):
+    bad = tmp_path / "tokenizer.json"
+    for arguments, content, message in (
+        (["--dataset", f"sharegpt:{bad}"], "{", "is not a ShareGPT JSON file"),
+        (["--dataset", f"sharegpt:{bad}"], "{}", "must hold a list of conversations"),
+        (["--tokenizer", str(tmp_path)], "{}", "is not a tokenizer"),
+    ):
+        bad.write_text(content)
+        with pytest.raises(SystemExit) as end:
+            load.main(load_arguments(server, tokenizer_folder, *arguments))
+        assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_python_interface_refuses_the_same():
+    with pytest.raises(ValueError, match="positive"):
+        arrival_times(3, math.nan, 0)
+    with pytest.raises(ValueError, match="workers -1 must be"):
+        Load("triton", "http://127.0.0.1:9", workers=-1)
+
+
+def test_conversations_without_two_texts_are_skipped(tmp_path):
+    good = {"conversations": [{"value": "a b c d e f"}, {"value": "g h i j k l"}]}
+    broken = [
+        {"id": "1"},
+        "text",
+        {"conversations": None},
+        {"conversations": [{"value": "a"}]},
+        {"conversations": [{"from": "human"}, {"value": "a b c d e f"}]},
+        {"conversations": [{"value": "a b c d e f"}, {"value": None}]},
+        {"conversations": ["a b c d e f", "a b c d e f"]},
+    ]
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([*broken, good]))
+    (prompt,) = load_sharegpt(path, small_tokenizers.byte_level(), 1, seed=0)
+    assert prompt.text == "a b c d e f"
+    with pytest.raises(ValueError, match="has 1 usable conversations, 2 were asked for"):
+        load_sharegpt(path, small_tokenizers.byte_level(), 2, seed=0)
+
+
+WRONG_GENERATE = [
+    (["--url", "foo"], "'foo' must have the form http://host:port"),
+    (["--url", "http://127.0.0.1:port"], "must have the form http://host:port"),
+    (["--grpc", "--url", "http://127.0.0.1:8001"], "must have the form host:port with --grpc"),
+    (["--grpc", "--seed", "-1"], "'-1' must be a whole number from 0 to 18446744073709551615"),
+    (["--seed", str(2**64)], "must be a whole number from 0 to 18446744073709551615"),
+    (["--max-tokens", "99999999999"], "must be a whole number from -2147483648 to 2147483647"),
+    (["--top-k", str(2**31)], "must be a whole number from -2147483648 to 2147483647"),
+    (["--min-tokens", "x"], "must be a whole number from -2147483648 to 2147483647"),
+    (["--timeout", "0"], "must be a number of seconds over 0"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG_GENERATE)
+def test_wrong_arguments_of_generate(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["prompt", *arguments])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_ends_of_the_ranges_are_served(server):
+    ends = ["--seed", str(2**64 - 1), "--top-k", str(2**31 - 1), "--max-tokens", "2"]
+    assert generate.main(["plain", "--url", server.url, *ends]) == 0
+    assert (server.bodies[0]["seed"], server.bodies[0]["top_k"]) == (2**64 - 1, 2**31 - 1)
+
+
+def python(*arguments, env=None, **pipes):
+    """A Python process with this one's import path."""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen([sys.executable, *arguments], env=os.environ | path | (env or {}), **pipes)
+
+
+def test_generate_ends_quietly_when_its_reader_goes():
+    server = StreamingServer(chunk_seconds=0.02)
+    try:
+        arguments = ["plain", "--url", server.url, "--max-tokens", "400"]
+        with python("-m", "client.generate", *arguments, **PIPES) as process:
+            assert process.stdout.read(3) == b" w0"
+            process.stdout.close()
+            assert process.wait(30) == 128 + signal.SIGPIPE
+            assert process.stderr.read() == b""
+    finally:
+        server.close()
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(server):
+    arguments = ["wide", "--url", server.url, "--max-tokens", "1"]
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    with python("-m", "client.generate", *arguments, env=ascii_only, **PIPES) as process:
+        shown, complaint = process.communicate(timeout=30)
+    assert (process.returncode, shown, complaint) == (0, b" w0\\xe9\\U0001f600\n", b"")
+
+
+def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
+    server = StreamingServer(chunk_seconds=60.0)
+    workers = []
+    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--num-prompts", "2", "--workers", "2"]
+    process = python("-m", "client.load", *arguments, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: server.in_flight == 2)
+        workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        assert len(workers) == 2
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+        wait_for(lambda: not any(alive(worker) for worker in workers))
+    finally:
+        process.kill()
+        process.wait(10)
+        for worker in filter(alive, workers):
+            worker.kill()
+        server.close()
+
+
+def test_a_worker_whose_parent_died_before_it_asked_ends():
+    code = "import os; from client.worker import end_with_parent as end; end(os.getppid()); print(1, flush=1)"
+    with python("-c", f"{code}; end(0); print(2)", stdout=subprocess.PIPE) as process:
+        assert process.communicate(timeout=30)[0] == b"1\n"
+    assert process.returncode == 1
+
+
+def alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""perf_configs.run from its command line to what it records, and the benchmarks of the engine alone."""
+
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+import small_tokenizers
+import torch
+from streaming_server import StreamingServer
+
+from checkpoints import make_checkpoint
+from client.load import LoadResult
+from client.metrics import RequestRecord, summarise
+from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from flashinfer_backend.engine.startup import start
+from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
+from perf_configs.engine_start import engine_parameters
+from perf_configs.servers import Running, read_servers
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    """What the load needs of a checkpoint folder."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def server():
+    server = StreamingServer()
+    yield server
+    server.close()
+
+
+def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, model_dir, server, capsys):
+    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "abc"]
+    arguments += ["--workers", "1", "--url", f"ours={server.url}", "--url", f"vllm={server.url}"]
+    assert run.main([*arguments, "--rows", "a"]) == 0
+    assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
+    assert "left out for lack of time: ours row b" in capsys.readouterr().err
+    (path,) = (tmp_path / "out").glob("*.json")
+    runs = results.load(path)["runs"]
+    assert [(r["server"], r["row"], r["commit"], r["version"]) for r in runs] == [
+        ("ours", "a", "abc", "1.0"),
+        ("vllm", "a", "abc", "1.0"),
+    ]
+    assert runs[0]["prompts_sha256"] == runs[1]["prompts_sha256"]
+    assert runs[0]["warm_up"]["requests_with_checked_length"] == 2
+    assert runs[0]["requests"]["chunks"] == [256] * 12
+    for measured in runs:
+        assert measured["checkpoint"] == {"name": "model", "config_sha256": "44136fa355b3"}
+        assert (measured["profile"], measured["knobs"], measured["environment"]) == (None, "", {})
+    assert str(tmp_path) not in path.read_text()
+    assert "pass" in path.with_suffix(".md").read_text() or "miss" in path.with_suffix(".md").read_text()
+
+
+def benchmark(model_dir, out, *more):
+    arguments = ["--model-dir", str(model_dir), "--out", str(out), "--commit", "c", "--rows", "a", *more]
+    args = run.argument_parser().parse_args(arguments)
+    return run.Benchmark(args, plan.make_plan(args))
+
+
+def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, monkeypatch):
+    for name in provenance.LEFT_OUT:
+        monkeypatch.setenv(name, "private")
+    monkeypatch.setenv("VLLM_FLAGS", "--max-num-seqs 512 --chat-template=/home/me/chat.jinja")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/home/me/cache")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    profile = tmp_path / "small.toml"
+    profile.write_text("[knobs]\nmax_num_seqs = 8\n")
+    found = benchmark(model_dir, tmp_path, "--profile", str(profile), "--knob", "dtype=float16")
+    started = Running("http://127.0.0.1:1", 3.0, "1")
+    ours, peer = (found.settings(spec, started) for spec in read_servers().values())
+    assert ours["knobs"] == "--set dtype=float16" and ours["environment"] == {}
+    assert ours["profile"] == {"name": "small.toml", "sha256": provenance.file_identity(profile)["sha256"]}
+    assert peer["knobs"] == "" and peer["profile"] is None
+    assert ours["checkpoint"] == peer["checkpoint"] == provenance.checkpoint_identity(model_dir)
+    assert peer["environment"]["VLLM_FLAGS"] == "--max-num-seqs 512 --chat-template=chat.jinja"
+    assert peer["environment"]["VLLM_USE_V1"] == "1"
+    assert "VLLM_CACHE_ROOT" not in peer["environment"]
+    assert "private" not in str(peer) and "/home/me" not in str(peer)
+    running = found.settings(read_servers()["ours"], Running("http://127.0.0.1:1", None, "1"))
+    assert running["knobs"] == "" and running["profile"] is None
+
+
+def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, monkeypatch):
+    """The dropped one takes its machine's description with it."""
+
+    errors = [None, "HTTP 503", None]
+
+    def fake_load(load, prompts):
+        records = [RequestRecord(0, 1, 2, error=errors.pop(0))]
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    spec, running = read_servers()["ours"], Running("http://127.0.0.1:1", None, "1")
+    found = benchmark(model_dir, tmp_path, "--no-warm-up", "--rows", "a,b")
+    for machine, row in (("first", "a"), ("second", "a"), ("second", "b")):
+        found.machine = machine
+        found.run_row(found.plan.scenarios[row], spec, running)
+    assert [r["machine"] for r in found.document["runs"]] == ["first", "second"]
+    assert found.document["machines"].keys() == {"first", "second"}
+    assert found.failed_requests == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--rows", "zz"], "no scenario for row zz; rows are a,"),
+        (["--server", "zz"], "unknown server zz; servers are ours, vllm"),
+        (["--url", "http://x"], "--url http://x should be SERVER=URL"),
+        (["--url", "ours=127.0.0.1:8000"], "--url ours=127.0.0.1:8000 should be SERVER=URL"),
+        (["--knob", "bad"], "knob 'bad' must have the form name=value"),
+        (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
+        (["--profile", "{tmp}/p.toml", "--url", "ours=http://x"], "without --url ours=URL"),
+        (["--profile", "{tmp}/p.toml"], "p.toml: there is no such file"),
+        (["--model-dir", "/nonexist"], "--model-dir /nonexist has no config.json"),
+        (["--rows", "c"], "--sharegpt is required by rows c"),
+        (["--rows", "c", "--sharegpt", "{tmp}/s.json"], "s.json: there is no such file"),
+        (["--rows", "c", "--sharegpt", "{tmp}/few.json"], "has 3 usable conversations, 1000 were asked for"),
+        (["--step-times", "{tmp}/s.json"], "s.json cannot be read: No such file"),
+        (["--step-times", "{tmp}/few.json"], "holds no decode steps"),
+        (["--merge", "/nonexist.json"], "/nonexist.json cannot be read: No such file"),
+        (["--merge", "{tmp}/few.json"], "is no result document"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_server_is_used(
+    tmp_path, model_dir, monkeypatch, capsys, arguments, message
+):
+    turns = [{"value": "one two three four five"}, {"value": "six seven eight nine"}]
+    (tmp_path / "few.json").write_text(json.dumps([{"conversations": turns}] * 3))
+    monkeypatch.setattr(run.Benchmark, "run_server", lambda *_: pytest.fail("a server was used"))
+    base = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a", "--commit", "c"]
+    with pytest.raises(SystemExit) as caught:
+        run.main([*base, *(a.format(tmp=tmp_path) for a in arguments)])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["/nonexist.json", "{tmp}/list.json", "{tmp}/engine.json"])
+def test_only_results_are_merged(tmp_path, capsys, name):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "engine.json").write_text('{"start_s": 1.0, "decode": []}')
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--merge", name.format(tmp=tmp_path), "--out", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and ("cannot be read" in error or "is no result document" in error)
+
+
+def test_a_checkpoint_is_required(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--rows", "a"])
+    assert caught.value.code == 2 and "--model-dir is required" in capsys.readouterr().err
+
+
+def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, model_dir, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a"]
+    assert run.main([*arguments, "--server", "ours", "--url", f"ours={url}"]) == 1
+    error = capsys.readouterr().err
+    assert f"ours: {url}/v2/health/ready does not answer with status 200; is ours running there?" in error
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert results.load(path)["runs"] == []
+
+
+def test_knobs_reach_the_build_and_cannot_carry_shell():
+    knobs = plan.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
+    assert knobs == "--set max_num_seqs=512 --set dtype=bfloat16"
+    for bad in ("max_num_seqs", "a=1; rm x", "a=$(x)"):
+        with pytest.raises(ValueError, match="must have the form"):
+            plan.knob_options([bad])
+
+
+def test_lengths_are_of_the_first_two_turns_of_what_the_engine_takes(tmp_path, model_dir):
+    tokenizer = small_tokenizers.byte_level()
+    texts = ["the dog", "the quick brown fox", "", "jumps over " * 9]
+    short, answer, nothing, long = (len(tokenizer.encode(t, add_special_tokens=False).ids) for t in texts)
+    rows = [[0, 1, 2], [0], [], [1, 0], [3, 1], [0, 3], [2, 0], [0, 2], [0, 1]]
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([{"conversations": [{"value": texts[i]} for i in row]} for row in rows]))
+    config = EngineConfig(model_dir="", max_seq_len=long, max_input_len=long - 1)
+    assert 0 == nothing < short < answer < long - answer
+    expected = [(short, answer), (answer, short), (short, answer)]
+    assert bench_engine.sharegpt_lengths(path, model_dir, 100, config) == expected
+    assert bench_engine.sharegpt_lengths(path, model_dir, 2, config) == expected[:2]
+    config = EngineConfig(model_dir="", max_seq_len=long, max_input_len=short)
+    assert bench_engine.sharegpt_lengths(path, model_dir, 100, config) == [(short, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    "item, message",
+    [
+        ("bad", "--set bad: should be knob=value"),
+        ("max_num_seq=4", "unknown knob 'max_num_seq'; did you mean max_num_seqs"),
+        ("max_num_seqs=x", "--set: max_num_seqs=x: should be an integer 1..4096"),
+        ("llm_instance_count=4", "--set llm_instance_count: is no knob of the engine"),
+        ("load_format=auto", "--set load_format: should be given as --load-format"),
+    ],
+)
+def test_bench_engine_refuses_what_build_refuses(tmp_path, capsys, item, message):
+    make_checkpoint("llama", tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        bench_engine.main(["--model", str(tmp_path), "--set", "max_num_seqs=8", "--set", item])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
+def test_engine_benchmarks_say_what_they_lack(tmp_path, monkeypatch, capsys, main):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for folder, status, message in (
+        (tmp_path / "none", 2, "name a local checkpoint folder"),
+        (make_checkpoint("llama", tmp_path), 1, "needs a CUDA device, and torch sees none"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["--model", str(folder)])
+        assert caught.value.code == status and message in capsys.readouterr().err
+
+
+def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
+    folder = str(make_checkpoint("llama", tmp_path))
+    small = {"max_num_seqs": "2", "device": "cpu", "max_tokens_in_paged_kv_cache": "1024"}
+    parameters = engine_parameters(folder, "dummy", small)
+    assert start(EngineConfig.from_parameters(parameters)).config.max_seq_len == 512
+    assert engine_parameters(folder, "dummy", small, ["max_seq_len=64"])["max_seq_len"] == "64"
+    long = str(make_checkpoint("llama", tmp_path / "long", max_position_embeddings=131072))
+    assert engine_parameters(long, "dummy", {})["max_seq_len"] == "8192"
+    assert profile_steps.fitting_shapes(8192) == profile_steps.SHAPES
+    assert profile_steps.fitting_shapes(512) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
+    assert profile_steps.fitting_shapes(256) == []
+
+
+def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
+    folder, asked = str(make_checkpoint("llama", tmp_path)), []
+
+    def fake_start(parser, parameters):
+        asked.append(EngineConfig.from_parameters(parameters))
+        config = resolve_limits(asked[-1], 512)
+        return SimpleNamespace(
+            config=config, runner=SimpleNamespace(graphs=()), model_config=SimpleNamespace(vocab_size=9)
+        )
+
+    monkeypatch.setattr(bench_engine, "start_on_gpu", fake_start)
+    monkeypatch.setattr(bench_engine, "decode_steps", lambda core, batch, *_: {"batch": batch})
+    bench_engine.main(["--model", folder, "--set", "max_num_seqs=256", "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["batch"] for row in found["decode"]] == [1, 16, 64, 256]
+    assert found["parameters"]["max_num_seqs"] == "256" and found["parameters"]["max_seq_len"] == "512"
+    assert (asked[0].load_format, asked[0].enable_kv_cache_reuse) == ("dummy", False)
+    with pytest.raises(SystemExit):
+        bench_engine.main(["--model", folder, "--set", "max_seq_len=300"])
