@@ -114,6 +114,13 @@ def test_the_three_models_walked_by_hand_give_what_the_ensemble_gives(infer: Una
     np.testing.assert_allclose(whole.as_numpy("output_log_probs")[0, 0], expected, atol=1e-4)
 
 
+def test_postprocessing_passes_nothing_on(infer: Unary) -> None:
+    """As older releases' end_to_end_test.py asks it to: the ensemble has log probs and logits from llm."""
+    ids = {"TOKENS_BATCH": np.array([[[5, 6]]], np.int32), "SEQUENCE_LENGTH": int32(2)}
+    with pytest.raises(InferenceServerException, match="unexpected inference input 'CUM_LOG_PROBS'"):
+        infer("postprocessing", {**ids, "CUM_LOG_PROBS": np.zeros((1, 1), np.float32)})
+
+
 @pytest.mark.parametrize("excluded", [False, True])
 def test_benchmark_core_model(infer: Unary, excluded: bool) -> None:
     """Its requests of random ids: most lie outside the vocabulary and are refused, the server lives on."""
