@@ -85,7 +85,8 @@ def http_url(text: str) -> str:
     try:
         parts = urllib.parse.urlsplit(text)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port or a name that is none
         good = False
     if not good or " " in text or not text.isprintable():
         raise ArgumentTypeError(f"{text!r} must have the form http://host:port")

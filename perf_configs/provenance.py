@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Folders of one machine, and a secret.
-LEFT_OUT = ("VLLM_PYTHON", "VLLM_SITE", "VLLM_LD_LIBRARY_PATH", "VLLM_API_KEY")
+LEFT_OUT = ("VLLM_PYTHON", "VLLM_SITE", "VLLM_LD_LIBRARY_PATH")  # folders of one machine
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def checkpoint_identity(model_dir: Path) -> dict[str, str]:
@@ -29,9 +29,10 @@ def vllm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The VLLM_* variables but for those that hold a path; a path inside of a value (VLLM_FLAGS) keeps its
     last part only."""
     return {
-        name: re.sub(r"(?<![^\s='\",])~?/(?:[^\s/='\",]+/)*", "", value)
+        name: re.sub(r"(?<![^\s='\",:\[({])~?/+(?:[^\s/='\",]+/)*", "", value)
         for name, value in sorted(environment.items())
         if name.startswith("VLLM_") and name not in LEFT_OUT and not value.startswith(("/", "~"))
+        if not any(word in name for word in SECRET)
     }
 
 

@@ -26,11 +26,12 @@ def unservable(path: Path) -> str | None:
     """Why Triton's Python backend cannot start a model from `path`, or None. It puts the path into a shell
     command as it is, and reads it as ASCII."""
     text = str(path.absolute())
-    if text.isascii() and not re.search(r"[^\w./+,:=@%-]", text):
+    braces = re.search(r"\{.*(,|\.\.).*\}", text)  # a list of words to a shell
+    if text.isascii() and not braces and not re.search(r"[^\w./+,:=@%~^{}\]-]", text):
         return None
     return (
         f"Triton's Python backend starts no models from {text}: a path of ASCII letters, digits and"
-        " . _ / + , : = @ % - is needed; move it, or name it by a link (ln -s) whose path is such"
+        " . _ / + , : = @ % ~ ^ - is needed; move it, or name it by a link (ln -s) whose path is such"
     )
 
 

@@ -170,10 +170,16 @@ def resolve(host: str) -> Address:
     The server takes addresses only: given a name, its HTTP service says that it started and is not there.
     """
     try:
-        found = {info[0]: info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError as error:
-        raise ServeError(f"--host {host}: {error.strerror}; give an address of this machine") from None
-    return ipaddress.ip_address(found.get(socket.AF_INET) or found[socket.AF_INET6])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ServeError(f"--host {host}: {reason}; give an address of this machine") from None
+    place = min(found, key=lambda info: info[0] != socket.AF_INET)[4]  # the first of its kind
+    if any(place[3:]):
+        raise ServeError(
+            f"--host {host}: tritonserver takes no address with a scope; give another of this machine"
+        )
+    return ipaddress.ip_address(place[0])
 
 
 def check_ports(address: Address, ports: dict[str, int]) -> None:
@@ -272,11 +278,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not options.model_repository.is_dir():
             raise ServeError(f"no folder {options.model_repository}: write one with build.py --output")
-        backends = options.backends or cache / "backends"
-        for place in (options.model_repository, backends):
-            if reason := unservable(place):
+        server = find_server(options.backends or cache / "backends")
+        for place in (options.model_repository, server.backends):
+            if place is not None and (reason := unservable(place)):
                 raise ServeError(reason)
-        server = find_server(backends)
         ports = {
             "HTTP port": options.http_port,
             "gRPC port": options.grpc_port,

@@ -173,6 +173,37 @@ def test_at_their_limit_turns_are_kept(bench, monkeypatch):
     bench.until(lambda: not bench.queue._maker.left_behind and bench.queue._maker._turns == 2)
 
 
+def test_turns_that_were_kept_at_the_limit_are_given_away_once_there_is_room(bench, monkeypatch):
+    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 1)
+    slow = bench.start("slow1", "slow2")
+    bench.now = 31.0
+    bench.wait(*slow)
+    maker = bench.queue._maker
+    assert (maker.left_behind, maker._turns) == (1, 1)
+    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 3)  # as if threads had ended
+    bench.wait(bench.submit("ab"))
+    bench.until(lambda: maker._turns == 2)
+    bench.proceed.set()
+    bench.until(lambda: not maker.left_behind and maker._turns == 2 and not maker._overdue)
+
+
+def test_a_request_that_waited_for_its_turn_hears_of_its_own_guide(bench):
+    slow = bench.start("slow1", "slow2")
+    queued = bench.submit("slow3")
+    bench.now = 20.0
+    for handle in slow:
+        bench.queue.cancel(handle)
+    other = bench.submit("ab")  # someone asks, and unwanted guides lose their turns
+    bench.wait(other)
+    bench.until(lambda: "slow3" in bench.compiled)
+    bench.now = 35.0  # 15 s after it began
+    bench.wait(bench.submit("cd"))
+    assert queued not in bench.outcome
+    bench.now = 51.0
+    assert "compiling the guide takes more than 30 s" in str(bench.wait(queued)[0])
+    bench.proceed.set()
+
+
 def test_the_memory_of_guides_is_bounded(bench, monkeypatch):
     monkeypatch.setattr(guide_maker, "CACHED_GUIDES", 2)
     for guide in ("ab", "cd", "ab", "([", "ab", "cd"):

@@ -86,6 +86,14 @@ CHECKPOINT_REFUSALS = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
     ({"num_attention_heads": None}, "num_attention_heads is None; it should be an integer of at least 1"),
     ({"max_position_embeddings": "4096"}, "max_position_embeddings is '4096'; it should be an integer"),
+    ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be an integer of at least 1"),
+    ({"head_dim": -64}, "head_dim is -64; it should be an integer of at least 1"),
+    (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
+        "sliding_window is '4096'; it should be an integer of at least 1",
+    ),
+    ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; it should be a list"),
+    ({"rope_theta": 10**400}, "config.json has a value of a wrong type"),
     ({"rms_norm_eps": None}, "config.json has a value of a wrong type"),
     ({"rope_scaling": 1}, "config.json has a value of a wrong type"),
 ]
@@ -140,7 +148,8 @@ def test_paths_that_the_server_could_not_open(refused, build, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     assert build(model=tmp_path / "link")[0] == 0
     assert build(model=write_checkpoint(tmp_path / "a space"))[0] == 0
-    for name in ("sp ace", "accé", "dollar$"):
+    assert "ready for tritonserver" in build(output=tmp_path / "repo~^{1}]")[1]
+    for name in ("sp ace", "accé", "dollar$", "{a,b}"):
         status, out, err = build(output=tmp_path / name)
         assert (status, out) == (0, "") and f"starts no models from {tmp_path / name}: " in err
 

@@ -200,6 +200,7 @@ def test_conversations_without_two_texts_are_skipped(tmp_path):
 
 WRONG_GENERATE = [
     (["--url", "foo"], "'foo' must have the form http://host:port"),
+    (["--url", "http://a..b:8000"], "must have the form http://host:port"),
     (["--url", "http://127.0.0.1:port"], "must have the form http://host:port"),
     (["--grpc", "--url", "http://127.0.0.1:8001"], "must have the form host:port with --grpc"),
     (["--grpc", "--seed", "-1"], "'-1' must be a whole number from 0 to 18446744073709551615"),

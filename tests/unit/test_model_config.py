@@ -117,7 +117,10 @@ def test_sliding_window_limits_the_sequence_length(tmp_path):
         config.check_max_seq_len(513)
 
 
-@pytest.mark.parametrize("change", [{}, {"sliding_window": None}, {"sliding_window": 100}])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"sliding_window": None}, {"sliding_window": 100}, {"layer_types": ["full_attention"] * 2}],
+)
 def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change):
     path = make_checkpoint("mistral", tmp_path)
     written = json.loads((path / "config.json").read_text())

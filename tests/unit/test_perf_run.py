@@ -68,7 +68,9 @@ def benchmark(model_dir, out, *more):
 def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, monkeypatch):
     for name in provenance.LEFT_OUT:
         monkeypatch.setenv(name, "private")
-    monkeypatch.setenv("VLLM_FLAGS", "--max-num-seqs 512 --chat-template=/home/me/chat.jinja")
+    flags = "--max-num-seqs 512 --chat-template=/home/me/chat.jinja --a file:///home/me/b [/home/me/c]"
+    monkeypatch.setenv("VLLM_FLAGS", flags)
+    monkeypatch.setenv("VLLM_HF_TOKEN", "secret")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/home/me/cache")
     monkeypatch.setenv("VLLM_USE_V1", "1")
     profile = tmp_path / "small.toml"
@@ -80,10 +82,10 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     assert ours["profile"] == {"name": "small.toml", "sha256": provenance.file_identity(profile)["sha256"]}
     assert peer["knobs"] == "" and peer["profile"] is None
     assert ours["checkpoint"] == peer["checkpoint"] == provenance.checkpoint_identity(model_dir)
-    assert peer["environment"]["VLLM_FLAGS"] == "--max-num-seqs 512 --chat-template=chat.jinja"
+    assert peer["environment"]["VLLM_FLAGS"] == "--max-num-seqs 512 --chat-template=chat.jinja --a file:b [c]"
     assert peer["environment"]["VLLM_USE_V1"] == "1"
     assert "VLLM_CACHE_ROOT" not in peer["environment"]
-    assert "private" not in str(peer) and "/home/me" not in str(peer)
+    assert not any(word in str(peer) for word in ("private", "secret", "/home/me"))
     running = found.settings(read_servers()["ours"], Running("http://127.0.0.1:1", None, "1"))
     assert running["knobs"] == "" and running["profile"] is None
 

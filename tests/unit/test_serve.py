@@ -56,6 +56,11 @@ def test_a_server_that_ended_is_left_alone():
 def test_hosts_are_resolved_as_the_server_takes_addresses_only():
     assert str(serve.resolve("localhost")) == "127.0.0.1"  # IPv4 where a name has both
     assert str(serve.resolve("::1")) == "::1"
+    for wrong in ("a..b", "x" * 70, ""):
+        with pytest.raises(serve.ServeError, match="give an address of this machine"):
+            serve.resolve(wrong)
+    with pytest.raises(serve.ServeError, match="address with a scope"):
+        serve.resolve("fe80::1%lo")
     with pytest.raises(serve.ServeError, match=r"--host no[.]such[.]host[.]invalid: .*give an address"):
         serve.resolve("no.such.host.invalid")
     urls = {host: serve.reachable_at(serve.resolve(host), 8000) for host in ("0.0.0.0", "::", "127.0.0.2")}
@@ -73,7 +78,18 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
         assert f"starts no models from {tmp_path / name}: " in capsys.readouterr().err
     arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path / "sp ace")]
     assert serve.main(arguments) == 1
-    assert "sp ace: a path of ASCII letters" in capsys.readouterr().err
+    assert f"starts no models from {tmp_path / 'sp ace'}/" in capsys.readouterr().err
+
+
+def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
+    def answer(*addresses):
+        found = [(family, socket.SOCK_STREAM, 6, "", (text, 0, 0, 0)) for family, text in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        return str(serve.resolve("host"))
+
+    v4, v6 = socket.AF_INET, socket.AF_INET6
+    assert answer((v6, "fd00::1"), (v4, "10.0.0.5"), (v4, "172.17.0.1")) == "10.0.0.5"
+    assert answer((v6, "fd00::2"), (v6, "fd00::3")) == "fd00::2"
 
 
 def test_ports_that_cannot_be_used_are_named():

@@ -77,4 +77,8 @@ def _end_with(server_pidfd: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread that comes back from xgrammar while the interpreter ends would abort the process.
+    os._exit(status)

@@ -207,12 +207,12 @@ class EngineLoop:
         values = launched.download.wait()
         self.pacer.finished(launched.plan, time.monotonic())
         outcome = accept(self.scheduler.table, launched.plan, values)
-        self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         table = self.scheduler.table
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
         stuck = follow_guides(table, outcome, self.guides)
+        self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         extras = row_extras(table, outcome, launched.report, values)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
         if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it

@@ -21,6 +21,7 @@ COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
+COUNTS_OR_NONE = ("num_key_value_heads", "head_dim")
 
 
 class UnsupportedModelError(ValueError):
@@ -71,7 +72,7 @@ class ModelConfig:
             return _parse(raw, generation)
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]!r}") from None
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} has a value of a wrong type: {error}") from None
         except ValueError as error:
             raise type(error)(f"{path}: {error}") from None
@@ -109,9 +110,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     model_type = _model_type(raw)
     _refuse_variants(raw, model_type)
-    for key in COUNTS:
-        if type(raw[key]) is not int or raw[key] < 1:
-            raise ValueError(f"{key} is {raw[key]!r}; it should be an integer of at least 1")
+    window = _sliding_window(raw, model_type)
+    counts = {key: raw[key] for key in COUNTS} | {"sliding_window": 1 if window is None else window}
+    counts |= {key: raw[key] for key in COUNTS_OR_NONE if raw.get(key) is not None}
+    for key, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{key} is {value!r}; it should be an integer of at least 1")
     rope_theta, rope_scaling = _rope(raw)
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -139,7 +143,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         max_position_embeddings=raw["max_position_embeddings"],
-        sliding_window=_sliding_window(raw, model_type),
+        sliding_window=window,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos),
         dtype=_dtype(raw),
@@ -149,6 +153,8 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
 
 def _model_type(raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures is {architectures!r}; it should be a list of names")
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -203,13 +209,13 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 def _sliding_window(raw: dict[str, Any], model_type: str) -> int | None:
     """The attention window in tokens, or None where every layer sees the whole sequence."""
+    if model_type == "mistral":  # whatever its layer_types
+        return raw.get("sliding_window", MISTRAL_WINDOW)
     if "layer_types" in raw and "sliding_attention" not in (raw["layer_types"] or []):
-        return raw.get("sliding_window") if model_type == "mistral" else None
+        return None
     if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
         return None
-    if model_type == "llama":
-        return None
-    return raw.get("sliding_window", MISTRAL_WINDOW if model_type == "mistral" else None)
+    return raw.get("sliding_window") if model_type != "llama" else None
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

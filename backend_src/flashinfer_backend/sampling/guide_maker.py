@@ -64,6 +64,7 @@ class GuideMaker:
         self._jobs: dict[Key, _Job] = {}
         self._queue: deque[_Job] = deque()  # those of them that wait for a turn
         self._turns = COMPILING_THREADS
+        self._overdue: list[_Job] = []  # failed, and to be left behind as soon as there is room for it
         self.left_behind = 0  # threads
 
     def submit(self, waiting: Waiting, crowded: bool) -> None:
@@ -92,12 +93,24 @@ class GuideMaker:
 
     def forget(self, waiting: Waiting) -> None:
         with self._lock:
+            self._forget(waiting)
+
+    def forget_unbegun(self, waiting: Waiting) -> bool:
+        """Forget a request whose guide nobody is at work on; False if somebody is, or it is there."""
+        with self._lock:
             job = self._jobs.get(waiting.key)
-            if job is not None and waiting in job.waiting:
-                job.waiting.remove(waiting)
-                if not job.waiting and job in self._queue:
-                    self._queue.remove(job)
-                    del self._jobs[job.key]
+            if waiting.outcome is not None or (job is not None and job.began is not None):
+                return False
+            self._forget(waiting)
+            return True
+
+    def _forget(self, waiting: Waiting) -> None:
+        job = self._jobs.get(waiting.key)
+        if job is not None and waiting in job.waiting:
+            job.waiting.remove(waiting)
+            if not job.waiting and job in self._queue:
+                self._queue.remove(job)
+                del self._jobs[job.key]
 
     def pass_turns(self, now: float) -> None:
         """Leave behind what takes too long."""
@@ -107,9 +120,12 @@ class GuideMaker:
                 if took > MOST_WAIT_SECONDS:
                     self._fail(job, SlowGuideError(TOO_LONG.format(MOST_WAIT_SECONDS)))
                     del self._jobs[job.key]
-                    self._leave(job)
+                    self._overdue.append(job)
                 elif took > UNWANTED_SECONDS and not job.waiting:
                     self._leave(job)
+            for job in self._overdue:
+                self._leave(job)
+            self._overdue = [job for job in self._overdue if not job.left_behind]
 
     def refuse(self, key: Key, error: Exception) -> None:
         """Refuse a guide whenever it comes back."""
@@ -148,6 +164,8 @@ class GuideMaker:
     def _next_turn(self, done: _Job) -> _Job | None:
         """What the thread that has `done` this one does next; None if it ends."""
         self.left_behind -= done.left_behind
+        if done in self._overdue:
+            self._overdue.remove(done)
         if not done.has_turn:
             return None
         if not self._queue:

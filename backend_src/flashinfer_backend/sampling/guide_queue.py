@@ -53,12 +53,13 @@ class GuideQueue:
         self._maker.pass_turns(now)
         for handle, waiting in list(self._waiting.items()):
             request, outcome = waiting.request, waiting.outcome
-            if outcome is None and now - waiting.since > guide_maker.MOST_WAIT_SECONDS:
+            late = outcome is None and now - waiting.since > guide_maker.MOST_WAIT_SECONDS
+            # One that is at work has its own limit, from when it began.
+            if late and self._maker.forget_unbegun(waiting):
                 outcome = GuideError(
                     f"the guide was not ready within {guide_maker.MOST_WAIT_SECONDS:g} s, as other guides"
                     " came first: try again later"
                 )
-                self._maker.forget(waiting)
             if outcome is None:
                 continue
             del self._waiting[handle]

@@ -143,7 +143,7 @@ class Sequence:
                 chunk.extras.append(protocol.RowExtras(protocol.split_handle(self.handle)[1], perf=perf))
         if not ended:
             return None
-        self.ended = True
+        self.ended, self._stopped = True, None  # it may hold gigabytes of logits
         self._keep(chunk, 0)
         return chunk
 
