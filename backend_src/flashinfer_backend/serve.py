@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import ipaddress
 import json
 import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +26,7 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
+from flashinfer_backend.addresses import Address, AddressError, check_ports, reachable_at, resolve
 from flashinfer_backend.paths import run_dir, unservable
 from flashinfer_backend.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import rundir
@@ -48,9 +47,6 @@ MALLOC = ":".join(
     }.items()
 )
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ServeError(RuntimeError):
@@ -164,43 +160,6 @@ def command(
     return args
 
 
-def resolve(host: str) -> Address:
-    """The address of a host name or of an address as text; IPv4 where a name has both. Raises ServeError.
-
-    The server takes addresses only: given a name, its HTTP service says that it started and is not there.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ServeError(f"--host {host}: {reason}; give an address of this machine") from None
-    place = min(found, key=lambda info: info[0] != socket.AF_INET)[4]  # the first of its kind
-    if any(place[3:]):
-        raise ServeError(
-            f"--host {host}: tritonserver takes no address with a scope; give another of this machine"
-        )
-    return ipaddress.ip_address(place[0])
-
-
-def check_ports(address: Address, ports: dict[str, int]) -> None:
-    """Raises ServeError naming a port that is taken, by its name in `ports`."""
-    for name, port in ports.items():
-        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((str(address), port))
-            except (OSError, OverflowError) as error:
-                reason = getattr(error, "strerror", None) or "ports are 0 to 65535"
-                raise ServeError(f"{name} {port} on {address} cannot be used: {reason}") from None
-
-
-def reachable_at(address: Address, port: int) -> str:
-    """URL under which this machine reaches a server that listens on `address`."""
-    if address.is_unspecified:
-        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
-
-
 def run(args: list[str], env: dict[str, str], url: str) -> int:
     """Runs the server until it ends or this process gets SIGINT or SIGTERM; its exit status."""
     # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
@@ -291,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         check_ports(address, ports)
         args = command(server, options.model_repository, address, *ports.values())
         env = environment(server)
-    except ServeError as error:
+    except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
     return run([*args, *options.server_args], env, reachable_at(address, options.http_port))

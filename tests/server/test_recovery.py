@@ -24,6 +24,7 @@ from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend import serve
+from flashinfer_backend.addresses import resolve
 from flashinfer_backend.paths import resolve_model_dir
 
 ENDLESS = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}
@@ -139,7 +140,7 @@ def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path)
 def plain_command(repository: Path, tmp_path: Path) -> list[str]:
     """tritonserver as it is started by hand: no explicit model control."""
     found = serve.find_server(tmp_path / "backends")
-    args = serve.command(found, repository, serve.resolve("127.0.0.1"), 1, 2, 3)
+    args = serve.command(found, repository, resolve("127.0.0.1"), 1, 2, 3)
     names = {"--http-port": "{http}", "--grpc-port": "{grpc}", "--metrics-port": "{metrics}"}
     dropped = ("--model-control-mode", "--load-model", "--http-restricted-api", "--grpc-restricted-protocol")
     pairs = [(name, names.get(name, value)) for name, value in zip(args[1::2], args[2::2], strict=True)]

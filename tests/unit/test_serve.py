@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flashinfer_backend import serve
+from flashinfer_backend import addresses, serve
 from flashinfer_backend.thread_pipes import widen_thread_pipes
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
@@ -54,16 +54,18 @@ def test_a_server_that_ended_is_left_alone():
 
 
 def test_hosts_are_resolved_as_the_server_takes_addresses_only():
-    assert str(serve.resolve("localhost")) == "127.0.0.1"  # IPv4 where a name has both
-    assert str(serve.resolve("::1")) == "::1"
+    assert str(addresses.resolve("localhost")) == "127.0.0.1"  # IPv4 where a name has both
+    assert str(addresses.resolve("::1")) == "::1"
     for wrong in ("a..b", "x" * 70, ""):
-        with pytest.raises(serve.ServeError, match="give an address of this machine"):
-            serve.resolve(wrong)
-    with pytest.raises(serve.ServeError, match="address with a scope"):
-        serve.resolve("fe80::1%lo")
-    with pytest.raises(serve.ServeError, match=r"--host no[.]such[.]host[.]invalid: .*give an address"):
-        serve.resolve("no.such.host.invalid")
-    urls = {host: serve.reachable_at(serve.resolve(host), 8000) for host in ("0.0.0.0", "::", "127.0.0.2")}
+        with pytest.raises(addresses.AddressError, match="give an address of this machine"):
+            addresses.resolve(wrong)
+    with pytest.raises(addresses.AddressError, match="address with a scope"):
+        addresses.resolve("fe80::1%lo")
+    with pytest.raises(addresses.AddressError, match=r"--host no[.]such[.]host[.]invalid: .*give an address"):
+        addresses.resolve("no.such.host.invalid")
+    urls = {
+        host: addresses.reachable_at(addresses.resolve(host), 8000) for host in ("0.0.0.0", "::", "127.0.0.2")
+    }
     assert urls == {
         "0.0.0.0": "http://127.0.0.1:8000",
         "::": "http://[::1]:8000",
@@ -82,10 +84,10 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
 
 
 def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
-    def answer(*addresses):
-        found = [(family, socket.SOCK_STREAM, 6, "", (text, 0, 0, 0)) for family, text in addresses]
+    def answer(*places):
+        found = [(family, socket.SOCK_STREAM, 6, "", (text, 0, 0, 0)) for family, text in places]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        return str(serve.resolve("host"))
+        return str(addresses.resolve("host"))
 
     v4, v6 = socket.AF_INET, socket.AF_INET6
     assert answer((v6, "fd00::1"), (v4, "10.0.0.5"), (v4, "172.17.0.1")) == "10.0.0.5"
@@ -95,7 +97,7 @@ def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
 def test_ports_that_cannot_be_used_are_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(serve.ServeError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use"):
-            serve.check_ports(serve.resolve("127.0.0.1"), {"gRPC port": port})
-    with pytest.raises(serve.ServeError, match=r"HTTP port 70000 .*0 to 65535"):
-        serve.check_ports(serve.resolve("127.0.0.1"), {"HTTP port": 70000})
+        with pytest.raises(addresses.AddressError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use"):
+            addresses.check_ports(addresses.resolve("127.0.0.1"), {"gRPC port": port})
+    with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*0 to 65535"):
+        addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 70000})

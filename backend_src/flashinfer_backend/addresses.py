@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server listens: addresses of host names, ports that are free, URLs that reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class AddressError(ValueError):
+    """The server cannot listen there; the text says what to do."""
+
+
+def resolve(host: str) -> Address:
+    """The address of a host name or of an address as text; IPv4 where a name has both. Raises AddressError.
+
+    The server takes addresses only: given a name, its HTTP service says that it started and is not there.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise AddressError(f"--host {host}: {reason}; give an address of this machine") from None
+    place = min(found, key=lambda info: info[0] != socket.AF_INET)[4]  # the first of its kind
+    if any(place[3:]):
+        raise AddressError(
+            f"--host {host}: tritonserver takes no address with a scope; give another of this machine"
+        )
+    return ipaddress.ip_address(place[0])
+
+
+def check_ports(address: Address, ports: dict[str, int]) -> None:
+    """Raises AddressError naming a port that is taken, by its name in `ports`."""
+    for name, port in ports.items():
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((str(address), port))
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or "ports are 0 to 65535"
+                raise AddressError(f"{name} {port} on {address} cannot be used: {reason}") from None
+
+
+def reachable_at(address: Address, port: int) -> str:
+    """URL under which this machine reaches a server that listens on `address`."""
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
