@@ -44,6 +44,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
+def read_turns(path: str | Path) -> list[tuple[str, str]]:
+    """The texts of the first two turns of each conversation that has two, in the order of a ShareGPT JSON file.
+    Raises OSError or ValueError for a file that is none."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); it must be a ShareGPT JSON file") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a ShareGPT JSON file: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not a ShareGPT JSON file: it must hold a list of conversations")
+    return [pair for row in rows if (pair := _first_turns(row)) is not None]
+
+
 def load_sharegpt(
     path: str | Path,
     tokenizer: Tokenizer,
@@ -58,15 +72,7 @@ def load_sharegpt(
     turn's length as output length. Conversations with fewer than two turns of text, a turn under min_tokens,
     a prompt over max_prompt_tokens or a sum over max_total_tokens are left out (the limits of vLLM's
     benchmark). Raises ValueError for a file of another form, or if too few remain."""
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OSError(f"{path} cannot be read ({error.strerror}); it must be a ShareGPT JSON file") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not a ShareGPT JSON file: {error}") from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} is not a ShareGPT JSON file: it must hold a list of conversations")
-    turns = [pair for row in rows if (pair := _first_turns(row)) is not None]
+    turns = read_turns(path)
     random.Random(seed).shuffle(turns)
     prompts: list[Prompt] = []
     batch = 512

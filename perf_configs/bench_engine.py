@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.engine.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.startup import Core
@@ -172,13 +173,9 @@ def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str,
 def sharegpt_lengths(path: Path, model_dir: Path, count: int, config: EngineConfig) -> list[tuple[int, int]]:
     """(prompt, output) tokens of the first two turns of each of the first `count` conversations that have
     two, without those that the engine would refuse or cut. In the order of the file, as earlier results."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    conversations = [row["conversations"] for row in json.loads(path.read_text(encoding="utf-8"))]
-    pairs = [turns[:2] for turns in conversations if len(turns) >= 2][:count]
-    texts = [turn["value"] for pair in pairs for turn in pair]
-    lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    texts = [text for turns in read_turns(path)[:count] for text in turns]
+    encodings = load_tokenizer(model_dir).encode_batch(texts, add_special_tokens=False)
+    lengths = [len(encoding.ids) for encoding in encodings]
     return [
         (prompt, output)
         for prompt, output in zip(lengths[::2], lengths[1::2], strict=True)

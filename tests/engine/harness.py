@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -154,3 +155,9 @@ def start_core(model_dir: Path, **settings: object) -> Core:
         "kv_cache_free_gpu_mem_fraction": 0.02,  # several engines may share one test process
     } | settings
     return start(EngineConfig(model_dir=str(model_dir), **values))  # type: ignore[arg-type]
+
+
+def asks(guide: str, **options: Any) -> SamplingParams:
+    """Parameters of a greedy request whose answer follows a regular expression."""
+    values = {"max_tokens": 20, "temperature": 0.0, "end_id": 1} | options
+    return SamplingParams(guide_type="regex", guide=guide, **values)

@@ -12,10 +12,10 @@ from typing import Any
 from flashinfer_backend.paths import resolve_model_dir
 from flashinfer_backend.sampling.guided import GuideError
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.protocol import GUIDE_TYPES
 
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
 MOST_BLANKS = 20
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 # "[12:00:00] /project/cpp/x.cc:1: Check failed: (ok) is false: " in front of xgrammar's messages
 SOURCE_POSITION = r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
 

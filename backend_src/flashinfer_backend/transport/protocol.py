@@ -32,6 +32,7 @@ FINISHED_END_ID = 1
 FINISHED_LENGTH = 2
 FINISHED_STOP_WORDS = 3
 FINISHED_CANCELLED = 4
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 NO_TOKEN = -1  # second column of a row that only carries a finish code
 
 

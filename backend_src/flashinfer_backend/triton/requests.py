@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.transport.protocol import GUIDE_TYPES, SamplingParams
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
@@ -23,7 +23,6 @@ Tensors = Mapping[str, np.ndarray]
 # Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
 MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 @dataclass(frozen=True)

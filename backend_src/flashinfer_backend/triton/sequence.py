@@ -138,9 +138,9 @@ class Sequence:
         ended = self.failure is not None
         while self._arrived and not ended:
             _, code, extras = self._arrived.popleft()
-            if ended := code != protocol.RUNNING:
-                perf = extras.perf if extras is not None else None
-                chunk.extras.append(protocol.RowExtras(protocol.split_handle(self.handle)[1], perf=perf))
+            ended = code != protocol.RUNNING
+            if ended and extras is not None:
+                chunk.extras.append(protocol.RowExtras(extras.local_id, perf=extras.perf))
         if not ended:
             return None
         self.ended, self._stopped = True, None  # it may hold gigabytes of logits
