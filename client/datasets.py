@@ -45,8 +45,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def read_turns(path: str | Path) -> list[tuple[str, str]]:
-    """The texts of the first two turns of each conversation that has two, in the order of a ShareGPT JSON file.
-    Raises OSError or ValueError for a file that is none."""
+    """The texts of the first two turns of each conversation that has two, in the order of the file, which is
+    ShareGPT's JSON. Raises OSError or ValueError for a file of another form."""
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
