@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from client.datasets import load_tokenizer, read_turns
-from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.engine.startup import Core
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.worker.start import Core
 from perf_configs.engine_start import engine_parameters, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
@@ -100,7 +100,7 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
         driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + SPARE)
     driver.step()
     scheduler = core.scheduler
-    while scheduler.prefilling or scheduler.waiting:
+    while scheduler.prefilling or scheduler.queue:
         driver.step()
     for _ in range(16):
         driver.step()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flashinfer_backend.engine.startup import Core
+from flashinfer_backend.worker.start import Core
 from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import engine_parameters, start_on_gpu
 
@@ -42,7 +42,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
     for _ in range(rows):
         driver.submit(tokens(CONTEXT), OUTPUT)
     driver.step()
-    while core.scheduler.waiting or core.scheduler.prefilling:
+    while core.scheduler.queue or core.scheduler.prefilling:
         driver.step()
     for _ in range(4):  # what is compiled late is there, and all rows decode
         if prompt:

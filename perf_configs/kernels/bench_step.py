@@ -19,8 +19,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
-from flashinfer_backend.engine.step import AttentionBatch
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights

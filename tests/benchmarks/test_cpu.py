@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from client.wire import EventSplitter, read_stream
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.pages import PageAllocator
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.results import accept
-from flashinfer_backend.engine.scheduler import Scheduler
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.outputs import accept
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
@@ -33,13 +34,13 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
         model_dir="", max_num_seqs=rows, max_seq_len=4096, max_input_len=4095, max_num_tokens=rows * PROMPT,
         enable_kv_cache_reuse=False,
     )  # fmt: skip
-    scheduler = Scheduler(config, PageAllocator(rows * 256, 16, reuse=False))
+    scheduler = Scheduler(config, KVCacheManager(rows * 256, 16, reuse=False))
     rng = np.random.default_rng(0)
     for local_id in range(rows):
         prompt = rng.integers(0, 32000, PROMPT, dtype=np.int32)
-        params = protocol.SamplingParams(max_tokens=max_new, temperature=0.0)
+        params = SamplingParams(max_tokens=max_new, temperature=0.0)
         scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))
-    while scheduler.waiting or scheduler.prefilling:
+    while scheduler.queue or scheduler.prefilling:
         plan = scheduler.schedule(False)
         assert plan is not None and plan.prefill_samples.all()
         accept(scheduler.table, plan, np.zeros(len(plan.sample_slots), np.int32))

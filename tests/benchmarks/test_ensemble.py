@@ -10,6 +10,7 @@ from running import build_repository, running
 
 from client.datasets import Prompt
 from client.load import Load, run_load
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.outputs import Place, chunk_outputs
@@ -36,7 +37,7 @@ def test_chunks_through_the_ensemble(benchmark, tmp_path):
 
 def test_chunks_of_a_stub(benchmark):
     """From the engine's token to the tensors of a response; 256 chunks a round, as for one step."""
-    params = protocol.SamplingParams(max_tokens=9)
+    params = SamplingParams(max_tokens=9)
     row = Row(np.array([7, 8], np.int32), params, streaming=True)
     sequences = [Sequence(None, row, Place(), lambda sequence: None) for _ in range(CHUNKS)]
 

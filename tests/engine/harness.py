@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import zmq
 
-from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.engine.server import EngineSocket
-from flashinfer_backend.engine.startup import Core, start
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.transport.engine_socket import EngineSocket
+from flashinfer_backend.worker.start import Core, start
 
 TIMEOUT_S = 60
 
@@ -112,7 +112,7 @@ class Client:
 
 @contextmanager
 def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Client]:
-    """Run `core`'s loop in a thread; on leaving, check that no slot and no page is left behind."""
+    """Run `core`'s loop in a thread; on leaving, check that no slot and no block is left behind."""
     run_dir.mkdir(parents=True, exist_ok=True)
     socket = EngineSocket(run_dir, os.getpid())
     loop = EngineLoop(core, socket)
@@ -132,10 +132,10 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
     try:
         yield client
         client.wait_idle()
-        allocator, table = core.scheduler.allocator, core.scheduler.table
-        assert allocator.available == allocator.num_pages, "pages leaked"
+        kv_manager, table = core.scheduler.kv_manager, core.scheduler.table
+        assert kv_manager.available == kv_manager.num_blocks, "blocks leaked"
         assert table.free == core.config.max_num_seqs, "slots leaked"
-        assert core.scheduler.reserved_pages == 0, "reservations leaked"
+        assert core.scheduler.reserved_blocks == 0, "reservations leaked"
     finally:
         socket.closed = True
         thread.join(TIMEOUT_S)
@@ -160,4 +160,4 @@ def start_core(model_dir: Path, **settings: object) -> Core:
 def asks(guide: str, **options: Any) -> SamplingParams:
     """Parameters of a greedy request whose answer follows a regular expression."""
     values = {"max_tokens": 20, "temperature": 0.0, "end_id": 1} | options
-    return SamplingParams(guide_type="regex", guide=guide, **values)
+    return SamplingParams(grammar_type="regex", grammar=guide, **values)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.harness import TIMEOUT_S, asks, serve, start_core
-from flashinfer_backend.sampling.guide_compiler import GuideCompiler
-from flashinfer_backend.sampling.guided import Follower, Guide, GuideError, SlowGuideError
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.grammar import Follower, Grammar, GrammarError, SlowGrammarError
 
 pytest.importorskip("xgrammar")
 
@@ -26,11 +26,11 @@ class FakeGuide:
         while self._proceed is not None and not self._proceed.is_set():
             pass  # costs CPU time, as xgrammar does
         if token < 0:
-            raise GuideError("no such token")
+            raise GrammarError("no such token")
         self.tokens.append(token)
 
-    def too_slow(self, seconds: float) -> SlowGuideError:
-        return SlowGuideError(self.grammar)
+    def too_slow(self, seconds: float) -> SlowGrammarError:
+        return SlowGrammarError(self.grammar)
 
 
 def test_a_step_that_does_not_end_is_left_behind():
@@ -57,23 +57,23 @@ def test_a_step_that_does_not_end_is_left_behind():
 
 
 def test_a_step_that_does_not_end_holds_up_nobody(tmp_path, monkeypatch):
-    accept, proceed = Guide.accept, threading.Event()
+    accept, proceed = Grammar.accept, threading.Event()
     slow_grammars: list[Any] = []
-    compile_guide = GuideCompiler.compile
+    compile_guide = GrammarCompiler.compile
 
-    def compile_and_note(compiler: GuideCompiler, kind: str, text: str) -> Any:
+    def compile_and_note(compiler: GrammarCompiler, kind: str, text: str) -> Any:
         grammar = compile_guide(compiler, kind, text)
         if text == "[a-z]{9}":
             slow_grammars.append(grammar)
         return grammar
 
-    def slowly(guide: Guide, token: int) -> None:
+    def slowly(guide: Grammar, token: int) -> None:
         while guide.grammar in slow_grammars and not proceed.is_set():
             pass
         accept(guide, token)
 
-    monkeypatch.setattr(GuideCompiler, "compile", compile_and_note)
-    monkeypatch.setattr(Guide, "accept", slowly)
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_and_note)
+    monkeypatch.setattr(Grammar, "accept", slowly)
     with serve(start_core(Path("bundled")), tmp_path) as client:
         try:
             slow, fast = client.submit([5], asks("[a-z]{9}")), client.submit([5], asks("[a-z]{8}"))

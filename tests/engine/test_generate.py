@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
@@ -202,7 +202,7 @@ def test_sequences_of_one_request_share_prompt_pages(checkpoint, tmp_path):
         ]
         client.wait(ids)
         assert len({tuple(client.tokens[i]) for i in ids}) == 3
-        reused = [client.extras[i][-1].perf.reused_pages for i in ids]
+        reused = [client.extras[i][-1].perf.reused_blocks for i in ids]
         assert reused == [0, 6, 6]
         single = client.generate([prompt], SamplingParams(max_tokens=16, temperature=1.0, seed=2))
         assert single[0] == client.tokens[ids[2]]

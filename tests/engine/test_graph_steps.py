@@ -14,16 +14,16 @@ import torch.nn.functional as F
 
 from engine.harness import serve, start_core
 from flashinfer_backend.attention import split
-from flashinfer_backend.engine.graphs import COLUMNS, DecodeGraphs, _Captured
-from flashinfer_backend.engine.runner import Runner
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.worker.full_graphs import COLUMNS, DecodeGraphs, _Captured
+from flashinfer_backend.worker.runner import Runner
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
 
 
 class ItemAttention:
-    """The Triton kernel's view: work items in the step's upload, pages in the block table."""
+    """The Triton kernel's view: work items in the step's upload, blocks in the block table."""
 
     def __init__(self, runner: Runner, bucket: int, words: torch.Tensor) -> None:
         self._runner, self.bucket, self._items = runner, bucket, words.view(-1, split.ITEM_WORDS)
@@ -42,8 +42,8 @@ class ItemAttention:
             mine = [item for item in used if item[0] == row]
             assert mine and {item[4] for item in mine} == {len(mine)}
             where = torch.cat([torch.arange(start, end) for _, start, end, *_ in mine])
-            pages, places = table[mine[0][5], where // k_cache.shape[1]], where % k_cache.shape[1]
-            k, v = (cache[pages, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            blocks, places = table[mine[0][5], where // k_cache.shape[1]], where % k_cache.shape[1]
+            k, v = (cache[blocks, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
             out[row] = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)[0, :, 0]
 
 
@@ -69,9 +69,9 @@ class EagerGraphs(DecodeGraphs):
         return _Captured(graph, inputs, attention, tokens, logits)
 
 
-@pytest.mark.parametrize("pages", [0, 300])
-def test_steps_of_graphs_give_the_tokens_of_steps_without(pages: int, tmp_path: Path) -> None:
-    """Sequences of several pages come and go, with rows of padding; with few pages some are preempted."""
+@pytest.mark.parametrize("blocks", [0, 300])
+def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path: Path) -> None:
+    """Sequences of several blocks come and go, with rows of padding; with few blocks some are preempted."""
     params = [
         SamplingParams(max_tokens=50 + 7 * i, temperature=0.7 * (i % 2), seed=2**40 + i)
         for i in range(len(PROMPTS))
@@ -80,12 +80,12 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(pages: int, tmp_path: 
     produced = []
     for name in ("eager", "graphs"):
         core = start_core(
-            Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=pages
+            Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=blocks
         )
         if name == "graphs":
             core.runner.graphs = EagerGraphs(core.runner, core.runner._staging, SIZES)
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
-        assert not pages or core.scheduler.preemptions
+        assert not blocks or core.scheduler.preemptions
     assert isinstance(core.runner.graphs, EagerGraphs) and core.runner.graphs.steps > 50
     assert produced[0] == produced[1]

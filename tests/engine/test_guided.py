@@ -13,13 +13,13 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
-from flashinfer_backend.engine.startup import Core
-from flashinfer_backend.paths import resolve_model_dir
-from flashinfer_backend.sampling.guide_compiler import GuideCompiler
-from flashinfer_backend.sampling.guided import Guide, GuideError
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.worker.start import Core
 
 pytest.importorskip("xgrammar")
 
@@ -50,7 +50,7 @@ def start_bundled(**settings: Any) -> Core:
 
 def guided(kind: str, text: str = "", seed: int = 0, **options: Any) -> SamplingParams:
     values = {"max_tokens": 200, "temperature": 1.0, "end_id": END} | options
-    return SamplingParams(guide_type=kind, guide=text, seed=seed, **values)
+    return SamplingParams(grammar_type=kind, grammar=text, seed=seed, **values)
 
 
 def follows(kind: str, text: str) -> bool:
@@ -169,14 +169,14 @@ def test_a_guide_outranks_biases_against_all_that_it_allows(tokenizer, tmp_path,
 
 @pytest.mark.parametrize("followed", [0, 2])
 def test_a_token_that_does_not_follow_the_guide_is_not_sent(tmp_path, monkeypatch, followed):
-    accept = Guide.accept
+    accept = Grammar.accept
 
-    def rejecting(guide: Guide, token: int) -> None:
+    def rejecting(guide: Grammar, token: int) -> None:
         if guide._tokens == followed:
-            raise GuideError("no such token")
+            raise GrammarError("no such token")
         accept(guide, token)
 
-    monkeypatch.setattr(Guide, "accept", rejecting)
+    monkeypatch.setattr(Grammar, "accept", rejecting)
     with serve(start_bundled(), tmp_path) as client:
         one = client.submit([0], guided("regex", "[a-z ]{20,}", log_probs=True))
         client.wait([one])
@@ -233,13 +233,13 @@ def test_guides_are_compiled_for_the_tokenizer_of_tokenizer_dir(tmp_path, tokeni
 
 
 def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
-    compile_guide, proceed = GuideCompiler.compile, threading.Event()
+    compile_guide, proceed = GrammarCompiler.compile, threading.Event()
 
-    def slow(self: GuideCompiler, kind: str, text: str) -> Any:
+    def slow(self: GrammarCompiler, kind: str, text: str) -> Any:
         assert proceed.wait(60)
         return compile_guide(self, kind, text)
 
-    monkeypatch.setattr(GuideCompiler, "compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
     core = start_bundled(max_queue_size=2)
     with serve(core, tmp_path, wants_status=True) as client:
         cancelled, kept = (client.submit([0], guided("regex", word)) for word in ("ab", "cd"))
@@ -272,7 +272,7 @@ def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
     import xgrammar
 
     info = xgrammar.TokenizerInfo(["<end>", "", "a", "b", *[""] * 252], vocab_size=256, stop_token_ids=[0])
-    monkeypatch.setattr("flashinfer_backend.sampling.guide_compiler.tokenizer_info", lambda *_: info)
+    monkeypatch.setattr("flashinfer_backend.structured.compiler.tokenizer_info", lambda *_: info)
     core = start_core(make_checkpoint("llama", tmp_path / "model"))
     with serve(core, tmp_path / "run") as client:
         dry = client.submit([5], guided("regex", "abc", end_id=0))

@@ -12,9 +12,9 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
-from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 
@@ -121,12 +121,12 @@ def test_status_counts_pages_and_requests(checkpoint, tmp_path):
         one = client.submit([5] * 33, LONG)
         client.wait([one])
         busy = [s for s in client.statuses if s.requests_running]
-        assert busy and all(s.pages_used >= 3 for s in busy)
+        assert busy and all(s.blocks_used >= 3 for s in busy)
         deadline = time.monotonic() + 10
         while client.statuses[-1].requests_active and time.monotonic() < deadline:
             client.receive()
         last = client.statuses[-1]
-        assert (last.pages_used, last.requests_active, last.generated_tokens) == (0, 0, 200)
+        assert (last.blocks_used, last.requests_active, last.generated_tokens) == (0, 0, 200)
 
 
 def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
@@ -225,9 +225,7 @@ def test_engine_ends_with_its_server_while_it_still_loads(checkpoint, tmp_path):
     (tmp_path / "engine.json").write_text(f'{{"model_dir": "{checkpoint}", "device": "cpu"}}')
     server = subprocess.Popen(["sleep", "60"])
     # Stands for a load of minutes: the process is stopped before it gets to its loop.
-    slow = (
-        "import time, runpy, flashinfer_backend.engine.startup as s; s.start = lambda config: time.sleep(60)"
-    )
+    slow = "import time, runpy, flashinfer_backend.worker.start as s; s.start = lambda config: time.sleep(60)"
     code = f"{slow}; runpy.run_module('flashinfer_backend.engine', run_name='__main__')"
     arguments = ["--run-dir", tmp_path, "--server-pid", str(server.pid), "--config", tmp_path / "engine.json"]
     engine = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)])

@@ -19,10 +19,10 @@ import numpy as np
 import psutil
 import pytest
 
-from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.endpoint import Endpoint, EngineDown
-from flashinfer_backend.transport.protocol import SamplingParams
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
 
 TIMEOUT_S = 60

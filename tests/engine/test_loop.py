@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.harness import start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.transport import protocol
 from perf_configs.bench_engine import LocalSocket
@@ -25,7 +26,7 @@ class Recorder(LocalSocket):
 
     def submit(self, local_id: int, prompt_tokens: int, max_tokens: int) -> None:
         prompt = np.full(prompt_tokens, 65, "<i4").tobytes()
-        params = protocol.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.inbox.append(protocol.Submit(protocol.make_handle(self.pid, local_id), prompt, params))
 
     def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:

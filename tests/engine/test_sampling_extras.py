@@ -23,9 +23,9 @@ from transformers import (
 
 from checkpoints import make_checkpoint
 from engine.harness import Client, serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
 
 NEVER = float("-inf")
 VOCAB = 256

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 
 from engine.harness import TIMEOUT_S, asks, serve, start_core
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.sampling import guide_maker, guide_queue, guided
-from flashinfer_backend.sampling.guide_compiler import GuideCompiler
-from flashinfer_backend.sampling.guide_queue import GuideQueue
-from flashinfer_backend.sampling.guided import Guide, SlowGuideError
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.structured import grammar, maker
+from flashinfer_backend.structured import queue as grammar_queue
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.grammar import Grammar, SlowGrammarError
+from flashinfer_backend.structured.queue import GrammarQueue
 
 pytest.importorskip("xgrammar")
 
 
 class Bench:
-    """A GuideQueue with a clock that stands still; guides that begin with "slow" compile until `proceed`."""
+    """A GrammarQueue with a stopped clock; guides that begin with "slow" compile until `proceed`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -35,19 +36,19 @@ class Bench:
         self.outcome: dict[int, str | None] = {}  # by handle
         self.requests: dict[int, Request] = {}
         self._handles = itertools.count(1)
-        compile_guide = GuideCompiler.compile
+        compile_guide = GrammarCompiler.compile
 
-        def compile_slowly(compiler: GuideCompiler, kind: str, text: str) -> Any:
+        def compile_slowly(compiler: GrammarCompiler, kind: str, text: str) -> Any:
             self.compiled.append(text)
             if text.startswith("slow"):
                 assert self.proceed.wait(TIMEOUT_S)
             return compile_guide(compiler, kind, text)
 
-        monkeypatch.setattr(GuideCompiler, "compile", compile_slowly)
+        monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(guide_maker, "time", clock)
-        monkeypatch.setattr(guide_queue, "time", clock)
-        self.queue = GuideQueue("bundled", 2048)
+        monkeypatch.setattr(maker, "time", clock)
+        monkeypatch.setattr(grammar_queue, "time", clock)
+        self.queue = GrammarQueue("bundled", 2048)
 
     def submit(self, guide: str) -> int:
         handle = next(self._handles)
@@ -87,7 +88,7 @@ def test_what_takes_too_long_fails_and_gives_its_turn_to_the_next(bench):
     bench.now = 31.0
     assert all("compiling the guide takes more than 30 s" in str(p) for p in bench.wait(*slow))
     assert bench.wait(other) == [None]
-    assert bench.requests[other].guide is not None
+    assert bench.requests[other].grammar is not None
     again = bench.submit("slow1")
     assert "more than 30 s" in str(bench.wait(again)[0])
     assert bench.compiled.count("slow1") == 1, "known to be too slow"
@@ -128,7 +129,7 @@ def test_requests_of_one_guide_have_matchers_of_their_own(bench):
     bench.proceed.set()
     assert bench.wait(one, other) == [None, None]
     assert bench.compiled == ["slow"]
-    assert bench.requests[one].guide is not bench.requests[other].guide
+    assert bench.requests[one].grammar is not bench.requests[other].grammar
 
 
 def test_a_request_waits_no_longer_than_the_limit_for_its_turn(bench):
@@ -142,7 +143,7 @@ def test_a_request_waits_no_longer_than_the_limit_for_its_turn(bench):
 
 
 def test_threads_that_are_left_behind_are_few(bench, monkeypatch):
-    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 2)
+    monkeypatch.setattr(maker, "MOST_LEFT_BEHIND", 2)
     assert bench.wait(bench.submit("ab")) == [None]
     slow = bench.start("slow1", "slow2")
     bench.now = 31.0
@@ -157,7 +158,7 @@ def test_threads_that_are_left_behind_are_few(bench, monkeypatch):
 
 
 def test_at_their_limit_turns_are_kept(bench, monkeypatch):
-    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 1)
+    monkeypatch.setattr(maker, "MOST_LEFT_BEHIND", 1)
     slow = bench.start("slow1", "slow2")
     queued = bench.submit("slow3"), bench.submit("slow4")
     bench.now = 31.0
@@ -169,17 +170,17 @@ def test_at_their_limit_turns_are_kept(bench, monkeypatch):
 
 
 def test_turns_that_were_kept_at_the_limit_are_given_away_once_there_is_room(bench, monkeypatch):
-    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 1)
+    monkeypatch.setattr(maker, "MOST_LEFT_BEHIND", 1)
     slow = bench.start("slow1", "slow2")
     bench.now = 31.0
     bench.wait(*slow)
-    maker = bench.queue._maker
-    assert (maker.left_behind, maker._turns) == (1, 1)
-    monkeypatch.setattr(guide_maker, "MOST_LEFT_BEHIND", 3)  # as if threads had ended
+    made_by = bench.queue._maker
+    assert (made_by.left_behind, made_by._turns) == (1, 1)
+    monkeypatch.setattr(maker, "MOST_LEFT_BEHIND", 3)  # as if threads had ended
     bench.wait(bench.submit("ab"))
-    bench.until(lambda: maker._turns == 2)
+    bench.until(lambda: made_by._turns == 2)
     bench.proceed.set()
-    bench.until(lambda: not maker.left_behind and maker._turns == 2 and not maker._overdue)
+    bench.until(lambda: not made_by.left_behind and made_by._turns == 2 and not made_by._overdue)
 
 
 def test_a_request_that_waited_for_its_turn_hears_of_its_own_guide(bench):
@@ -200,20 +201,20 @@ def test_a_request_that_waited_for_its_turn_hears_of_its_own_guide(bench):
 
 
 def test_the_memory_of_guides_is_bounded(bench, monkeypatch):
-    monkeypatch.setattr(guide_maker, "CACHED_GUIDES", 2)
+    monkeypatch.setattr(maker, "CACHED_GRAMMARS", 2)
     for guide in ("ab", "cd", "ab", "([", "ab", "cd"):
         bench.wait(bench.submit(guide))
     assert bench.compiled == ["ab", "cd", "([", "cd"]
 
 
 def test_a_guide_is_made_beside_the_loop(tmp_path, monkeypatch):
-    advance, proceed = Guide._advance, threading.Event()
+    advance, proceed = Grammar._advance, threading.Event()
 
-    def slowly(guide: Guide) -> None:
+    def slowly(guide: Grammar) -> None:
         assert proceed.wait(TIMEOUT_S / 2)
         advance(guide)
 
-    monkeypatch.setattr(Guide, "_advance", slowly)
+    monkeypatch.setattr(Grammar, "_advance", slowly)
     with serve(start_core(Path("bundled")), tmp_path) as client:
         slow = client.submit([5], asks("[a-z]{3}"))
         plain = client.submit([5], SamplingParams(max_tokens=5, temperature=0.0))
@@ -225,7 +226,7 @@ def test_a_guide_is_made_beside_the_loop(tmp_path, monkeypatch):
 
 
 def test_a_first_mask_that_costs_too_much_refuses_the_guide(bench, monkeypatch):
-    monkeypatch.setattr(guided, "MOST_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MOST_STEP_SECONDS", 0.0)
     one, other = bench.start("slow")[0], bench.submit("slow")
     bench.proceed.set()
     problems = bench.wait(one, other)
@@ -238,8 +239,8 @@ def test_one_token_that_costs_too_much_fails_the_guide_at_once(bench, monkeypatc
     (handle,) = bench.start("[a-z]+")
     bench.wait(handle)
     request = bench.requests[handle]
-    assert request.guide is not None
-    allowed = int(np.flatnonzero(np.unpackbits(request.guide._words.view(np.uint8), bitorder="little"))[0])
-    monkeypatch.setattr(guided, "MOST_STEP_SECONDS", 0.0)
-    with pytest.raises(SlowGuideError, match=r"by one token, after 1, takes"):
-        request.guide.accept(allowed)
+    assert request.grammar is not None
+    allowed = int(np.flatnonzero(np.unpackbits(request.grammar._words.view(np.uint8), bitorder="little"))[0])
+    monkeypatch.setattr(grammar, "MOST_STEP_SECONDS", 0.0)
+    with pytest.raises(SlowGrammarError, match=r"by one token, after 1, takes"):
+        request.grammar.accept(allowed)

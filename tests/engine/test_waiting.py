@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.harness import start_core
-from flashinfer_backend.engine.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.transport import protocol
 from perf_configs.bench_engine import STUB, LocalSocket
@@ -33,7 +34,7 @@ class Recorder(LocalSocket):
 
 
 class Engine:
-    """`run` ends when nothing is left, and checks that no slot and no page is held."""
+    """`run` ends when nothing is left, and checks that no slot and no block is held."""
 
     def __init__(self, **settings: object) -> None:
         self.socket = Recorder()
@@ -41,7 +42,7 @@ class Engine:
 
     def submit(self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0) -> None:
         prompt = np.full(prompt_tokens, 64 + (share_with or local_id), "<i4").tobytes()
-        params = protocol.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         share = protocol.make_handle(STUB, share_with) if share_with else 0
         handle = protocol.make_handle(STUB, local_id)
         self.socket.inbox.append(protocol.Submit(handle, prompt, params, share))
@@ -56,7 +57,7 @@ class Engine:
 
     @property
     def waiting(self) -> list[int]:
-        return [protocol.split_handle(request.handle)[1] for request in self.loop.scheduler.waiting]
+        return [protocol.split_handle(request.handle)[1] for request in self.loop.scheduler.queue]
 
     def step(self) -> None:
         assert self.loop.step()
@@ -65,9 +66,9 @@ class Engine:
         scheduler = self.loop.scheduler
         while self.socket.inbox or scheduler.requests or self.loop.in_flight:
             self.step()
-        assert not scheduler.waiting and not scheduler.running
+        assert not scheduler.queue and not scheduler.running
         assert scheduler.table.free == self.loop.config.max_num_seqs
-        assert scheduler.allocator.available == scheduler.allocator.num_pages
+        assert scheduler.kv_manager.available == scheduler.kv_manager.num_blocks
 
 
 @pytest.mark.parametrize(

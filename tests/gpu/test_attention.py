@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-from flashinfer_backend.engine.step import AttentionBatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
-from flashinfer_backend.transport.protocol import SamplingParams
+from flashinfer_backend.core.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

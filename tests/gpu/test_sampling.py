@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.sampling.filters import sorted_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.logprobs import log_probs
-from flashinfer_backend.transport.protocol import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,12 +125,12 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
 
 def test_guides_with_graphs(tmp_path: Path):
     pytest.importorskip("xgrammar")
-    from flashinfer_backend.paths import resolve_model_dir
+    from flashinfer_backend.core.paths import resolve_model_dir
     from flashinfer_backend.text.tokenizer import TextTokenizer
 
     decode = TextTokenizer(resolve_model_dir("bundled")).backend.decode
     core = start_core(Path("bundled"), device="cuda", dtype="bfloat16", max_num_seqs=16)
-    guide = {"guide_type": "regex", "guide": "(red|green), [0-9]{4}", "end_id": 1}
+    guide = {"grammar_type": "regex", "guide": "(red|green), [0-9]{4}", "end_id": 1}
     with serve(core, tmp_path) as client:
         plain = client.submit([0, 50], SamplingParams(max_tokens=40, temperature=0.0))
         ids = [

@@ -20,15 +20,15 @@ def test_decode_inputs(rows):
     positions = torch.randint(0, 160, (rows,), device="cuda").int()
     last_token = torch.randint(0, 1000, (400,), device="cuda").int()
     table = torch.randint(0, 5000, (400, 10), device="cuda").int()
-    new_pages = torch.randint(5000, 9000, (rows,), device="cuda").int()
-    new_pages[torch.rand(rows, device="cuda") < 0.7] = -1
+    new_blocks = torch.randint(5000, 9000, (rows,), device="cuda").int()
+    new_blocks[torch.rand(rows, device="cuda") < 0.7] = -1
     slots[rows // 2 + 1 :] = 399  # rows of padding share a slot
     positions[rows // 2 + 1 :] = 0
-    new_pages[rows // 2 + 1 :] = -1
+    new_blocks[rows // 2 + 1 :] = -1
     mine, expected = table.clone(), table.clone()
     for actual, reference in zip(
-        cuda_ops.decode_inputs(slots, positions, new_pages, last_token, mine, 16),
-        torch_ops.decode_inputs(slots, positions, new_pages, last_token, expected, 16),
+        cuda_ops.decode_inputs(slots, positions, new_blocks, last_token, mine, 16),
+        torch_ops.decode_inputs(slots, positions, new_blocks, last_token, expected, 16),
         strict=True,
     ):
         assert torch.equal(actual, reference)
@@ -45,11 +45,11 @@ def test_sample_with_bans_and_record(rows):
     seed = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
     position = torch.arange(rows, device="cuda").int()
     best = logits.float().argmax(-1).int()
-    banned = torch.where(position % 2 == 0, best, -1).int()
+    suppressed = torch.where(position % 2 == 0, best, -1).int()
     slots = torch.randperm(100, device="cuda")[:rows].int()
     recorded = torch.zeros(100, dtype=torch.int32, device="cuda")
-    expected = torch_ops.sample(logits, temperature, seed, position, banned)
-    tokens = cuda_ops.sample(logits, temperature, seed, position, banned, (recorded, slots))
+    expected = torch_ops.sample(logits, temperature, seed, position, suppressed)
+    tokens = cuda_ops.sample(logits, temperature, seed, position, suppressed, (recorded, slots))
     assert torch.equal(tokens, expected)
     assert torch.equal(recorded[slots.long()], expected)
-    assert not (tokens == banned).any()
+    assert not (tokens == suppressed).any()

@@ -16,7 +16,7 @@ from test_generate import int32, stream
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
 
 PROMPT = "Once upon a time"
 LLM = "tensorrt_llm"

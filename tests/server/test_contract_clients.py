@@ -32,7 +32,7 @@ from contract import (
 from running import Server
 from test_generate import int32, strings
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
 
 N = 24
 MANY = 200  # more tokens than the bundled model writes before its end id

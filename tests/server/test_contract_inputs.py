@@ -79,13 +79,13 @@ def test_minimum_of_tokens_keeps_the_end_id_away(contract: Server, name: str) ->
     assert (early[TEXT], early["finish_reason"]) == (decode(plain[:length]), "stop")
     assert early["num_output_tokens"] == length  # the end id is no part of the output
 
-    def banned(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+    def suppressed(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
         if len(ids) - start < 12:
             row[end] = -torch.inf
         return row
 
     later = generate(contract, 12, end_id=end, **{name: 12})
-    assert later[TEXT] == decode(greedy(PROMPT, 12, banned))
+    assert later[TEXT] == decode(greedy(PROMPT, 12, suppressed))
 
 
 @pytest.mark.parametrize("name", BOTH_MIN)
@@ -147,10 +147,10 @@ def test_bad_words_are_banned_where_their_beginning_stands(contract: Server) -> 
     bad = [decode(plain[1:2]), decode(plain[4:6]), decode(plain[8:11])]
     processor = NoBadWordsLogitsProcessor([words(word) for word in bad], eos_token_id=[])
 
-    def banned(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+    def suppressed(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
         return processor(torch.tensor([ids]), row[None])[0]
 
-    expected = greedy(PROMPT, 24, banned)
+    expected = greedy(PROMPT, 24, suppressed)
     assert expected != plain
     assert generate(contract, bad_words=[*bad, ""])[TEXT] == decode(expected)
     assert generate(contract, bad_words="")[TEXT] == decode(plain)
@@ -158,14 +158,14 @@ def test_bad_words_are_banned_where_their_beginning_stands(contract: Server) -> 
 
 def test_embedding_bias_is_added_to_all_ids_of_a_word(contract: Server) -> None:
     plain = greedy(PROMPT, 24)
-    banned, favoured = decode(plain[2:3]), " tree and house"
+    suppressed, favoured = decode(plain[2:3]), " tree and house"
 
     def biased(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
-        row[words(banned)] -= 50.0
+        row[words(suppressed)] -= 50.0
         row[words(favoured)] += 2.5
         return row
 
-    values = {"embedding_bias_words": [banned, favoured], "embedding_bias_weights": [-50.0, 2.5]}
+    values = {"embedding_bias_words": [suppressed, favoured], "embedding_bias_weights": [-50.0, 2.5]}
     assert generate(contract, **values)[TEXT] == decode(greedy(PROMPT, 24, biased)) != decode(plain)
 
 

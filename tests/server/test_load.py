@@ -122,10 +122,10 @@ def test_a_client_that_leaves_its_stream_frees_its_pages(
     with post(server, f"{model}/generate_stream", request_body) as client:
         assert b"data: " in client.recv(65536) + client.recv(65536)
         running = wait_for(lambda: (s := watch.status()).requests_active == 1 and s, "the request")
-        assert running.pages_used > idle.pages_used
+        assert running.blocks_used > idle.blocks_used
     left = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "the request to be gone")
     assert left.cancellations == idle.cancellations + 1
-    assert left.pages_used == idle.pages_used
+    assert left.blocks_used == idle.blocks_used
     assert left.generated_tokens - idle.generated_tokens < 1900
 
 
@@ -136,7 +136,7 @@ def test_a_client_that_leaves_without_streaming_harms_nobody(server: Server, wat
         wait_for(lambda: watch.status().requests_active == 1, "the request")
     assert server.text(PROMPT, 4)
     ended = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "its end")
-    assert (ended.cancellations, ended.pages_used) == (idle.cancellations, idle.pages_used)
+    assert (ended.cancellations, ended.blocks_used) == (idle.cancellations, idle.blocks_used)
     assert server.ready()
 
 

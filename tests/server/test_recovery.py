@@ -23,9 +23,9 @@ from running import Server, build_repository, running, wait_for
 from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
 
-from flashinfer_backend import serve
-from flashinfer_backend.addresses import resolve
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.serve import launcher as serve
+from flashinfer_backend.serve.addresses import resolve
 
 ENDLESS = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
 from flashinfer_backend.triton.responder import OpenRequest, Responder

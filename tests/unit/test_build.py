@@ -20,7 +20,7 @@ from flashinfer_backend.config_tools import checks, cli, patch
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, REPORT_OUTPUTS, Knob
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.engine.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.config import EngineConfig, resolve_limits
 
 
 def read(repo: Path, model: str) -> Any:

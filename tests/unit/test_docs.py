@@ -84,14 +84,15 @@ def test_make_targets_and_variables_exist(page):
 
 
 def source_of(words: list[str]) -> tuple[Path, list[str]] | None:
-    """Source of the program of this project that a command runs, and its arguments."""
+    """Source, a file or a package, of the program of this project that a command runs, and its arguments."""
     if words[0].endswith("build.py"):
         return PACKAGE / "config_tools/cli.py", words[1:]
     if words[1:2] == ["build.py"]:
         return PACKAGE / "config_tools/cli.py", words[2:]
     if words[1:2] == ["-m"] and words[2] != "pytest":
-        name = words[2].replace(".", "/") + ".py"
-        return (ROOT / "backend_src" if name.startswith("flashinfer_backend") else ROOT) / name, words[3:]
+        name = words[2].replace(".", "/")
+        place = (ROOT / "backend_src" if name.startswith("flashinfer_backend") else ROOT) / name
+        return place if place.is_dir() else place.with_suffix(".py"), words[3:]
     if words[0].rpartition("/")[2].startswith("python") and words[1:2] and words[1].endswith(".py"):
         places = (ROOT, ROOT / "tools/bundled_model")
         return next(place / words[1] for place in places if (place / words[1]).exists()), words[2:]
@@ -105,7 +106,8 @@ def test_options_of_commands_exist(page):
         if program is None:
             continue
         source, arguments = program
-        known = source.read_text(encoding="utf-8")
+        files = source.glob("*.py") if source.is_dir() else [source]
+        known = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
             assert f'"{option}"' in known, f"{option} in {shlex.join(words)}"
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from checkpoints import KINDS, make_checkpoint
 from flashinfer_backend.attention import torch_paged
+from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-from flashinfer_backend.engine.step import AttentionBatch
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights

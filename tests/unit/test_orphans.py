@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer_backend import serve
-from flashinfer_backend.paths import run_dir
+from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.serve import launcher as serve
 from flashinfer_backend.transport import orphans
 
 SERVER, OTHER = 4194305, 4194306  # no process has them

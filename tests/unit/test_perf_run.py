@@ -13,8 +13,8 @@ from streaming_server import StreamingServer
 from checkpoints import make_checkpoint
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
-from flashinfer_backend.engine.config import EngineConfig, resolve_limits
-from flashinfer_backend.engine.startup import start
+from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.worker.start import start
 from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
 from perf_configs.servers import Running, read_servers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_tokenizers import byte_level
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.preprocessing import Preprocessor

@@ -266,6 +266,6 @@ def test_several_responses_need_decoupled_mode(changes: dict[str, Any], message:
 def test_guided_decoding_that_is_switched_off() -> None:
     limits = Limits(vocab_size=100, max_input_len=20, guided_decoding=False)
     guide = {"guided_decoding_guide_type": text([b"regex"]), "guided_decoding_guide": text([b"[a]"])}
-    assert one(**guide).params.guide == "[a]"
+    assert one(**guide).params.grammar == "[a]"
     with pytest.raises(ValueError, match="guided_decoding_backend none"):
         parse_request(tensors(**guide), limits)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from responder_bench import FINAL, TIMEOUT_S, Bench, Error, bench, feed, row
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.protocol import SamplingParams
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
 from flashinfer_backend.triton.sequence import Sequence

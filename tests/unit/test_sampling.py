@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from flashinfer_backend.engine.staging import StagingRing
+from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
@@ -107,7 +107,7 @@ def test_bad_words_equal_transformers():
     logits = torch.randn(3, VOCAB)
     own = logits.clone()
     position = torch.tensor([len(s) for s in sequences], dtype=torch.int32)
-    processors.ban_words(own, processors.BadWords(rows, rows, last, prefix), history.tokens, position)
+    processors.mask_bad_words(own, processors.BadWords(rows, rows, last, prefix), history.tokens, position)
     for i, (ids, each) in enumerate(zip(sequences, words, strict=True)):
         fresh = NoBadWordsLogitsProcessor(each, eos_token_id=[])
         assert torch.equal(own[i : i + 1], fresh(torch.tensor([ids]), logits[i : i + 1]))
@@ -117,14 +117,14 @@ def test_bad_words_of_one_token_need_no_history():
     own = torch.zeros(2, VOCAB)
     rows = torch.tensor([1, 1])
     words = processors.BadWords(rows, rows, torch.tensor([4, 8]), torch.empty(2, 0, dtype=torch.int32))
-    processors.ban_words(own, words, None, torch.tensor([1, 1], dtype=torch.int32))
+    processors.mask_bad_words(own, words, None, torch.tensor([1, 1], dtype=torch.int32))
     assert (own == NEVER).nonzero().tolist() == [[1, 4], [1, 8]]
 
 
 def test_bias_and_banned_tokens():
     own = torch.zeros(2, VOCAB)
     processors.add_bias(own, torch.tensor([3, VOCAB + 3, VOCAB + 4]), torch.tensor([1.0, -2.0, NEVER]))
-    processors.ban_tokens(own, torch.tensor([-1, 9], dtype=torch.int32))
+    processors.suppress_tokens(own, torch.tensor([-1, 9], dtype=torch.int32))
     assert (own[0, 3], own[1, 3], own[1, 4], own[1, 9]) == (1.0, -2.0, NEVER, NEVER)
     assert own.count_nonzero() == 4
 
@@ -135,7 +135,7 @@ def test_masks_allow_what_their_bits_say_and_outrank_bans():
     masks = np.zeros((2, 4), np.uint32)
     masks[0, 3] = 1 << 4  # token 100
     masks[0, 0] = 1 << 31
-    masks[1, 0], masks[1, 2] = 1 << 3, 1  # tokens 3 and 64, both banned
+    masks[1, 0], masks[1, 2] = 1 << 3, 1  # tokens 3 and 64, both suppressed
     fallback = torch.zeros(2, VOCAB)
     processors.allow_only(own, torch.tensor([0, 2]), torch.from_numpy(masks.view(np.int32)), fallback)
     assert (own > NEVER).nonzero().tolist() == [*([0, t] for t in (31, 100))] + [

@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashinfer_backend.engine import budget
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.pages import PageAllocator
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.results import accept
-from flashinfer_backend.engine.scheduler import Scheduler
-from flashinfer_backend.engine.step import StepPlan
-from flashinfer_backend.transport.protocol import RUNNING, SamplingParams
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.engine.outputs import accept
+from flashinfer_backend.scheduler import budget
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.transport.protocol import RUNNING
 
 
 def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
-    result = Scheduler(config, PageAllocator(4096, 16, reuse))
+    result = Scheduler(config, KVCacheManager(4096, 16, reuse))
     for handle, length in enumerate(lengths, 1):
         result.submit(of_length(length, handle))
     return result
@@ -35,18 +36,18 @@ def enter_pages(block_table: np.ndarray, plan: StepPlan, running: dict[int, Requ
     """What the device does with a plan's pages: then every running sequence's are in its slot's row."""
     slot, column, page = plan.table_updates.T
     block_table[slot, column] = page
-    opened = plan.decode_pages >= 0
+    opened = plan.new_blocks >= 0
     columns = plan.decode_positions // 16
-    block_table[plan.decode_slots[opened], columns[opened]] = plan.decode_pages[opened]
+    block_table[plan.decode_slots[opened], columns[opened]] = plan.new_blocks[opened]
     assert (block_table[plan.decode_slots, columns] > 0).all()
     for request in running.values():
-        assert block_table[request.slot, : len(request.pages)].tolist() == request.pages
+        assert block_table[request.slot, : len(request.blocks)].tolist() == request.blocks
 
 
 def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
     """Prompt tokens a row, of each step until all prompts are done."""
     steps = []
-    while scheduler.waiting or scheduler.prefilling:
+    while scheduler.queue or scheduler.prefilling:
         plan = scheduler.schedule(in_flight=False)
         assert plan is not None
         steps.append(plan.prefill_lens.tolist())
@@ -86,7 +87,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         max_num_tokens_while_decoding=64,
         enable_chunked_context=False,
     )
-    running = Scheduler(config, PageAllocator(17, 16, reuse=False))
+    running = Scheduler(config, KVCacheManager(17, 16, reuse=False))
     for handle in (1, 2):
         params = SamplingParams(max_tokens=200)
         prompt = np.full(30, handle, np.int32)
@@ -111,7 +112,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
 def tokens_of_steps(lengths: list[tuple[int, int]], **settings: Any) -> list[int]:
     """Tokens of each step, decode rows and prompts, until all is done. lengths: of prompt and answer."""
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, **settings)
-    result = Scheduler(config, PageAllocator(8192, 16, reuse=False))
+    result = Scheduler(config, KVCacheManager(8192, 16, reuse=False))
     for handle, (prompt, output) in enumerate(lengths, 1):
         params = SamplingParams(max_tokens=output)
         ids = np.zeros(prompt, np.int32)
@@ -152,7 +153,7 @@ def test_a_spread_backlog_has_no_step_with_less_than_fills_the_device():
 def test_steady_arrivals_are_not_spread_but_take_every_slot():
     slots, clients = 320, 330
     config = EngineConfig(model_dir="", max_seq_len=4096, max_num_seqs=slots, schedule_policy="lof")
-    result = Scheduler(config, PageAllocator(65536, 16, reuse=False))
+    result = Scheduler(config, KVCacheManager(65536, 16, reuse=False))
     random = np.random.default_rng(0)
     sent = 0
 
@@ -224,7 +225,7 @@ def test_streams_that_sat_out_run_for_a_while_before_they_do_so_again():
 
 def test_prompts_that_the_prefix_cache_has_are_no_reason_to_sit_out():
     result = scheduler(*[1000] + [10] * 40, reuse=True)
-    while result.prefilling or result.waiting:
+    while result.prefilling or result.queue:
         result.schedule(in_flight=False)
     result.submit(of_length(1000, 100))
     plan = result.schedule(in_flight=False)

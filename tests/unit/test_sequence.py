@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from responder_bench import TIMEOUT_S, Bench
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -36,7 +37,7 @@ def generated(
     there; the ids of the chunks, and those of text and word."""
     said, word = (tokenizer.encode_batch([words], False)[0] for words in (text, WORD))
     (prompt,) = tokenizer.encode_batch([PROMPT], True)
-    params = protocol.SamplingParams(max_tokens=50, stop_sequences=[word], log_probs=True)
+    params = SamplingParams(max_tokens=50, stop_sequences=[word], log_probs=True)
     wanted = Row(np.array(prompt, np.int32), params, **{"exclude_stop_words": True, **more})
     bench = Bench()
     sender, request = bench.open(wanted)
@@ -90,7 +91,7 @@ def test_special_tokens_that_are_shown_are_counted(
 
 def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> None:
     (word,) = tokenizer.encode_batch([WORD], False)
-    params = protocol.SamplingParams(max_tokens=50, stop_sequences=[word])
+    params = SamplingParams(max_tokens=50, stop_sequences=[word])
     wanted = Row(np.array([7], np.int32), params, streaming=True, exclude_stop_words=True)
     nobody: Any = None
     sequence = Sequence(nobody, wanted, Place(), lambda _: None)
@@ -112,7 +113,7 @@ def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> 
 def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer, engine_fails: bool) -> None:
     asked: list[int] = []
     request: Any = SimpleNamespace(cancel=asked.append)
-    params = protocol.SamplingParams(max_tokens=50, perf_metrics=True)
+    params = SamplingParams(max_tokens=50, perf_metrics=True)
     wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=[" town"])
     sequence = Sequence(request, wanted, Place(), lambda _: None)
     sequence.handle = protocol.make_handle(1, 2)
@@ -135,12 +136,12 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
 
 def test_words_that_stay_in_the_text_are_left_to_the_engine() -> None:
     """Following the text costs time, and a tokenizer, which a client of ids alone may not have."""
-    params = protocol.SamplingParams(max_tokens=9, stop_sequences=[[5, 6]])
+    params = SamplingParams(max_tokens=9, stop_sequences=[[5, 6]])
     nobody: Any = None
     for wanted, follows in (
         (Row(np.array([7], np.int32), params), False),
         (Row(np.array([7], np.int32), params, exclude_stop_words=True), True),
         (Row(np.array([7], np.int32), params, stop_words=["x"]), True),
-        (Row(np.array([7], np.int32), protocol.SamplingParams(max_tokens=9), exclude_stop_words=True), False),
+        (Row(np.array([7], np.int32), SamplingParams(max_tokens=9), exclude_stop_words=True), False),
     ):
         assert Sequence(nobody, wanted, Place(), lambda _: None).follows_text == follows

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashinfer_backend.attention
-from flashinfer_backend.engine.step import AttentionBatch
+from flashinfer_backend.attention.batch import AttentionBatch
 
 DECODE_ROWS = 40
 

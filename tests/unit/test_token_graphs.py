@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer_backend.engine import token_graphs
-from flashinfer_backend.engine.token_graphs import SIZES, TokenGraphs, fastest_sizes
+from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
+from flashinfer_backend.worker import piecewise_graphs as token_graphs
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
-from flashinfer_backend.paths import BUNDLED, resolve_model_dir
+from flashinfer_backend.worker.piecewise_graphs import SIZES, TokenGraphs, fastest_sizes
 
 
 def test_more_padding_where_it_is_faster():

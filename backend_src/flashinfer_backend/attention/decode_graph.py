@@ -12,8 +12,8 @@ from flashinfer_backend.attention import split
 from flashinfer_backend.attention.flashinfer_calls import Call
 
 if TYPE_CHECKING:
+    from flashinfer_backend.attention.batch import AttentionBatch
     from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
-    from flashinfer_backend.engine.step import AttentionBatch
 
 
 class DecodeGraphState:

@@ -26,7 +26,7 @@ from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.attention.step_graph import MAX_PROMPTS, SERIAL_TOKENS, StepGraphState
 
 if TYPE_CHECKING:
-    from flashinfer_backend.engine.step import AttentionBatch
+    from flashinfer_backend.attention.batch import AttentionBatch
 
 
 class FlashInferAttention:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_decode
-from flashinfer_backend.engine.step import AttentionBatch
+from flashinfer_backend.attention.batch import AttentionBatch
 
 if TYPE_CHECKING:
     from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.engine.step import AttentionBatch
+from flashinfer_backend.attention.batch import AttentionBatch
 
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
 _QUERY_BLOCK = 1024

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.paths import resolve_model_dir
 
 DEFAULT_MAX_SEQ_LEN = 32768
 FLASHINFER_HEAD_DIMS = (64, 128, 256)

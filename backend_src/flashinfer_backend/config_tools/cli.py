@@ -13,7 +13,7 @@ from pathlib import Path
 from flashinfer_backend.config_tools import checks, output, patch, settings
 from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, Knob
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.paths import unservable
+from flashinfer_backend.core.paths import unservable
 
 EXIT_REFUSED = 2
 

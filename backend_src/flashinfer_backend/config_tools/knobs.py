@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flashinfer_backend.paths import BUNDLED
+from flashinfer_backend.core.paths import BUNDLED
 
 PRE, LLM, POST = "preprocessing", "llm", "postprocessing"
 MODELS = ("ensemble", PRE, LLM, POST)

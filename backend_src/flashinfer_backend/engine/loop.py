@@ -11,21 +11,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.extras import follow_guides, perf_of, queue_ns, row_extras
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.engine.pacing import Pacer
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.results import accept
-from flashinfer_backend.engine.runner import Launched
-from flashinfer_backend.engine.server import EngineSocket
-from flashinfer_backend.engine.startup import Core
-from flashinfer_backend.engine.step import StepPlan
-from flashinfer_backend.sampling.guide_queue import GuideQueue
+from flashinfer_backend.engine.reports import follow_grammars, perf_of, queue_ns, row_extras
 from flashinfer_backend.sampling.logprobs import context_logits_problem
+from flashinfer_backend.structured.queue import GrammarQueue
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.engine_socket import EngineSocket
+from flashinfer_backend.worker.runner import Launched
+from flashinfer_backend.worker.start import Core
 
 log = logging.getLogger(__name__)
 
-GUIDE_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
+GRAMMAR_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
 DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
 
@@ -37,13 +37,13 @@ class EngineLoop:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.model_config.vocab_size
         self.socket = socket
-        self.guides = GuideQueue(self.config.tokenizer_dir or self.config.model_dir, self.vocab_size)
+        self.grammars = GrammarQueue(self.config.tokenizer_dir or self.config.model_dir, self.vocab_size)
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
         self.iteration = 0
         self.cancellations = 0
         self.generated_tokens = 0
-        self.pages_reused = 0
+        self.blocks_reused = 0
         self.last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
         self._next_status = 0.0
 
@@ -73,7 +73,7 @@ class EngineLoop:
         """Take in what has come: at once if nothing runs on the device, else until it is time to plan."""
         timeout_ms = 0
         if not self.in_flight and not self.scheduler.requests:
-            timeout_ms = GUIDE_POLL_MS if len(self.guides) else self.config.stats_check_period_ms
+            timeout_ms = GRAMMAR_POLL_MS if len(self.grammars) else self.config.stats_check_period_ms
         while not self.socket.closed:
             left_s = self._time_to_plan()
             wait_ms = min(int(left_s * 1000), self._poll_ms)
@@ -97,7 +97,7 @@ class EngineLoop:
         if not self.in_flight:
             return 0.0
         running, now = self.in_flight[0], time.monotonic()
-        prompts_wait = bool(self.scheduler.waiting or self.scheduler.prefilling)
+        prompts_wait = bool(self.scheduler.queue or self.scheduler.prefilling)
         left_s = self.pacer.deadline(running.plan, prompts_wait) - now
         if left_s > 0.0 and running.download.done:
             self.pacer.ended_early(running.plan, now)
@@ -112,7 +112,7 @@ class EngineLoop:
             if request is not None:
                 self.scheduler.release(request)
             else:
-                request = self.guides.cancel(message.handle)
+                request = self.grammars.cancel(message.handle)
             if request is not None:
                 self.cancellations += 1
                 self._send_end(request, protocol.FINISHED_CANCELLED)
@@ -127,7 +127,7 @@ class EngineLoop:
         params = message.params
         problem = None
         # What has come since the last plan waits for no other request while there are slots.
-        queued = max(0, len(self.scheduler.waiting) - self.scheduler.table.free) + len(self.guides)
+        queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free) + len(self.grammars)
         if self.config.max_queue_size and queued >= self.config.max_queue_size:
             problem = (
                 f"Maximum queue size of {self.config.max_queue_size} has been reached, please try again later"
@@ -141,7 +141,7 @@ class EngineLoop:
             )
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
-        elif params.guide_type and self.config.guided_decoding_backend == "none":
+        elif params.grammar_type and self.config.guided_decoding_backend == "none":
             problem = "guided decoding is switched off (guided_decoding_backend none); send no guide"
         elif params.context_logits:
             problem = context_logits_problem(len(prompt), self.vocab_size)
@@ -167,13 +167,13 @@ class EngineLoop:
             share_prompt_with=message.share_prompt_with,
             arrival_ns=time.time_ns(),
         )
-        if params.guide_type:
-            self.guides.submit(request)
+        if params.grammar_type:
+            self.grammars.submit(request)
         else:
             self.scheduler.submit(request)
 
     def _take_compiled(self) -> None:
-        for request, problem in self.guides.compiled():
+        for request, problem in self.grammars.compiled():
             if problem is None:
                 self.scheduler.submit(request)
             else:
@@ -211,7 +211,7 @@ class EngineLoop:
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
-        stuck = follow_guides(table, outcome, self.guides)
+        stuck = follow_grammars(table, outcome, self.grammars)
         self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         extras = row_extras(table, outcome, launched.report, values)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
@@ -226,7 +226,7 @@ class EngineLoop:
         for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
             request = requests[slot]
             assert request is not None
-            self.pages_reused += request.reused_pages
+            self.blocks_reused += request.reused_blocks
             self.scheduler.release(request)
         for request, problem in stuck:
             self.scheduler.release(request)
@@ -247,7 +247,7 @@ class EngineLoop:
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
-        self.guides.drop_stub(pid)
+        self.grammars.drop_stub(pid)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:
@@ -259,7 +259,7 @@ class EngineLoop:
 
     def status(self) -> protocol.Status:
         """The engine's state as the metrics show it."""
-        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        scheduler, kv_manager = self.scheduler, self.scheduler.kv_manager
         prefill_rows, decode_rows, prefill_tokens = self.last_plan if scheduler.running else (0, 0, 0)
         cuda = self.runner.device.type == "cuda"
         # memory_reserved() would flatten and sort all statistics to give this one.
@@ -271,12 +271,12 @@ class EngineLoop:
             max_seq_len=self.config.max_seq_len,
             max_input_len=self.config.max_input_len,
             max_num_seqs=self.config.max_num_seqs,
-            page_size=self.config.tokens_per_block,
-            pages_total=allocator.num_pages,
-            pages_used=allocator.num_pages - allocator.available,
-            pages_cached=allocator.cached,
-            requests_active=len(scheduler.requests) + len(self.guides),
-            requests_waiting=len(scheduler.waiting) + len(self.guides),
+            block_size=self.config.tokens_per_block,
+            blocks_total=kv_manager.num_blocks,
+            blocks_used=kv_manager.num_blocks - kv_manager.available,
+            blocks_cached=kv_manager.cached,
+            requests_active=len(scheduler.requests) + len(self.grammars),
+            requests_waiting=len(scheduler.queue) + len(self.grammars),
             requests_running=len(scheduler.running),
             prefill_rows=prefill_rows,
             decode_rows=decode_rows,
@@ -287,7 +287,7 @@ class EngineLoop:
             prompt_tokens=scheduler.prompt_tokens,
             prompt_tokens_reused=scheduler.prompt_tokens_reused,
             generated_tokens=self.generated_tokens,
-            pages_reused=self.pages_reused,
+            blocks_reused=self.blocks_reused,
             memory_gpu=memory,
             timestamp_ns=time.time_ns(),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.core.step import StepPlan
 
 SAFETY_S = 0.0003  # for waking up, beside the host's own time
 ROWS_PER_CLASS = 8  # decode steps of about as many rows take about as long

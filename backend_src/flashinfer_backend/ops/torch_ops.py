@@ -140,20 +140,20 @@ def sample(
     temperature: Tensor,
     seed: Tensor,
     position: Tensor,
-    banned: Tensor | None = None,
+    suppressed: Tensor | None = None,
     record: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Pick one token per row: logits[R, V] -> int32[R]. logits are left alone.
 
     temperature[R] float32: 0 takes the largest logit, else a sample of softmax(logits / temperature) by
     the Gumbel-max trick. seed[R] int64 and position[R] int32 key the noise. Ties take the lowest id.
-    banned[R] int32: a token that row must not take, or -1. record (last_token, slots): the tokens are
+    suppressed[R] int32: a token that row must not take, or -1. record (last_token, slots): the tokens are
     also written to last_token[slots].
     """
     wide = logits.float()
-    if banned is not None:
-        index = banned.clamp(min=0).long().unsqueeze(1)
-        kept = wide.gather(1, index).masked_fill(banned.unsqueeze(1) >= 0, float("-inf"))
+    if suppressed is not None:
+        index = suppressed.clamp(min=0).long().unsqueeze(1)
+        kept = wide.gather(1, index).masked_fill(suppressed.unsqueeze(1) >= 0, float("-inf"))
         wide = wide.scatter(1, index, kept)
     # Where this question costs no device synchronisation, all-greedy steps skip the noise.
     if logits.device.type == "cpu" and not bool((temperature > 0).any()):

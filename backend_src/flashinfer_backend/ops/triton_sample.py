@@ -28,7 +28,7 @@ def _block_best(
     temperature,
     seed,
     position,
-    banned,
+    suppressed,
     best_score,
     best_id,
     vocab,
@@ -56,7 +56,7 @@ def _block_best(
         score = score / heat - libdevice.log(-libdevice.log(u))
         score = tl.where(inside, score, float("-inf"))
     if BAN:
-        score = tl.where(token == tl.load(banned + row), float("-inf"), score)
+        score = tl.where(token == tl.load(suppressed + row), float("-inf"), score)
     best = tl.max(score, axis=0)
     tl.store(best_score + row * BLOCKS + block, best)
     tl.store(best_id + row * BLOCKS + block, tl.min(tl.where(score == best, token, vocab - 1), axis=0))
@@ -90,7 +90,7 @@ def sample(
     temperature: Tensor,
     seed: Tensor,
     position: Tensor,
-    banned: Tensor | None = None,
+    suppressed: Tensor | None = None,
     record: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See ops.torch_ops.sample: the same choice, from the same noise bits. logits may be bfloat16."""
@@ -105,14 +105,14 @@ def sample(
         temperature,
         seed,
         position,
-        banned,
+        suppressed,
         score,
         ids,
         vocab,
         logits.stride(0),
         BLOCK=_BLOCK,
         BLOCKS=blocks,
-        BAN=banned is not None,
+        BAN=suppressed is not None,
         num_warps=8,
         launch_pdl=True,
     )

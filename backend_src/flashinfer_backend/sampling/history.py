@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.engine.staging import StagingRing
+from flashinfer_backend.ops.staging import StagingRing
 
 
 class TokenHistory:

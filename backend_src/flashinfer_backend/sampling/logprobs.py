@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows are told about the model's logits: log probabilities and the logits themselves.
 
-Both are of the model's own logits, before penalties, biases, bans, temperature and filters (vLLM's
+Both are of the model's own logits, before penalties, biases, suppresses, temperature and filters (vLLM's
 default, and what a forward pass of transformers gives).
 """
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.staging import StagingRing
-from flashinfer_backend.engine.step import ExtraRow
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.step import ExtraRow
 from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling.rows import upload
 
 CONTEXT_ROWS = 256  # rows of context logits on the device at a time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests change about logits before a token is chosen: penalties, biases, bans, guides.
+"""What requests change about logits before a token is chosen: penalties, biases, suppresses, guides.
 
 Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
 """
@@ -57,7 +57,7 @@ class BadWords:
     prefix: Tensor  # int32 [n, longest], the tokens before it
 
 
-def ban_words(logits: Tensor, words: BadWords, history: Tensor | None, position: Tensor) -> None:
+def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, position: Tensor) -> None:
     """Ban the last token of each word whose other tokens end the sequence so far, prompt included.
 
     history: int32 [slots, length], may be None where no word has two tokens; position: int32 [R], the
@@ -80,16 +80,16 @@ def keep_finite(logits: Tensor) -> None:
     torch.nan_to_num_(logits, nan=NEVER, posinf=LARGEST, neginf=NEVER).clamp_(max=LARGEST)
 
 
-def ban_tokens(logits: Tensor, banned: Tensor) -> None:
-    """Make token banned[r] (int32 [R], -1 for none) impossible in row r."""
-    index = banned.clamp(min=0).long().unsqueeze(1)
+def suppress_tokens(logits: Tensor, suppressed: Tensor) -> None:
+    """Make token suppressed[r] (int32 [R], -1 for none) impossible in row r."""
+    index = suppressed.clamp(min=0).long().unsqueeze(1)
     kept = logits.gather(1, index)
-    logits.scatter_(1, index, kept.masked_fill(banned.unsqueeze(1) >= 0, NEVER))
+    logits.scatter_(1, index, kept.masked_fill(suppressed.unsqueeze(1) >= 0, NEVER))
 
 
 def allow_only(logits: Tensor, rows: Tensor, mask: Tensor, fallback: Tensor) -> None:
     """Keep the tokens whose bit is set in mask (int32 [n, ceil(V / 32)], token t is bit t % 32 of word
-    t // 32). Where every one of them has been banned, the row is taken from fallback (float32 [n, V])
+    t // 32). Where every one of them has been suppressed, the row is taken from fallback (float32 [n, V])
     instead: a guide outranks what would leave it without a token."""
     bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
     allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.engine.staging import StagingRing
-from flashinfer_backend.engine.step import ExtraRow, StepPlan
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.step import ExtraRow, StepPlan
+from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.processors import BadWords
 
@@ -79,13 +79,15 @@ class ProcessedRows:
         requests = [row.request for row in rows]
         self.host_rows = np.array([row.row for row in rows], np.int64)
         slots = np.array([row.slot for row in rows], np.int64)
-        banned = [-1 if request.guide else row.banned for request, row in zip(requests, rows, strict=True)]
+        suppressed = [
+            -1 if request.grammar else row.suppressed for request, row in zip(requests, rows, strict=True)
+        ]
         own = (
             self.host_rows,
             slots.astype(np.int32),
             plan.temperature[self.host_rows],
             plan.seed[self.host_rows],
-            np.array(banned, np.int32),
+            np.array(suppressed, np.int32),
         )
         parts = _Parts(staging)
         parts.add("own", own)
@@ -93,18 +95,20 @@ class ProcessedRows:
         parts.add("repetition", _repetition(requests, slots))
         parts.add("counts", _counts(requests, slots))
         parts.add("words", _bad_words(requests, slots))
-        parts.add("guided", _chosen(bool(request.guide) for request in requests))
+        parts.add("guided", _chosen(bool(request.grammar) for request in requests))
         parts.add("recorded", _chosen((request.needs_history for request in requests), slots))
         parts.send()
-        self.bans = any(token >= 0 for token in banned)
-        self.rows, self.slots, self.temperature, self.seed, self.banned = parts.sent["own"]
+        self.suppresses = any(token >= 0 for token in suppressed)
+        self.rows, self.slots, self.temperature, self.seed, self.suppressed = parts.sent["own"]
         self.filtered = parts.make("filtered", Filtered)
         self.repetition = parts.make("repetition", Penalty)
         self.counts = parts.make("counts", Counts)
         self.words = parts.make("words", BadWords)
         self.guided = parts.sent.get("guided")  # [index]
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
-        self.guides = [(guide, row.banned) for row in rows if (guide := row.request.guide) is not None]
+        self.grammars = [
+            (guide, row.suppressed) for row in rows if (guide := row.request.grammar) is not None
+        ]
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
         self.repetition_rows = _where(request.params.repetition_penalty != 1.0 for request in requests)
         self.counts_rows = _where(request.counts_tokens for request in requests)

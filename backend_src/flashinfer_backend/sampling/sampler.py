@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.staging import StagingRing
-from flashinfer_backend.engine.step import ExtraRow, StepPlan
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.step import ExtraRow, StepPlan
+from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
@@ -36,7 +36,7 @@ class SamplingRows:
     temperature: Tensor  # float32
     seed: Tensor  # int64
     position: Tensor  # int32, position the sampled token will have
-    banned: Tensor  # int32, or -1
+    suppressed: Tensor  # int32, or -1
 
     @classmethod
     def upload(cls, plan: StepPlan, position: np.ndarray, staging: StagingRing) -> SamplingRows:
@@ -47,12 +47,12 @@ class SamplingRows:
                 plan.sample_slots,
                 plan.temperature.view(np.int32),
                 position.astype(np.int32),
-                plan.banned,
+                plan.suppressed,
             ]
         )
-        slots, temperature, position_, banned = data[2 * rows :].view(4, rows)
+        slots, temperature, position_, suppressed = data[2 * rows :].view(4, rows)
         return cls(
-            slots, temperature.view(torch.float32), data[: 2 * rows].view(torch.int64), position_, banned
+            slots, temperature.view(torch.float32), data[: 2 * rows].view(torch.int64), position_, suppressed
         )
 
 
@@ -89,7 +89,7 @@ class Sampler:
         """Tokens int32 [s] of logits [s, V] for rows that ask for nothing else."""
         rows = SamplingRows.upload(plan, position, self._staging)
         record = (self._last_token, rows.slots)
-        return self._ops.sample(logits, rows.temperature, rows.seed, rows.position, rows.banned, record)
+        return self._ops.sample(logits, rows.temperature, rows.seed, rows.position, rows.suppressed, record)
 
     def sample_extras(
         self, logits: Tensor, tokens: Tensor, plan: StepPlan, position: np.ndarray
@@ -123,7 +123,7 @@ class Sampler:
         columns = [host_position]
         if rows.guided:
             # A row whose owner has left meanwhile gets its last mask; its token is dropped.
-            columns.append(np.stack([guide.mask_without(banned) for guide, banned in rows.guides]))
+            columns.append(np.stack([guide.mask_without(suppressed) for guide, suppressed in rows.grammars]))
         position_, *masks = upload(self._staging, columns)
         own = logits[rows.rows].float()
         self._penalise(own, rows, position_, host_position)
@@ -132,17 +132,17 @@ class Sampler:
         changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
         if changed:
             processors.keep_finite(own)
-        unbanned = None
+        before_bad_words = None
         if rows.guided:
             index = rows.guided[0]
             model = logits[rows.rows[index]].float() if changed else None
-            unbanned = self._unbanned(own, index, masks[0], model)
+            before_bad_words = self._before_bad_words(own, index, masks[0], model)
         if rows.words is not None:
-            processors.ban_words(own, rows.words, self._history.tokens, position_)
-        if rows.bans:
-            processors.ban_tokens(own, rows.banned)
-        if rows.guided and unbanned is not None:
-            processors.allow_only(own, rows.guided[0], masks[0], unbanned)
+            processors.mask_bad_words(own, rows.words, self._history.tokens, position_)
+        if rows.suppresses:
+            processors.suppress_tokens(own, rows.suppressed)
+        if rows.guided and before_bad_words is not None:
+            processors.allow_only(own, rows.guided[0], masks[0], before_bad_words)
         if rows.filtered is not None:
             self._filter(own, rows.filtered, rows.temperature)
         record = (self._last_token, rows.slots)
@@ -152,16 +152,16 @@ class Sampler:
             index, slots = rows.recorded
             self._history.record(slots, position_[index], chosen[index])
 
-    def _unbanned(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
-        """Logits of guided rows before words are banned: `model`, the model's own if they were changed,
+    def _before_bad_words(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
+        """Logits of guided rows before words are suppressed: `model`, the model's own if they were changed,
         where the changes leave nothing that the guide allows."""
         if model is None:
             return own[index]
-        unbanned = own[index]
+        before_bad_words = own[index]
         # What would be -inf over some temperature.
-        own[index] = unbanned.masked_fill_(unbanned < -processors.LARGEST, processors.NEVER)
-        processors.allow_only(unbanned, torch.arange(len(index), device=own.device), mask, model)
-        return unbanned
+        own[index] = before_bad_words.masked_fill_(before_bad_words < -processors.LARGEST, processors.NEVER)
+        processors.allow_only(before_bad_words, torch.arange(len(index), device=own.device), mask, model)
+        return before_bad_words
 
     def _filter(self, own: Tensor, filtered: Filtered, temperature: Tensor) -> None:
         columns = (filtered.index, filtered.top_k, filtered.top_p)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import zmq
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.peers import LONGEST, PeerSocket
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
@@ -93,9 +94,7 @@ class Endpoint:
         assert self.status is not None
         return self.status
 
-    def submit(
-        self, sink: Sink, prompt: bytes, params: protocol.SamplingParams, share_prompt_with: int = 0
-    ) -> int:
+    def submit(self, sink: Sink, prompt: bytes, params: SamplingParams, share_prompt_with: int = 0) -> int:
         """Hands a sequence to the engine and returns its handle. Raises EngineDown.
 
         share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one.

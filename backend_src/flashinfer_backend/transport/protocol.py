@@ -22,6 +22,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from flashinfer_backend.core.sampling_params import SamplingParams
+
 TOKENS = b"T"
 FAILURE = b"F"
 STATUS = b"S"
@@ -32,7 +34,6 @@ FINISHED_END_ID = 1
 FINISHED_LENGTH = 2
 FINISHED_STOP_WORDS = 3
 FINISHED_CANCELLED = 4
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 NO_TOKEN = -1  # second column of a row that only carries a finish code
 
 
@@ -51,36 +52,6 @@ def socket_address(run_dir: Path) -> str:
     return f"ipc://{run_dir / 'engine.sock'}"
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """How one sequence is generated. Values are validated by the submitting side.
-
-    end_id -1 means that nothing but the length ends the sequence. temperature 0 is greedy;
-    top_k 0 and top_p 1 switch those filters off. Log probabilities, logits and metrics are
-    sent only when asked for.
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    end_id: int = -1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop_sequences: list[list[int]] = []
-    bad_words: list[list[int]] = []
-    bias_ids: list[int] = []
-    bias_values: list[float] = []
-    guide_type: str = ""
-    guide: str = ""
-    log_probs: bool = False
-    context_logits: bool = False
-    generation_logits: bool = False
-    perf_metrics: bool = False
-
-
 class Hello(msgspec.Struct, tag="hello"):
     """First message of a stub. The engine aborts its requests when process `pid` ends."""
 
@@ -90,7 +61,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
 class Submit(msgspec.Struct, tag="submit"):
     """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of the
-    first sequence with this prompt in the same request (its own, if it is that one), whose prompt pages
+    first sequence with this prompt in the same request (its own, if it is that one), whose prompt blocks
     the others reuse; or 0."""
 
     handle: int
@@ -123,14 +94,14 @@ class Failure(msgspec.Struct):
 
 
 class Perf(msgspec.Struct):
-    """Times in nanoseconds since the epoch, and KV page counts of one finished sequence."""
+    """Times in nanoseconds since the epoch, and KV block counts of one finished sequence."""
 
     arrival_ns: int
     first_scheduled_ns: int
     first_token_ns: int
     last_token_ns: int
-    new_pages: int
-    reused_pages: int
+    new_blocks: int
+    reused_blocks: int
 
 
 class RowExtras(msgspec.Struct, omit_defaults=True):
@@ -155,10 +126,10 @@ class Status(msgspec.Struct):
     max_seq_len: int
     max_input_len: int
     max_num_seqs: int
-    page_size: int
-    pages_total: int
-    pages_used: int = 0
-    pages_cached: int = 0
+    block_size: int
+    blocks_total: int
+    blocks_used: int = 0
+    blocks_cached: int = 0
     requests_active: int = 0
     requests_waiting: int = 0
     requests_running: int = 0
@@ -171,7 +142,7 @@ class Status(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     generated_tokens: int = 0
-    pages_reused: int = 0
+    blocks_reused: int = 0
     memory_gpu: int = 0
     memory_pinned: int = 0
     timestamp_ns: int = 0

@@ -41,12 +41,12 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
         "Blocks (pages) of the KV cache",
         "kv_cache_block_type",
         {
-            "max": lambda s: s.pages_total,
-            "free": lambda s: s.pages_total - s.pages_used,
-            "used": lambda s: s.pages_used,
-            "tokens_per": lambda s: s.page_size,
-            "reused": lambda s: s.pages_reused,
-            "fraction": lambda s: s.pages_used / s.pages_total,
+            "max": lambda s: s.blocks_total,
+            "free": lambda s: s.blocks_total - s.blocks_used,
+            "used": lambda s: s.blocks_used,
+            "tokens_per": lambda s: s.block_size,
+            "reused": lambda s: s.blocks_reused,
+            "fraction": lambda s: s.blocks_used / s.blocks_total,
         },
     ),
     "nv_trt_llm_inflight_batcher_metrics": (

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.paths import resolve_model_dir, run_dir
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir, run_dir
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown

@@ -128,9 +128,9 @@ def _add_extras(outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_
 def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
     """Times and KV page counts of a finished sequence."""
     return {
-        "kv_cache_alloc_new_blocks": _integer(perf.new_pages),
-        "kv_cache_reused_blocks": _integer(perf.reused_pages),
-        "kv_cache_alloc_total_blocks": _integer(perf.new_pages + perf.reused_pages),
+        "kv_cache_alloc_new_blocks": _integer(perf.new_blocks),
+        "kv_cache_reused_blocks": _integer(perf.reused_blocks),
+        "kv_cache_alloc_total_blocks": _integer(perf.new_blocks + perf.reused_blocks),
         "arrival_time_ns": np.array([[perf.arrival_ns]], dtype=np.int64),
         "first_scheduled_time_ns": np.array([[perf.first_scheduled_ns]], dtype=np.int64),
         "first_token_time_ns": np.array([[perf.first_token_ns]], dtype=np.int64),

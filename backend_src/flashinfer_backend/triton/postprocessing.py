@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.paths import resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer

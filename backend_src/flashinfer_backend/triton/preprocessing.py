@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.transport.protocol import GUIDE_TYPES, SamplingParams
+from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, SamplingParams
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
@@ -151,7 +151,7 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
     repetition_penalty = reader.number(row, "repetition_penalty", 1.0)
     if repetition_penalty <= 0.0:
         raise ValueError(f"repetition_penalty is {repetition_penalty:g}; it should be greater than 0")
-    guide_type, guide = _guide(reader, limits, row)
+    grammar_type, guide = _guide(reader, limits, row)
     bias_ids, bias_values = embedding_bias(reader.tensors, row, limits.vocab_size)
     perf = reader.either_flag(row, "return_perf_metrics", "return_kv_cache_reuse_stats")
     return SamplingParams(
@@ -169,8 +169,8 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
         bad_words=word_list(reader.tensors, "bad_words_list", row, limits),
         bias_ids=bias_ids,
         bias_values=bias_values,
-        guide_type=guide_type,
-        guide=guide,
+        grammar_type=grammar_type,
+        grammar=guide,
         log_probs=reader.flag(row, "return_log_probs"),
         context_logits=reader.flag(row, "return_context_logits"),
         generation_logits=reader.flag(row, "return_generation_logits"),
@@ -179,22 +179,22 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
 
 
 def _guide(reader: _Reader, limits: Limits, row: int) -> tuple[str, str]:
-    guide_type = "".join(reader.strings(row, "guided_decoding_guide_type"))
+    grammar_type = "".join(reader.strings(row, "guided_decoding_guide_type"))
     guide = "".join(reader.strings(row, "guided_decoding_guide"))
-    if not guide_type and not guide:
+    if not grammar_type and not guide:
         return "", ""
     if not limits.guided_decoding:
         raise ValueError(
             "guided_decoding_guide is set, but this model was built with guided_decoding_backend none; build"
             " the model repository with xgrammar"
         )
-    if guide_type not in GUIDE_TYPES:
+    if grammar_type not in GRAMMAR_TYPES:
         raise ValueError(
-            f"guided_decoding_guide_type is {guide_type!r}; it should be one of {', '.join(GUIDE_TYPES)}"
+            f"guided_decoding_guide_type is {grammar_type!r}; it should be one of {', '.join(GRAMMAR_TYPES)}"
         )
-    if not guide and guide_type != "json":
-        raise ValueError(f"guided_decoding_guide is missing; guide type {guide_type} needs one")
-    return guide_type, guide
+    if not guide and grammar_type != "json":
+        raise ValueError(f"guided_decoding_guide is missing; guide type {grammar_type} needs one")
+    return grammar_type, guide
 
 
 class _Reader:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
 from flashinfer_backend.transport import protocol
@@ -54,7 +55,7 @@ class Sequence:
         row = self.row
         return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
 
-    def match_stop_words(self, decoder: DeltaDecoder) -> protocol.SamplingParams:
+    def match_stop_words(self, decoder: DeltaDecoder) -> SamplingParams:
         """Follows the text for the row's stop words; the parameters that remain for the engine.
 
         Words whose text is not among those that are followed stay with the engine, which finds their

@@ -7,10 +7,10 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from flashinfer_backend.engine.request import Request
+from flashinfer_backend.core.request import Request
 
 
-class WaitingQueue:
+class RequestQueue:
     """Preempted sequences first, the one preempted last at their head; then in order of arrival, or by
     the tokens that they may still generate, most first, equal ones in order of arrival."""
 

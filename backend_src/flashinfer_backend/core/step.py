@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from flashinfer_backend.engine.request import Request, SlotTable
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.scheduler.slot_table import SlotTable
 
 
 class ExtraRow(NamedTuple):
@@ -19,7 +19,7 @@ class ExtraRow(NamedTuple):
     slot: int
     epoch: int  # of the slot
     request: Request
-    banned: int  # a token id that must not be chosen, or -1
+    suppressed: int  # a token id that must not be chosen, or -1
 
 
 NONE = np.empty(0, np.int32)
@@ -35,20 +35,20 @@ class StepPlan:
 
     decode_slots: np.ndarray  # int32 [d]
     decode_positions: np.ndarray  # int32 [d], position of the token each decode row feeds
-    decode_pages: np.ndarray  # int32 [d], new page that this position opens, or -1
+    new_blocks: np.ndarray  # int32 [d], new block that this position opens, or -1
     prefill_slots: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
     prefill_starts: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p], tokens in the KV cache
     prefill_lens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
     prefill_tokens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [sum(prefill_lens)]
     prefill_samples: np.ndarray = field(default_factory=lambda: NONE > 0)  # bool [p]
-    # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, page)
+    # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, block)
     table_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
     # Sampling rows: all decode rows, then the prefill rows that sample.
     sample_slots: np.ndarray  # int32 [s]
     sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
     temperature: np.ndarray  # float32 [s]
     seed: np.ndarray  # uint64 [s]
-    banned: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
+    suppressed: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
     extras: list[ExtraRow] = field(default_factory=list)
     context_logits: list[tuple[int, Request]] = field(default_factory=list)  # prefill rows that want them
 
@@ -67,7 +67,7 @@ class StepPlan:
     @property
     def guided(self) -> bool:
         """Whether rows can be sampled only after the tokens of all earlier steps were read."""
-        return any(row.request.guide is not None for row in self.extras)
+        return any(row.request.grammar is not None for row in self.extras)
 
 
 def prompt_rows(
@@ -86,18 +86,3 @@ def prompt_rows(
             (i, r) for i, (r, _, _) in enumerate(chunks) if r.params.context_logits and not len(r.generated)
         ],
     }
-
-
-@dataclass
-class AttentionBatch:
-    """One step as attention sees it: rows 0..num_decode have one query token and come first.
-
-    q_lens, kv_lens, slots: int32 [rows] on the host; kv_lens count this step's tokens.
-    block_table: int32 [slots, max pages] on the device, row = slot.
-    """
-
-    num_decode: int
-    q_lens: np.ndarray
-    kv_lens: np.ndarray
-    slots: np.ndarray
-    block_table: torch.Tensor

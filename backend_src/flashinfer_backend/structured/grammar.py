@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 
-class GuideError(ValueError):
+class GrammarError(ValueError):
     """A guide that cannot be used; the message is for the client."""
 
 
-class SlowGuideError(GuideError):
+class SlowGrammarError(GrammarError):
     """A guide that costs too much, and would again: it is refused when it comes back."""
 
 
@@ -29,10 +29,10 @@ MOST_STEP_SECONDS = 0.1  # of CPU time for one token, or for the first mask: all
 STEP_POLL_SECONDS = 0.02  # how often that is looked at
 ADVICE = "repetitions within repetitions are ambiguous, write it with fewer of them"
 
-Moves = list[tuple["Guide", int]]  # guides and the token that each is to follow
+Moves = list[tuple["Grammar", int]]  # guides and the token that each is to follow
 
 
-class Guide:
+class Grammar:
     """The state of one sequence's guide. `allowed`: int32 [ceil(V / 32)], token t is bit t % 32 of word
     t // 32."""
 
@@ -40,7 +40,7 @@ class Guide:
         """compiled: xgrammar.CompiledGrammar. end_id: what ends the sequence, or -1: then the sequence
         ends where the guide lets nothing follow.
 
-        Raises GuideError when no token can begin what the guide describes, or when telling which can takes
+        Raises GrammarError when no token can begin what the guide describes, or when telling which can takes
         so long that following the guide would, too.
         """
         import xgrammar
@@ -57,12 +57,12 @@ class Guide:
         self._advance()
         took = time.thread_time() - began
         if took > MOST_STEP_SECONDS:
-            raise SlowGuideError(
+            raise SlowGrammarError(
                 f"finding the tokens that can begin the guide takes {took * 1e3:.0f} ms; it should take at"
                 f" most {MOST_STEP_SECONDS * 1e3:.0f} ms: {ADVICE}"
             )
         if self.exhausted:
-            raise GuideError("guided_decoding_guide allows no token of this model's vocabulary")
+            raise GrammarError("guided_decoding_guide allows no token of this model's vocabulary")
 
     def _advance(self) -> None:
         self._matcher.fill_next_token_bitmask(self._mask, 0)
@@ -79,7 +79,7 @@ class Guide:
         """
         began = time.thread_time()
         if not self._matcher.accept_token(token):
-            raise GuideError(f"token {token} does not follow the guide after {self._tokens} tokens")
+            raise GrammarError(f"token {token} does not follow the guide after {self._tokens} tokens")
         self._tokens += 1
         self._advance()
         took = time.thread_time() - began
@@ -87,24 +87,24 @@ class Guide:
         if took > MOST_STEP_SECONDS:
             raise self.too_slow(took)
         if self._seconds > MOST_SECONDS:  # of an ambiguous guide, and it grows
-            raise GuideError(
+            raise GrammarError(
                 f"following the guide takes {self._seconds * 1e3:.0f} ms a token after {self._tokens} tokens;"
                 f" {ADVICE}"
             )
 
-    def too_slow(self, seconds: float) -> SlowGuideError:
-        return SlowGuideError(
+    def too_slow(self, seconds: float) -> SlowGrammarError:
+        return SlowGrammarError(
             f"following the guide by one token, after {self._tokens}, takes {seconds * 1e3:.0f} ms or more;"
             f" it should take at most {MOST_STEP_SECONDS * 1e3:.0f} ms: {ADVICE}"
         )
 
-    def mask_without(self, banned: int) -> np.ndarray:
-        """The allowed tokens, int32 [ceil(V / 32)], without token `banned` (-1: none) unless it is the
+    def mask_without(self, suppressed: int) -> np.ndarray:
+        """The allowed tokens, int32 [ceil(V / 32)], without token `suppressed` (-1: none) unless it is the
         only one."""
-        if banned < 0:
+        if suppressed < 0:
             return self._words
         mask = self._words.copy()
-        mask.view(np.uint32)[banned >> 5] &= ~np.uint32(1 << (banned & 31))
+        mask.view(np.uint32)[suppressed >> 5] &= ~np.uint32(1 << (suppressed & 31))
         return mask if mask.any() else self._words
 
     def problem(self) -> str:
@@ -130,10 +130,10 @@ class Follower:
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
 
-    def follow(self, moves: Moves) -> list[GuideError | None]:
+    def follow(self, moves: Moves) -> list[GrammarError | None]:
         """Why each guide cannot follow its token, or None where it did. A guide with an error is of no more
         use: a thread may still be at work on it."""
-        errors: list[GuideError | None] = [None] * len(moves)
+        errors: list[GrammarError | None] = [None] * len(moves)
         pending = list(range(len(moves)))
         while pending:
             if self._thread is None:
@@ -163,7 +163,7 @@ class _FollowingThread(threading.Thread):
         while self._rounds.get().run():
             pass
 
-    def follow(self, moves: Moves) -> list[GuideError | None]:
+    def follow(self, moves: Moves) -> list[GrammarError | None]:
         """The outcomes of the first moves: of all, or of those before one that exceeds its limit. Then the
         thread takes no more rounds."""
         assert self.ident is not None
@@ -183,7 +183,7 @@ class _Round:
         self._lock = threading.Lock()
         self._left = False
         self._began: float | None = None  # the thread's CPU time when it came to the move at work
-        self.errors: list[GuideError | None] = []
+        self.errors: list[GrammarError | None] = []
         self.done = threading.Event()
 
     def run(self) -> bool:
@@ -208,11 +208,11 @@ class _Round:
             return self._left
 
 
-def _accept(guide: Guide, token: int) -> GuideError | None:
+def _accept(guide: Grammar, token: int) -> GrammarError | None:
     try:
         guide.accept(token)
-    except GuideError as error:
+    except GrammarError as error:
         return error
     except Exception as error:  # the loop waits for this thread, whatever goes wrong
-        return GuideError(f"following the guide failed: {error}")
+        return GrammarError(f"following the guide failed: {error}")
     return None

@@ -7,10 +7,11 @@ import time
 
 import numpy as np
 
-from flashinfer_backend.engine.request import Request, SlotTable
-from flashinfer_backend.engine.results import Outcome
-from flashinfer_backend.sampling.guide_queue import GuideQueue
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.engine.outputs import Outcome
 from flashinfer_backend.sampling.logprobs import Report
+from flashinfer_backend.scheduler.slot_table import SlotTable
+from flashinfer_backend.structured.queue import GrammarQueue
 from flashinfer_backend.transport import protocol
 
 
@@ -55,7 +56,7 @@ def row_extras(
     return result
 
 
-def follow_guides(table: SlotTable, outcome: Outcome, guides: GuideQueue) -> list[tuple[Request, str]]:
+def follow_grammars(table: SlotTable, outcome: Outcome, guides: GrammarQueue) -> list[tuple[Request, str]]:
     """Move the guides of a read step's rows on, and end (in outcome.codes) sequences whose guide lets
     nothing follow. Returns the requests that cannot go on, with why; of a token that did not follow its
     guide, nothing is sent."""
@@ -67,7 +68,7 @@ def follow_guides(table: SlotTable, outcome: Outcome, guides: GuideQueue) -> lis
         moves.append((request, int(outcome.tokens[index])))
     stuck = []
     for index, (request, _), error in zip(rows, moves, guides.follow(moves), strict=True):
-        guide = request.guide
+        guide = request.grammar
         assert guide is not None
         if error is not None:
             outcome.tokens[index] = protocol.NO_TOKEN
@@ -87,12 +88,12 @@ def queue_ns(request: Request) -> int:
 
 
 def perf_of(request: Request) -> protocol.Perf:
-    """Times and page counts of a request whose last token has been read."""
+    """Times and block counts of a request whose last token has been read."""
     return protocol.Perf(
         arrival_ns=request.arrival_ns,
         first_scheduled_ns=request.first_scheduled_ns,
         first_token_ns=request.first_token_ns,
         last_token_ns=request.last_token_ns,
-        new_pages=request.new_pages,
-        reused_pages=request.reused_pages,
+        new_blocks=request.new_blocks,
+        reused_blocks=request.reused_blocks,
     )

@@ -1,80 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence in the engine, and the per-slot arrays that a step works on."""
+"""The per-slot arrays that a step works on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from flashinfer_backend.transport.protocol import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashinfer_backend.sampling.guided import Guide
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence from submission to release. `slot` is -1 while it waits."""
-
-    handle: int
-    prompt: np.ndarray  # int32 [n]
-    params: SamplingParams
-    max_new: int  # max_tokens, or less where max_seq_len leaves less
-    share_prompt_with: int = 0
-    slot: int = -1
-    generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # kept over preemption
-    page_keys: list[bytes] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    reserved_pages: int = 0  # promised under guaranteed_no_evict, not yet allocated
-    registered_pages: int = 0
-    reused_pages: int = 0
-    new_pages: int = 0
-    arrival_ns: int = 0
-    first_scheduled_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
-    guide: Guide | None = None  # of a guided request, from its admission on
-    context_logits: np.ndarray | None = None  # float32 [prompt, vocab] until sent with the first token
-    device_bias: list[Tensor] | None = None  # bias ids and values, kept by the sampler
-
-    @property
-    def needs_extras(self) -> bool:
-        """Whether the plain greedy/temperature sampler does not do for this request."""
-        return self.changes_logits or self.reports_logits
-
-    @property
-    def changes_logits(self) -> bool:
-        p = self.params
-        return self.filters or self.needs_history or bool(p.bad_words or p.bias_ids or p.guide_type)
-
-    @property
-    def reports_logits(self) -> bool:
-        return self.params.log_probs or self.params.generation_logits
-
-    @property
-    def filters(self) -> bool:
-        """Top-k or top-p."""
-        return self.params.temperature > 0 and (self.params.top_k > 0 or self.params.top_p < 1.0)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Presence or frequency penalty."""
-        return bool(self.params.presence_penalty or self.params.frequency_penalty)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a token's logits depend on the tokens before it, on the device."""
-        p = self.params
-        return p.repetition_penalty != 1.0 or self.counts_tokens or any(len(word) > 1 for word in p.bad_words)
-
-    @property
-    def known_tokens(self) -> np.ndarray:
-        """Prompt and what was generated before the request came to its slot, int32."""
-        return np.concatenate([self.prompt, self.generated])
+from flashinfer_backend.core.request import Request
 
 
 class SlotTable:
@@ -102,7 +33,7 @@ class SlotTable:
         self.seed = np.zeros(slots, np.uint64)
         self.stub = np.zeros(slots, np.int64)  # pid of the submitting stub
         self.local_id = np.zeros(slots, np.int32)
-        self.num_pages = np.zeros(slots, np.int32)
+        self.num_blocks = np.zeros(slots, np.int32)
         self.extras = np.zeros(slots, bool)
         self.guided = np.zeros(slots, bool)
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
@@ -112,8 +43,8 @@ class SlotTable:
     def free(self) -> int:
         return len(self._free)
 
-    def occupy(self, request: Request, page_count: int, computed: int) -> int:
-        """Give `request` a slot, with `computed` tokens already in its first pages."""
+    def occupy(self, request: Request, block_count: int, computed: int) -> int:
+        """Give `request` a slot, with `computed` tokens already in its first blocks."""
         slot = self._free.pop()
         params = request.params
         tokens = request.generated
@@ -134,9 +65,9 @@ class SlotTable:
         self.seed[slot] = params.seed
         self.stub[slot] = request.handle >> 32
         self.local_id[slot] = request.handle & 0x7FFFFFFF
-        self.num_pages[slot] = page_count
+        self.num_blocks[slot] = block_count
         self.extras[slot] = request.needs_extras
-        self.guided[slot] = request.guide is not None
+        self.guided[slot] = request.grammar is not None
         self.stops[slot] = bool(params.stop_sequences)
         request.slot = slot
         return slot

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashinfer_backend.engine.step import AttentionBatch
+from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.models.transformer import Attention, Transformer
 
 # Beyond the last size the device takes longer than the host, so nothing is gained. Padding costs about 3 % of
@@ -42,7 +42,7 @@ class Whole(NamedTuple):
 
 class TokenGraphs:
     """Captured steps by number of tokens, over one set of static tensors. `attention` (FlashInferAttention)
-    and block_table [slots + 1, pages] are what whole steps read."""
+    and block_table [slots + 1, blocks] are what whole steps read."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TokenGraphs:
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must
-        have slots in the dummy page."""
+        have slots in the dummy block."""
         size = input_ids.shape[0]
         self._copy(input_ids, positions, slot_mapping)
         q, attended = self._q[:tokens], self._attended[:tokens]

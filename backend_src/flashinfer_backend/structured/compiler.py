@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.paths import resolve_model_dir
-from flashinfer_backend.sampling.guided import GuideError
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES
+from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.transport.protocol import GUIDE_TYPES
 
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
 MOST_BLANKS = 20
@@ -20,7 +20,7 @@ MOST_BLANKS = 20
 SOURCE_POSITION = r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
 
 
-class GuideCompiler:
+class GrammarCompiler:
     """xgrammar and the checkpoint's tokenizer, which are loaded with the first guide."""
 
     def __init__(self, model_dir: str, vocab_size: int) -> None:
@@ -32,23 +32,23 @@ class GuideCompiler:
         with self._loading:
             return self._compiler
 
-    def compile(self, guide_type: str, text: str) -> Any:
-        """An xgrammar.CompiledGrammar; or GuideError, which says what is wrong with the guide."""
+    def compile(self, grammar_type: str, text: str) -> Any:
+        """An xgrammar.CompiledGrammar; or GrammarError, which says what is wrong with the guide."""
         compiler = self.load()
         try:
-            if guide_type == "json":
+            if grammar_type == "json":
                 return compiler.compile_builtin_json_grammar()
-            if guide_type == "json_schema":
+            if grammar_type == "json_schema":
                 return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_BLANKS)
-            if guide_type == "regex":
+            if grammar_type == "regex":
                 return compiler.compile_regex(text)
-            if guide_type == "ebnf_grammar":
+            if grammar_type == "ebnf_grammar":
                 return compiler.compile_grammar(text)
         except Exception as error:  # xgrammar raises RuntimeError with a source position in front
             reason = re.sub(SOURCE_POSITION, "", str(error).strip())
-            raise GuideError(f"guided_decoding_guide is not a valid {guide_type}: {reason}") from error
-        raise GuideError(
-            f"guided_decoding_guide_type is {guide_type!r}; it should be one of {', '.join(GUIDE_TYPES)}"
+            raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
+        raise GrammarError(
+            f"guided_decoding_guide_type is {grammar_type!r}; it should be one of {', '.join(GRAMMAR_TYPES)}"
         )
 
     @cached_property
@@ -56,14 +56,14 @@ class GuideCompiler:
         try:
             import xgrammar
         except ImportError as error:
-            raise GuideError(
+            raise GrammarError(
                 f"guided decoding needs the package xgrammar ({error}); install it, or set"
                 " guided_decoding_backend none"
             ) from error
         try:
             info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size)
         except (OSError, ValueError) as error:
-            raise GuideError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
+            raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 

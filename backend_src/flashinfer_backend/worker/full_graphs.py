@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.staging import StagingRing
-from flashinfer_backend.engine.step import AttentionBatch, StepPlan
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.ops.staging import StagingRing
 
 if TYPE_CHECKING:
-    from flashinfer_backend.engine.runner import Runner
+    from flashinfer_backend.worker.runner import Runner
 
 COLUMNS = 7  # int32 words per row of a graph's input, beside attention's
 
@@ -47,7 +48,7 @@ class DecodeGraphs:
         self._staging = staging
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
-        # Inert rows: dummy slot, position 0, no new page, temperature 0, nothing banned.
+        # Inert rows: dummy slot, position 0, no new block, temperature 0, nothing suppressed.
         self._padding = np.array([[runner.dummy_slot], [0], [-1], [0], [-1]], np.int32)
         self._captured: dict[int, _Captured] = {}
         pool = None
@@ -85,12 +86,12 @@ class DecodeGraphs:
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
         columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
-        slots, positions, pages, temperature, banned = columns
+        slots, positions, blocks, temperature, suppressed = columns
         slots[:rows] = plan.decode_slots
         positions[:rows] = plan.decode_positions
-        pages[:rows] = plan.decode_pages
+        blocks[:rows] = plan.new_blocks
         temperature[:rows] = plan.temperature.view(np.int32)
-        banned[:rows] = plan.banned
+        suppressed[:rows] = plan.suppressed
         columns[:, rows:] = self._padding
         batch = AttentionBatch(
             num_decode=size,
@@ -108,12 +109,12 @@ class DecodeGraphs:
         empty = StepPlan(
             decode_slots=none,
             decode_positions=none,
-            decode_pages=none,
+            new_blocks=none,
             sample_slots=none,
             sample_epochs=np.empty(0, np.int64),
             temperature=np.empty(0, np.float32),
             seed=np.empty(0, np.uint64),
-            banned=none,
+            suppressed=none,
         )
         own = runner.attention.graph_words(size)
         inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=runner.device)
@@ -135,9 +136,9 @@ class DecodeGraphs:
         """What is captured; reads only the static input and device state."""
         runner = self._runner
         seed = data[: 2 * size].view(torch.int64)
-        slots, positions, pages, temperature, banned = data[2 * size :].split(size)
+        slots, positions, blocks, temperature, suppressed = data[2 * size :].split(size)
         input_ids, slot_mapping = runner.ops.decode_inputs(
-            slots, positions, pages, runner.last_token, runner.block_table, runner.page_size
+            slots, positions, blocks, runner.last_token, runner.block_table, runner.block_size
         )
         hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, attention)
         logits = runner.model.logits(hidden)
@@ -146,7 +147,7 @@ class DecodeGraphs:
             temperature.view(torch.float32),
             seed,
             positions + 1,
-            banned,
+            suppressed,
             (runner.last_token, slots),
         )
         return tokens, logits

@@ -13,11 +13,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.sampling.guide_compiler import GuideCompiler
-from flashinfer_backend.sampling.guided import Guide, GuideError, SlowGuideError
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.grammar import Grammar, GrammarError, SlowGrammarError
 
-CACHED_GUIDES = 128
+CACHED_GRAMMARS = 128
 COMPILING_THREADS = 2
 MOST_WAIT_SECONDS = 30.0  # of a request for its guide, and of a guide from its turn on
 UNWANTED_SECONDS = 1.0  # what a guide that nobody waits for any more may take of its turn
@@ -35,7 +35,7 @@ class Waiting:
     request: Request
     key: Key
     since: float
-    outcome: Guide | Exception | None = None
+    outcome: Grammar | Exception | None = None
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class _Job:
     left_behind: bool = False
 
 
-class GuideMaker:
+class GrammarMaker:
     """Makes the guides of requests in threads (xgrammar releases the interpreter).
 
     COMPILING_THREADS of them have a turn at what is not compiled yet. Keeps what the last guides were
@@ -58,7 +58,7 @@ class GuideMaker:
 
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._compiler = GuideCompiler(model_dir, vocab_size)
+        self._compiler = GrammarCompiler(model_dir, vocab_size)
         self._lock = threading.Lock()  # of all below and of the jobs
         self._known: OrderedDict[Key, Any] = OrderedDict()  # xgrammar.CompiledGrammar, or an exception
         self._jobs: dict[Key, _Job] = {}
@@ -79,7 +79,7 @@ class GuideMaker:
             elif job is not None:
                 job.waiting.append(waiting)
             elif known is None and crowded:
-                waiting.outcome = GuideError(
+                waiting.outcome = GrammarError(
                     f"{MOST_LEFT_BEHIND} or more guides that took too long are still at work; until they end"
                     " only guides that are compiled already are taken: try again later"
                 )
@@ -118,7 +118,7 @@ class GuideMaker:
             for job in list(self._jobs.values()):
                 took = 0.0 if job.began is None else now - job.began
                 if took > MOST_WAIT_SECONDS:
-                    self._fail(job, SlowGuideError(TOO_LONG.format(MOST_WAIT_SECONDS)))
+                    self._fail(job, SlowGrammarError(TOO_LONG.format(MOST_WAIT_SECONDS)))
                     del self._jobs[job.key]
                     self._overdue.append(job)
                 elif took > UNWANTED_SECONDS and not job.waiting:
@@ -183,17 +183,17 @@ class GuideMaker:
         while (waiting := self._next_waiting(job)) is not None:
             outcome = self._guide(compiled, waiting.request.params.end_id)
             with self._lock:
-                if isinstance(outcome, SlowGuideError):
+                if isinstance(outcome, SlowGrammarError):
                     self._fail(job, outcome)
                 elif waiting in job.waiting:
                     waiting.outcome = outcome
                     job.waiting.remove(waiting)
 
-    def _guide(self, compiled: Any, end_id: int) -> Guide | Exception:
+    def _guide(self, compiled: Any, end_id: int) -> Grammar | Exception:
         if isinstance(compiled, Exception):
             return compiled
         try:
-            return Guide(compiled, end_id, self._vocab_size)
+            return Grammar(compiled, end_id, self._vocab_size)
         except Exception as error:
             return error
 
@@ -223,7 +223,7 @@ class GuideMaker:
                 del self._jobs[job.key]
             return None
 
-    def _fail(self, job: _Job, error: SlowGuideError) -> None:
+    def _fail(self, job: _Job, error: SlowGrammarError) -> None:
         for waiting in job.waiting:
             waiting.outcome = error
         job.waiting.clear()
@@ -234,6 +234,6 @@ class GuideMaker:
         dropped = [self._known.get(key)]
         self._known[key] = compiled
         self._known.move_to_end(key)
-        while len(self._known) > CACHED_GUIDES:
+        while len(self._known) > CACHED_GRAMMARS:
             dropped.append(self._known.popitem(last=False)[1])
         return dropped

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashinfer_backend.engine.request import SlotTable
-from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.scheduler.slot_table import SlotTable
 from flashinfer_backend.transport import protocol
 
 
@@ -36,7 +36,7 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
     ended = tokens == table.end_id[slots]
     if len(table.end_ids):
         others = (tokens[:, None] == table.end_ids).any(axis=1)
-        # Only the request's own end id is banned until min_tokens; another one that comes is like any token.
+        # Only the request's own end id is suppressed until min_tokens; another is like any token.
         ended |= table.any_end[slots] & others & (outputs > table.min_tokens[slots])
     codes = np.full(len(slots), protocol.RUNNING, np.int32)
     codes[outputs >= table.max_new[slots]] = protocol.FINISHED_LENGTH

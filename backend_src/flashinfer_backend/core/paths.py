@@ -16,7 +16,7 @@ def resolve_model_dir(name: str) -> Path:
 
     Raises FileNotFoundError when there is no such folder.
     """
-    folder = Path(__file__).parent / "bundled_model" if name == BUNDLED else Path(name).expanduser()
+    folder = Path(__file__).parents[1] / "bundled_model" if name == BUNDLED else Path(name).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}")
     return folder

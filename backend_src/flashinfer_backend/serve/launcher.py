@@ -26,9 +26,9 @@ from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
 
-from flashinfer_backend.addresses import Address, AddressError, check_ports, reachable_at, resolve
-from flashinfer_backend.paths import run_dir, unservable
-from flashinfer_backend.thread_pipes import widen_thread_pipes
+from flashinfer_backend.core.paths import run_dir, unservable
+from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, reachable_at, resolve
+from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
 
@@ -254,7 +254,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"serve: {error}", file=sys.stderr)
         return 1
     return run([*args, *options.server_args], env, reachable_at(address, options.http_port))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 """Runs planned steps on the device.
 
 Device state is indexed by slot: block table and last token. One more row than there are slots
-serves as the dummy that padded rows of a CUDA graph use; its only page is page 0.
+serves as the dummy that padded rows of a CUDA graph use; its only block is block 0.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.graphs import DecodeGraphs
-from flashinfer_backend.engine.staging import Download, ReadbackRing, StagingRing
-from flashinfer_backend.engine.step import AttentionBatch, StepPlan
-from flashinfer_backend.engine.token_graphs import TokenGraphs
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.transformer import Attention, Transformer
+from flashinfer_backend.ops.staging import Download, ReadbackRing, StagingRing
 from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
 from flashinfer_backend.sampling.sampler import Sampler
+from flashinfer_backend.worker.full_graphs import DecodeGraphs
+from flashinfer_backend.worker.piecewise_graphs import TokenGraphs
 
 
 @dataclass
@@ -51,10 +52,10 @@ class _Reporting:
 class Runner:
     """Owns the device: KV cache, block tables, last tokens, graphs."""
 
-    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, num_pages: int) -> None:
+    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, num_blocks: int) -> None:
         self.model, self.ops, self.device = model, ops, model.device
-        self.page_size = config.tokens_per_block
-        shape = (num_pages, self.page_size, model.config.num_kv_heads, model.config.head_dim)
+        self.block_size = config.tokens_per_block
+        shape = (num_blocks, self.block_size, model.config.num_kv_heads, model.config.head_dim)
         self.kv_caches = [
             (
                 torch.zeros(shape, dtype=model.dtype, device=self.device),
@@ -62,10 +63,10 @@ class Runner:
             )
             for _ in range(model.config.num_layers)
         ]
-        self.max_pages = -(-config.max_seq_len // self.page_size)
+        self.max_blocks = -(-config.max_seq_len // self.block_size)
         self.dummy_slot = config.max_num_seqs
         rows = config.max_num_seqs + 1
-        self.block_table = torch.zeros((rows, self.max_pages), dtype=torch.int32, device=self.device)
+        self.block_table = torch.zeros((rows, self.max_blocks), dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(16 * config.max_num_tokens, self.device)
         self._readback = ReadbackRing(2 * config.max_num_seqs, self.device)  # tokens, log probabilities
@@ -77,7 +78,7 @@ class Runner:
 
     def _make_attention(self, config: EngineConfig) -> Any:
         heads = self.model.config
-        shape = (self.kv_caches, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.page_size)
+        shape = (self.kv_caches, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.block_size)
         if config.attention_backend == "torch" or self.device.type == "cpu":
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
@@ -87,7 +88,7 @@ class Runner:
         return FlashInferAttention(
             *shape,
             max_num_seqs=config.max_num_seqs,
-            max_pages_per_seq=self.max_pages,
+            max_pages_per_seq=self.max_blocks,
             decode_backend=config.attention_backend,
             dtype=self.model.dtype,
         )
@@ -180,23 +181,23 @@ class Runner:
         return self.model.logits(hidden), (starts + q_lens)[samples]
 
     def update_block_table(self, plan: StepPlan) -> None:
-        """Enter the step's new pages, before anything of the step reads the table."""
-        rows = np.flatnonzero(plan.decode_pages >= 0)
+        """Enter the step's new blocks, before anything of the step reads the table."""
+        rows = np.flatnonzero(plan.new_blocks >= 0)
         admitted = plan.table_updates
         if not len(rows) and not len(admitted):
             return
-        columns = plan.decode_positions[rows] // self.page_size
-        where, pages = self._staging.upload(
+        columns = plan.decode_positions[rows] // self.block_size
+        where, blocks = self._staging.upload(
             [
-                plan.decode_slots[rows] * self.max_pages + columns,
-                admitted[:, 0] * self.max_pages + admitted[:, 1],
-                plan.decode_pages[rows],
+                plan.decode_slots[rows] * self.max_blocks + columns,
+                admitted[:, 0] * self.max_blocks + admitted[:, 1],
+                plan.new_blocks[rows],
                 admitted[:, 2],
             ]
         ).view(2, -1)
-        self.block_table.view(-1)[where] = pages
+        self.block_table.view(-1)[where] = blocks
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Cache slots (page * page size + offset), int32 [T], of tokens given by slot and position."""
-        pages = self.block_table[slots, positions // self.page_size]
-        return pages * self.page_size + positions % self.page_size
+        """Cache slots (block * block size + offset), int32 [T], of tokens given by slot and position."""
+        blocks = self.block_table[slots, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size

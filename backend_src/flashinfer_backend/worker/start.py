@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import torch
 
-from flashinfer_backend.engine.config import EngineConfig, resolve_limits
-from flashinfer_backend.engine.graphs import default_sizes
-from flashinfer_backend.engine.pages import PageAllocator
-from flashinfer_backend.engine.runner import Runner
-from flashinfer_backend.engine.scheduler import Scheduler
-from flashinfer_backend.engine.step import StepPlan
+from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
-from flashinfer_backend.paths import resolve_model_dir
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.worker.full_graphs import default_sizes
+from flashinfer_backend.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def start(config: EngineConfig) -> Core:
     load_weights(model, model_dir, config.load_format)
     log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
 
-    num_pages = _num_pages(config, model, ops)
-    tokens = (num_pages - 1) * config.tokens_per_block
+    num_blocks = _num_blocks(config, model, ops)
+    tokens = (num_blocks - 1) * config.tokens_per_block
     if tokens < config.max_seq_len:
         log.warning(
             "the KV cache holds %d tokens: max_seq_len is %d instead of %d",
@@ -67,16 +67,16 @@ def start(config: EngineConfig) -> Core:
         config = msgspec.structs.replace(
             config, max_seq_len=tokens, max_input_len=min(config.max_input_len, tokens - 1)
         )
-    runner = Runner(config, model, ops, num_pages)
-    allocator = PageAllocator(num_pages, config.tokens_per_block, config.enable_kv_cache_reuse)
+    runner = Runner(config, model, ops, num_blocks)
+    kv_manager = KVCacheManager(num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
     _warm_up(config, runner)
     log.info(
-        "KV cache of %d pages of %d tokens; ready after %.1f s",
-        num_pages - 1,
+        "KV cache of %d blocks of %d tokens; ready after %.1f s",
+        num_blocks - 1,
         config.tokens_per_block,
         time.monotonic() - began,
     )
-    return Core(config, model_config, Scheduler(config, allocator, model_config.eos_token_ids), runner)
+    return Core(config, model_config, Scheduler(config, kv_manager, model_config.eos_token_ids), runner)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -116,23 +116,23 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
     return torch.float16 if model_config.dtype == "float16" else torch.bfloat16
 
 
-def _num_pages(config: EngineConfig, model: Transformer, ops: object) -> int:
-    """Pages of the KV cache, the dummy page included."""
+def _num_blocks(config: EngineConfig, model: Transformer, ops: object) -> int:
+    """Blocks of the KV cache, the dummy block included."""
     heads = model.config
     element = torch.empty(0, dtype=model.dtype).element_size()
     token_bytes = 2 * heads.num_layers * heads.num_kv_heads * heads.head_dim * element
-    page = config.tokens_per_block
-    most = -(-config.max_seq_len // page) * config.max_num_seqs
+    block = config.tokens_per_block
+    most = -(-config.max_seq_len // block) * config.max_num_seqs
     if model.device.type == "cpu":
-        pages = min(most, CPU_KV_BYTES // (token_bytes * page))
+        blocks = min(most, CPU_KV_BYTES // (token_bytes * block))
     else:
         free = _free_memory_after_largest_step(config, model)
-        pages = int(free * config.kv_cache_free_gpu_mem_fraction) // (token_bytes * page)
+        blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // (token_bytes * block)
     if config.max_tokens_in_paged_kv_cache:
-        pages = min(pages, -(-config.max_tokens_in_paged_kv_cache // page))
-    if pages < 1:
+        blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // block))
+    if blocks < 1:
         raise ValueError("no memory is left for the KV cache; use a smaller model or max_num_tokens")
-    return pages + 1
+    return blocks + 1
 
 
 def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) -> int:
@@ -167,13 +167,13 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
 
 
 def _prompt_plan(slot: int, length: int) -> StepPlan:
-    """A prompt of zeros in the dummy slot, whose every page is page 0."""
+    """A prompt of zeros in the dummy slot, whose every block is block 0."""
     one = np.ones(1, np.int32)
     none = np.empty(0, np.int32)
     return StepPlan(
         decode_slots=none,
         decode_positions=none,
-        decode_pages=none,
+        new_blocks=none,
         prefill_slots=one * slot,
         prefill_starts=one * 0,
         prefill_lens=one * length,
@@ -183,5 +183,5 @@ def _prompt_plan(slot: int, length: int) -> StepPlan:
         sample_epochs=np.zeros(1, np.int64),
         temperature=np.zeros(1, np.float32),
         seed=np.zeros(1, np.uint64),
-        banned=-one,
+        suppressed=-one,
     )

@@ -6,17 +6,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from flashinfer_backend.engine.request import Request
-from flashinfer_backend.sampling import guide_maker
-from flashinfer_backend.sampling.guide_maker import GuideMaker, Waiting
-from flashinfer_backend.sampling.guided import Follower, Guide, GuideError, SlowGuideError
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.structured import maker
+from flashinfer_backend.structured.grammar import Follower, Grammar, GrammarError, SlowGrammarError
+from flashinfer_backend.structured.maker import GrammarMaker, Waiting
 
 
-class GuideQueue:
+class GrammarQueue:
     """Guided requests from their submission until their guides are there."""
 
     def __init__(self, model_dir: str, vocab_size: int) -> None:
-        self._maker = GuideMaker(model_dir, vocab_size)
+        self._maker = GrammarMaker(model_dir, vocab_size)
         self._follower = Follower()
         self._waiting: dict[int, Waiting] = {}  # by handle, in order of arrival
 
@@ -27,10 +27,10 @@ class GuideQueue:
         params = request.params
         if request.handle in self._waiting:
             raise ValueError(f"handle {request.handle} is already in use by an open request")
-        waiting = Waiting(request, (params.guide_type, params.guide), time.monotonic())
+        waiting = Waiting(request, (params.grammar_type, params.grammar), time.monotonic())
         self._waiting[request.handle] = waiting
         left_behind = self._maker.left_behind + self._follower.left_behind
-        self._maker.submit(waiting, crowded=left_behind >= guide_maker.MOST_LEFT_BEHIND)
+        self._maker.submit(waiting, crowded=left_behind >= maker.MOST_LEFT_BEHIND)
 
     def cancel(self, handle: int) -> Request | None:
         """Forget a waiting request; None if there is no such one."""
@@ -53,30 +53,30 @@ class GuideQueue:
         self._maker.pass_turns(now)
         for handle, waiting in list(self._waiting.items()):
             request, outcome = waiting.request, waiting.outcome
-            late = outcome is None and now - waiting.since > guide_maker.MOST_WAIT_SECONDS
+            late = outcome is None and now - waiting.since > maker.MOST_WAIT_SECONDS
             # One that is at work has its own limit, from when it began.
             if late and self._maker.forget_unbegun(waiting):
-                outcome = GuideError(
-                    f"the guide was not ready within {guide_maker.MOST_WAIT_SECONDS:g} s, as other guides"
+                outcome = GrammarError(
+                    f"the guide was not ready within {maker.MOST_WAIT_SECONDS:g} s, as other guides"
                     " came first: try again later"
                 )
             if outcome is None:
                 continue
             del self._waiting[handle]
-            if isinstance(outcome, Guide):
-                request.guide = outcome
+            if isinstance(outcome, Grammar):
+                request.grammar = outcome
                 yield request, None
             else:
                 yield request, str(outcome)
 
-    def follow(self, moves: list[tuple[Request, int]]) -> list[GuideError | None]:
+    def follow(self, moves: list[tuple[Request, int]]) -> list[GrammarError | None]:
         """Move the requests' guides on by a token each: why it cannot be, or None where it was."""
         steps = []
         for request, token in moves:
-            assert request.guide is not None
-            steps.append((request.guide, token))
+            assert request.grammar is not None
+            steps.append((request.grammar, token))
         errors = self._follower.follow(steps)
         for (request, _), error in zip(moves, errors, strict=True):
-            if isinstance(error, SlowGuideError):
-                self._maker.refuse((request.params.guide_type, request.params.guide), error)
+            if isinstance(error, SlowGrammarError):
+                self._maker.refuse((request.params.grammar_type, request.params.grammar), error)
         return errors

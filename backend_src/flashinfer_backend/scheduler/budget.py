@@ -7,9 +7,10 @@ import itertools
 
 import numpy as np
 
-from flashinfer_backend.engine.config import EngineConfig
-from flashinfer_backend.engine.request import Request, SlotTable
-from flashinfer_backend.engine.waiting import WaitingQueue
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.scheduler.request_queue import RequestQueue
+from flashinfer_backend.scheduler.slot_table import SlotTable
 
 PROMPTS_TOGETHER = 1024  # tokens
 # Fewer tokens leave the device waiting for its weights; from here on a step's time grows with its tokens.
@@ -44,7 +45,7 @@ class StepBudget:
         self._owed = 0  # steps with decode rows, for those without
 
     def tokens(
-        self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: WaitingQueue
+        self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: RequestQueue
     ) -> int:
         """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
         config = self._config
@@ -75,7 +76,7 @@ class StepBudget:
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(FILLED_STEP, -(-work // steps)))
 
-    def _notice_arrivals(self, waiting: WaitingQueue, idle: bool) -> None:
+    def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:
             self._age, self._fed = 0, False
         elif self._backlog or self._age:
@@ -95,7 +96,7 @@ class StepBudget:
         return pause
 
 
-def joins(config: EngineConfig, waiting: WaitingQueue, together: int, tokens: int) -> bool:
+def joins(config: EngineConfig, waiting: RequestQueue, together: int, tokens: int) -> bool:
     """Whether a prompt with `tokens` to compute should share a step that has `together` already.
 
     The device is busy with PROMPTS_TOGETHER tokens: more in one step keep the prompts before waiting
@@ -106,7 +107,7 @@ def joins(config: EngineConfig, waiting: WaitingQueue, together: int, tokens: in
     return _exceed(waiting, config.max_num_tokens)
 
 
-def _exceed(waiting: WaitingQueue, limit: int, begun: int = 0) -> bool:
+def _exceed(waiting: RequestQueue, limit: int, begun: int = 0) -> bool:
     """Whether the prompts that wait, and `begun` tokens of others, are more than `limit`."""
     lengths = (len(r.prompt) + len(r.generated) for r in waiting)
     return any(total > limit for total in itertools.accumulate(lengths, initial=begun))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the KV cache: who holds them, which hold a reusable prefix, which go next.
+
+A block is in exactly one place: held (reference count > 0), in `_free` (nothing of use in it),
+or in `_lru` (no holder, but registered content). Content is named by a digest over the whole
+prefix up to and including the block, so a key never depends on another block's fate.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+
+import numpy as np
+
+
+class KVCacheManager:
+    """Allocates blocks 1..num_blocks-1; block 0 is the dummy that padded rows write to."""
+
+    def __init__(self, num_blocks: int, block_size: int, reuse: bool) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a KV cache needs at least 2 blocks, got {num_blocks}")
+        self.block_size = block_size
+        self.num_blocks = num_blocks - 1
+        self.reuse = reuse
+        self._references = np.zeros(num_blocks, dtype=np.int32)
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._lru: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation can have, cached ones included."""
+        return len(self._free) + len(self._lru)
+
+    @property
+    def cached(self) -> int:
+        """Blocks without a holder whose content can be reused."""
+        return len(self._lru)
+
+    def prefix_keys(self, tokens: np.ndarray, start: int = 0, parent: bytes = b"") -> list[bytes]:
+        """Keys of the full blocks of `tokens` (int32 [n]) from block `start` on; `parent` is the
+        key of block start - 1."""
+        size, keys = self.block_size, []
+        data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        for block in range(start, len(tokens) // size):
+            parent = blake2b(
+                parent + data[block * size * 4 : (block + 1) * size * 4], digest_size=16
+            ).digest()
+            keys.append(parent)
+        return keys
+
+    def match(self, keys: list[bytes]) -> list[int]:
+        """Blocks that hold the longest known prefix of `keys`. The caller now holds each."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            if self._references[block] == 0:
+                del self._lru[block]
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with undefined content, or None (and no change) if there are too few."""
+        if count > self.available:
+            return None
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._lru.popitem(last=False)
+                del self._block_of[self._key_of.pop(block)]
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, key: bytes) -> None:
+        """Name a held block's content. A key that another block already has is left with it."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def release(self, blocks: list[int]) -> None:
+        """Give blocks of one sequence back, in sequence order. The last block becomes the oldest,
+        so that the end of a prefix is evicted before its beginning."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] > 0:
+                continue
+            assert self._references[block] == 0, f"block {block} was released more often than it was held"
+            if block in self._key_of:
+                self._lru[block] = None
+            else:
+                self._free.append(block)
