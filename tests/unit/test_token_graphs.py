@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
-from flashinfer_backend.worker import piecewise_graphs as token_graphs
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.worker import piecewise_graphs as token_graphs
 from flashinfer_backend.worker.piecewise_graphs import SIZES, TokenGraphs, fastest_sizes
 
 
