@@ -24,8 +24,8 @@ from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.worker.start import Core
 from perf_configs.engine_start import engine_parameters, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
@@ -47,7 +47,7 @@ class LocalSocket:
             time.sleep(timeout_ms / 1000)
         return messages
 
-    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowExtras] | None) -> None:
+    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowReport] | None) -> None:
         tokens = protocol.unpack_tokens(frame)[:, 1]
         self.output_tokens += int((tokens != protocol.NO_TOKEN).sum())
 

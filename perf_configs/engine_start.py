@@ -12,8 +12,8 @@ import torch
 from flashinfer_backend.config_tools import settings
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.worker.start import Core, start
 
 MAX_SEQ_LEN = 8192  # or what the checkpoint allows
 OWN_OPTIONS = {"model_dir": "--model", "load_format": "--load-format"}

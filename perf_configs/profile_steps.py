@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flashinfer_backend.worker.start import Core
+from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import engine_parameters, start_on_gpu
 

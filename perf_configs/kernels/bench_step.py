@@ -21,6 +21,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
@@ -70,14 +71,13 @@ class Bench:
     def attention(self, decode_backend: str) -> FlashInferAttention:
         config = self.config
         return FlashInferAttention(
-            self.caches, config.num_heads, config.num_kv_heads, config.head_dim, PAGE,
-            self.max_seqs, self.columns, decode_backend,
+            KVCache.over(self.caches), config.num_heads, self.max_seqs, self.columns, decode_backend,
         )  # fmt: skip
 
     def batch(
         self, q_lens: np.ndarray, kv_lens: np.ndarray
     ) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor]:
-        """The step plus positions and slot mapping; pages are drawn at random as after long service."""
+        """The step plus positions and cache locations; pages are drawn at random as after long service."""
         rows = len(q_lens)
         free = np.random.default_rng(0).permutation(np.arange(1, self.pages))
         table = np.zeros((self.max_seqs, self.columns), dtype=np.int32)
@@ -88,12 +88,11 @@ class Bench:
             taken += count
             positions.append(np.stack((np.full(q_len, row), np.arange(kv_len - q_len, kv_len))))
         row_of, position = np.concatenate(positions, axis=1)
-        slot_mapping = table[row_of, position // PAGE] * PAGE + position % PAGE
+        cache_locations = table[row_of, position // PAGE] * PAGE + position % PAGE
         slots = np.arange(rows, dtype=np.int32)
-        decode = int((q_lens == 1).sum())
-        batch = AttentionBatch(decode, q_lens, kv_lens, slots, torch.from_numpy(table).cuda())
+        batch = AttentionBatch(q_lens, kv_lens, slots, torch.from_numpy(table).cuda())
         to_device = lambda array: torch.from_numpy(array.astype(np.int32)).cuda()  # noqa: E731
-        return batch, to_device(position), to_device(slot_mapping)
+        return batch, to_device(position), to_device(cache_locations)
 
     def decode(self, rows: int, context: int, decode_backend: str, per_op: bool) -> dict:
         config, model, ops = self.config, self.model, self.ops
@@ -163,7 +162,9 @@ class Bench:
             times.append(start.elapsed_time(end) * 1e3)
         config = self.config
         weights = sum(
-            w.numel() for layer in self.model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            w.data.numel()
+            for layer in self.model.layers
+            for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
         flops = 2.0 * tokens * weights
         flops += 2.0 * tokens * tokens * config.num_heads * config.head_dim * config.num_layers

@@ -17,9 +17,9 @@ import zmq
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
-from flashinfer_backend.worker.start import Core, start
 
 TIMEOUT_S = 60
 
@@ -38,7 +38,7 @@ class Client:
         self.tokens: dict[int, list[int]] = {}
         self.code: dict[int, int] = {}
         self.failure: dict[int, protocol.Failure] = {}
-        self.extras: dict[int, list[protocol.RowExtras]] = {}
+        self.extras: dict[int, list[protocol.RowReport]] = {}
         self.statuses: list[protocol.Status] = []
         self.thread: threading.Thread | None = None
 
@@ -69,7 +69,7 @@ class Client:
                     self.tokens[local_id].append(token)
                 if code != protocol.RUNNING:
                     self.code[local_id] = code
-            for extra in protocol.decode_extras(rest[0]) if rest else []:
+            for extra in protocol.decode_reports(rest[0]) if rest else []:
                 self.extras.setdefault(extra.local_id, []).append(extra)
         elif kind == protocol.FAILURE:
             failure = protocol.decode_failure(body)

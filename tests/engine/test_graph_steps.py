@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from engine.harness import serve, start_core
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker.full_graphs import COLUMNS, DecodeGraphs, _Captured
+from flashinfer_backend.worker.decode_graphs import COLUMNS, DecodeGraphs, _Captured
 from flashinfer_backend.worker.runner import Runner
 
 SIZES = [2, 4, 8]

@@ -15,11 +15,11 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.worker.start import Core
 
 pytest.importorskip("xgrammar")
 

@@ -9,6 +9,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.kv_cache.cache import KVCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,10 +37,10 @@ class Setup:
         # The last row is the slot of padded rows: all of its pages are page 0.
         self.table = torch.zeros(MAX_SEQS + 1, MAX_PAGES, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
-            self.caches, heads, kv_heads, DIM, PAGE, MAX_SEQS, MAX_PAGES, decode_backend
+            KVCache.over(self.caches), heads, MAX_SEQS, MAX_PAGES, decode_backend
         )
         wide = [tuple(cache.float() for cache in pair) for pair in self.caches]
-        self.reference = TorchPagedAttention(wide, heads, kv_heads, DIM, PAGE)
+        self.reference = TorchPagedAttention(KVCache.over(wide), heads)
 
     def batch(self, q_lens, kv_lens) -> AttentionBatch:
         rows = len(q_lens)
@@ -51,9 +52,7 @@ class Setup:
             table[slot, :count] = [next(pages) for _ in range(count)]
         self.table.copy_(torch.from_numpy(table))
         q_lens = np.array(q_lens, dtype=np.int32)
-        num_decode = int(np.argmax(q_lens > 1)) if (q_lens > 1).any() else rows
         return AttentionBatch(
-            num_decode,
             q_lens,
             np.array(kv_lens, dtype=np.int32),
             slots,
@@ -64,7 +63,6 @@ class Setup:
         """The decode rows of `batch` and rows of padding."""
         padding = rows - len(batch.slots)
         return AttentionBatch(
-            rows,
             np.ones(rows, np.int32),
             np.concatenate([batch.kv_lens, np.ones(padding, np.int32)]),
             np.concatenate([batch.slots, np.full(padding, MAX_SEQS, np.int32)]),
@@ -90,7 +88,7 @@ class GraphState:
         self.state = setup.attention.graph_state(bucket, setup.table, self.words)
         self.run = self.state.run
         none = np.empty(0, np.int32)
-        self.plan(AttentionBatch(0, none, none, none, setup.table))
+        self.plan(AttentionBatch(none, none, none, setup.table))
 
     def plan(self, batch: AttentionBatch) -> None:
         host = np.full(len(self.words), 99, np.int32)
@@ -211,7 +209,7 @@ def test_refuses_what_it_cannot_do():
 
     caches = [(torch.zeros(2, 16, 8, 96, device="cuda").bfloat16(),) * 2]
     with pytest.raises(ValueError, match="head_dim"):
-        FlashInferAttention(caches, 32, 8, 96, 16, 4, 4)
+        FlashInferAttention(KVCache.over(caches), 32, 4, 4)
     setup = Setup(32, 8)
     with pytest.raises(ValueError, match="max_num_seqs"):
         setup.attention.graph_state(MAX_SEQS + 1, setup.table, setup.table[0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,11 +48,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 6e
 def test_norm_linear(ops, tokens, rows, hidden, with_bias):
     x, weight = randn(tokens, hidden, scale=3.0), randn(rows, hidden, scale=hidden**-0.5)
     norm, bias = randn(hidden) * 0.1 + 1, randn(rows) if with_bias else None
-    before = x.clone()
+    before, role = x.clone(), "qkv" if rows < 32768 else "head"
     expected = torch_ops.norm_linear(
-        x.float(), norm.float(), 1e-5, weight.float(), None if bias is None else bias.float()
+        x.float(), norm.float(), 1e-5, Weight(role, weight.float()), None if bias is None else bias.float()
     )
-    assert_close(ops.norm_linear(x, norm, 1e-5, weight, bias), expected)
+    assert_close(ops.norm_linear(x, norm, 1e-5, Weight(role, weight), bias), expected)
+    if bias is None:
+        out = torch.empty_like(expected, dtype=x.dtype)
+        assert ops.norm_linear(x, norm, 1e-5, Weight(role, weight), None, out=out) is out
+        assert_close(out, expected)
     assert torch.equal(x, before)
 
 
@@ -59,8 +64,9 @@ def test_norm_linear(ops, tokens, rows, hidden, with_bias):
 @pytest.mark.parametrize("rows, inner", [(4096, 4096), (4096, 14336), (3584, 18944), (1024, 3072)])
 def test_linear_add(ops, tokens, rows, inner):
     x, weight, residual = randn(tokens, inner), randn(rows, inner, scale=inner**-0.5), randn(tokens, rows)
-    expected = torch_ops.linear_add(x.float(), weight.float(), residual.float())
-    assert_close(ops.linear_add(x, weight, residual), expected)
+    role = "down" if inner > rows else "o"
+    expected = torch_ops.linear_add(x.float(), Weight(role, weight.float()), residual.float())
+    assert_close(ops.linear_add(x, Weight(role, weight), residual), expected)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -68,14 +74,15 @@ def test_linear_add(ops, tokens, rows, inner):
 def test_norm_gate_up_silu(ops, tokens, inner, hidden):
     x, weight = randn(tokens, hidden, scale=3.0), randn(2 * inner, hidden, scale=hidden**-0.5)
     norm = randn(hidden) * 0.1 + 1
-    expected = torch_ops.norm_gate_up_silu(x.float(), norm.float(), 1e-5, weight.float())
-    assert_close(ops.norm_gate_up_silu(x, norm, 1e-5, weight), expected, 1e-2)
+    expected = torch_ops.norm_gate_up_silu(x.float(), norm.float(), 1e-5, Weight("gate_up", weight.float()))
+    assert_close(ops.norm_gate_up_silu(x, norm, 1e-5, Weight("gate_up", weight)), expected, 1e-2)
 
 
 def test_products_repeat_bit_for_bit(ops):
     """Split sums are added in one order, so a replayed request gives the same tokens."""
     for tokens in (1, 16, 64):
         x, weight, residual = randn(tokens, 14336), randn(4096, 14336, scale=0.01), randn(tokens, 4096)
+        weight = Weight("down", weight)
         first = ops.linear_add(x, weight, residual.clone())
         for _ in range(20):
             assert torch.equal(first, ops.linear_add(x, weight, residual.clone()))

@@ -16,6 +16,7 @@ from checkpoints import KINDS, make_checkpoint
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
@@ -30,9 +31,9 @@ def load(model_dir: Path, dtype: str = "float32") -> Transformer:
     return model
 
 
-def attention_batch(num_decode, q_lens, kv_lens, slots, table) -> AttentionBatch:
+def attention_batch(q_lens, kv_lens, slots, table) -> AttentionBatch:
     host = [np.array(values, dtype=np.int32) for values in (q_lens, kv_lens, slots)]
-    return AttentionBatch(num_decode, *host, table)
+    return AttentionBatch(*host, table)
 
 
 class Paged:
@@ -49,36 +50,32 @@ class Paged:
             tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv")
             for _ in range(config.num_layers)
         ]
-        self.attention = TorchPagedAttention(
-            self.caches, config.num_heads, config.num_kv_heads, config.head_dim, PAGE
-        )
+        self.attention = TorchPagedAttention(KVCache.over(self.caches), config.num_heads)
         self.lens = [0] * num_slots
         self.table = torch.full((num_slots, max_pages), 2**30, dtype=torch.int32)
         self.free = torch.randperm(len(self.table) * max_pages, generator=torch.manual_seed(0)).tolist()
 
-    def step(
-        self, work: list[tuple[int, list[int]]], num_decode: int = 0, last_only: bool = False
-    ) -> list[Tensor]:
-        """Run rows of (slot, new tokens), the first num_decode as decodes -> logits[q_len, V] per row; of the
+    def step(self, work: list[tuple[int, list[int]]], last_only: bool = False) -> list[Tensor]:
+        """Run rows of (slot, new tokens) -> logits[q_len, V] per row; of the
         last token of each alone with last_only."""
-        positions, slot_mapping = [], []
+        positions, cache_locations = [], []
         for slot, new in work:
             for position in range(self.lens[slot], self.lens[slot] + len(new)):
                 if position % PAGE == 0:
                     self.table[slot, position // PAGE] = self.free.pop()
                 positions.append(position)
-                slot_mapping.append(int(self.table[slot, position // PAGE]) * PAGE + position % PAGE)
+                cache_locations.append(int(self.table[slot, position // PAGE]) * PAGE + position % PAGE)
             self.lens[slot] += len(new)
         slots, q_lens = [slot for slot, _ in work], [len(new) for _, new in work]
         kv_lens = [self.lens[slot] for slot in slots]
-        self.attention.plan(attention_batch(num_decode, q_lens, kv_lens, slots, self.table))
+        self.attention.plan(attention_batch(q_lens, kv_lens, slots, self.table))
         int32 = {"dtype": torch.int32}
         ids = torch.tensor([token for _, new in work for token in new], **int32)
         rows = torch.tensor(q_lens).cumsum(0) - 1
         hidden = self.model(
             ids,
             torch.tensor(positions, **int32),
-            torch.tensor(slot_mapping, **int32),
+            torch.tensor(cache_locations, **int32),
             self.caches,
             self.attention,
             rows if last_only else None,
@@ -108,8 +105,8 @@ def test_rows_are_those_of_all_tokens(pair):
     _, ours = pair
     work = [(1, prompt(1)), (0, prompt(37)), (3, prompt(20, seed=1))]
     every, some = Paged(ours), Paged(ours)
-    expected = [logits[-1:] for logits in every.step(work, num_decode=1)]
-    torch.testing.assert_close(some.step(work, num_decode=1, last_only=True), expected)
+    expected = [logits[-1:] for logits in every.step(work)]
+    torch.testing.assert_close(some.step(work, last_only=True), expected)
     for mine, theirs in zip(some.caches, every.caches, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
     none = torch.empty(0, dtype=torch.int32)
@@ -124,7 +121,7 @@ def test_logits_match_transformers(pair):
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
     paged = Paged(ours)
     pieces = [paged.step([(1, ids[a:b])])[0] for a, b in [(0, 37), (37, 38), (38, 130)]]
-    pieces += [paged.step([(1, [token])], num_decode=1)[0] for token in ids[130:]]
+    pieces += [paged.step([(1, [token])])[0] for token in ids[130:]]
     torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
 
 
@@ -136,11 +133,11 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
     first = paged.step([(0, prompts[0])])[0][-1].argmax().item()
     outputs: list[list[int]] = [[first], []]
     for a, b in [(0, 20), (20, 75)]:
-        decode, chunk = paged.step([(0, [outputs[0][-1]]), (3, prompts[1][a:b])], num_decode=1)
+        decode, chunk = paged.step([(0, [outputs[0][-1]]), (3, prompts[1][a:b])])
         outputs[0].append(decode[-1].argmax().item())
     outputs[1].append(chunk[-1].argmax().item())
     while len(outputs[1]) < 64:
-        rows = paged.step([(0, [outputs[0][-1]]), (3, [outputs[1][-1]])], num_decode=2)
+        rows = paged.step([(0, [outputs[0][-1]]), (3, [outputs[1][-1]])])
         for output, row in zip(outputs, rows, strict=True):
             output.append(row[-1].argmax().item())
     for ids, output in zip(prompts, outputs, strict=True):
@@ -191,9 +188,9 @@ def test_paged_attention_matches_dense(monkeypatch, query_block, group_tokens):
             for name, cache in zip("kv", pair_of_caches, strict=True):
                 dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)
                 cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name]
-    attention = TorchPagedAttention(caches, heads, kv_heads, dim, PAGE)
+    attention = TorchPagedAttention(KVCache.over(caches), heads)
     with torch.inference_mode():  # run() must work outside of the mode that plan() ran in
-        attention.plan(attention_batch(4, q_lens, kv_lens, slots, table))
+        attention.plan(attention_batch(q_lens, kv_lens, slots, table))
     for layer in range(2):
         q = torch.randn(sum(q_lens), heads, dim, generator=generator)
         out = torch.full_like(q, torch.nan)
@@ -249,7 +246,7 @@ def test_tied_checkpoint_may_store_the_same_head_but_no_other(tmp_path):
     path = make_checkpoint("llama-tied", tmp_path)
     edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     model = load(path)
-    assert model.lm_head is model.embed_tokens
+    assert model.lm_head.data is model.embed_tokens
     edit_tensors(path, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(WeightsError, match=r"lm_head.weight differs"):
         load(path)
@@ -288,7 +285,7 @@ def test_dummy_weights(checkpoint):
     models = [Transformer(config, torch_ops, torch.float32, "cpu") for _ in range(3)]
     for model, seed in zip(models, [5, 5, 6], strict=True):
         load_weights(model, "/nonexistent", load_format="dummy", seed=seed)
-    gate_up = [model.layers[0].gate_up for model in models]
+    gate_up = [model.layers[0].gate_up.data for model in models]
     assert torch.equal(gate_up[0], gate_up[1]) and not torch.equal(gate_up[0], gate_up[2])
     assert gate_up[0].std().item() == pytest.approx(config.initializer_range, rel=0.1)
     assert bool((models[0].layers[1].post_norm == 1).all())

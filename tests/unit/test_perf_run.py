@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
-from flashinfer_backend.worker.start import start
+from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
 from perf_configs.servers import Running, read_servers

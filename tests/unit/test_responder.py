@@ -174,7 +174,7 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
     sequence._matcher = matcher  # type: ignore[assignment]
 
     def report(token: int) -> None:
-        extras = protocol.RowExtras(1, log_prob=-float(token))
+        extras = protocol.RowReport(1, log_prob=-float(token))
         sequence.on_token(token, protocol.RUNNING, extras)
 
     def sent() -> tuple[list[int], list[float | None], float]:

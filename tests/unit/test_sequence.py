@@ -48,7 +48,7 @@ def generated(
     ids = said + word
     for n, token in enumerate(ids, start=1):
         code = protocol.FINISHED_STOP_WORDS if left and n == len(ids) else protocol.RUNNING
-        sequence.on_token(token, code, protocol.RowExtras(1, log_prob=-1.0))
+        sequence.on_token(token, code, protocol.RowReport(1, log_prob=-1.0))
     assert sender.ended.wait(TIMEOUT_S)
     bench.responder.close()
     chunks = [tensors for tensors, _, _ in sender.sent]
@@ -126,7 +126,7 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
     if engine_fails:
         sequence.on_failure("the engine ended", refused=False)
     else:
-        sequence.on_token(9, protocol.FINISHED_LENGTH, protocol.RowExtras(2, perf=perf))
+        sequence.on_token(9, protocol.FINISHED_LENGTH, protocol.RowReport(2, perf=perf))
     chunk = sequence.take()
     assert chunk is not None and sequence.ended and chunk.code == protocol.FINISHED_STOP_WORDS
     assert tokenizer.backend.decode(chunk.ids) == "a town"

@@ -70,7 +70,6 @@ def test_steps_that_it_takes(
     state = step_graph.StepGraphState(attention, 512, DECODE_ROWS, table)
     rows, before = decode + len(q_lens), attention.uploads
     batch = AttentionBatch(
-        num_decode=decode,
         q_lens=np.array([1] * decode + q_lens, np.int32),
         kv_lens=np.array([9] * decode + kv_lens, np.int32),
         slots=np.arange(rows, dtype=np.int32),
@@ -87,7 +86,7 @@ def test_along_one_stream_a_decode_row_must_wait_for_the_prompts(
     table = torch.empty(0)
     state = step_graph.StepGraphState(FakeAttention(), 64, DECODE_ROWS, table)
     lens = np.array([1] * decode + [20], np.int32)
-    assert state.plan(AttentionBatch(decode, lens, lens, np.arange(decode + 1), table)) is taken
+    assert state.plan(AttentionBatch(lens, lens, np.arange(decode + 1), table)) is taken
 
 
 def test_has_no_more_tokens_than_its_plan_has_room_for(step_graph: ModuleType) -> None:

@@ -47,9 +47,9 @@ class DecodeGraphState:
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> None:
         """Describe the step that the next replay computes. Host work and asynchronous copies only."""
         rows = len(batch.slots)
-        if batch.num_decode != rows or rows != self.bucket:
+        if batch.num_single != rows or rows != self.bucket:
             raise ValueError(
-                f"a decode graph of {self.bucket} rows was given {batch.num_decode} decode rows of {rows}"
+                f"a decode graph of {self.bucket} rows was given {batch.num_single} decode rows of {rows}"
             )
         if self._call.items is not None:
             items = host.reshape(-1, split.ITEM_WORDS)

@@ -24,6 +24,7 @@ from flashinfer_backend.attention.decode_graph import DecodeGraphState
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.attention.step_graph import MAX_PROMPTS, SERIAL_TOKENS, StepGraphState
+from flashinfer_backend.kv_cache.cache import KVCache
 
 if TYPE_CHECKING:
     from flashinfer_backend.attention.batch import AttentionBatch
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 class FlashInferAttention:
     """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
 
-    kv_caches: per layer (K, V), each [pages, page_size, num_kv_heads, head_dim] of `dtype` (bfloat16 or
-    float16), on one CUDA device; page 0 is nobody's: padded rows of a graph read it.
+    cache: of bfloat16 or float16, on a CUDA device; num_heads: query heads.
     max_num_seqs: most rows in a step. max_pages_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (page_size 16, 32, 64 or 128), the "triton" kernel beside this
     file, or "auto", which takes what measured faster (docs/performance.md).
@@ -43,25 +43,23 @@ class FlashInferAttention:
 
     def __init__(
         self,
-        kv_caches: list[tuple[Tensor, Tensor]],
+        cache: KVCache,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
         max_num_seqs: int,
         max_pages_per_seq: int,
         decode_backend: str = "auto",
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        _check_supported(num_heads, num_kv_heads, head_dim, page_size, decode_backend, dtype)
-        self.kv_caches = kv_caches
+        shape = cache.format
+        num_kv_heads, head_dim, page_size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        _check_supported(num_heads, num_kv_heads, head_dim, page_size, decode_backend, shape.dtype)
+        self.layers = cache.layers
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
         self.sm_scale = 1.0 / math.sqrt(head_dim)
         # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows (docs/performance.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
-        device = kv_caches[0][0].device
-        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, dtype), device)
+        device = cache.device
+        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, shape.dtype), device)
         items = split.max_items(max_num_seqs, num_kv_heads)
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
@@ -78,7 +76,7 @@ class FlashInferAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
-        decode, rows = batch.num_decode, len(batch.slots)
+        decode, rows = batch.num_single, len(batch.slots)
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         if decode:
@@ -93,7 +91,7 @@ class FlashInferAttention:
         decode, call = self._decode_call.rows, self._prefill_call
 
         def prompts() -> None:
-            cache = self.kv_caches[layer]
+            cache = self.layers[layer]
             self.run_prompts(call.backend, call.info, q[decode:], cache, out[decode:], call.rows)
 
         if decode and call.rows:
@@ -146,7 +144,7 @@ class FlashInferAttention:
 
     def run_decode(self, call: Call, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
-        cache, rows = self.kv_caches[layer], call.rows
+        cache, rows = self.layers[layer], call.rows
         if call.backend == "fa2":
             self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows)
         elif call.backend == "xqa":

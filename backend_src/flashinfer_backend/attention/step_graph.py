@@ -43,7 +43,7 @@ class StepGraphState:
     def plan(self, batch: AttentionBatch) -> bool:
         """Describe the step that the next replay computes; False, and nothing done, where it cannot. Host
         work and asynchronous copies only."""
-        decode = batch.num_decode
+        decode = batch.num_single
         q_lens, kv_lens = batch.q_lens[decode:], batch.kv_lens[decode:]
         if decode > self._decode_rows or not 1 <= len(q_lens) <= MAX_PROMPTS:
             return False
@@ -60,7 +60,7 @@ class StepGraphState:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [tokens, Hq, D]; to be captured."""
-        attention, cache, rows = self._attention, self._attention.kv_caches[layer], self._decode_rows
+        attention, cache, rows = self._attention, self._attention.layers[layer], self._decode_rows
         attention.side_by_side(
             self._tokens,
             lambda: attention.run_prompts("fa3", self._info, q, cache, out, MAX_PROMPTS),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.kv_cache.cache import KVCache
 
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
 _QUERY_BLOCK = 1024
@@ -38,22 +39,16 @@ class _Prefill(NamedTuple):
 class TorchPagedAttention:
     """plan(batch) once per step, then run(layer, q, out) once per layer.
 
-    kv_caches: per layer (K, V), each [pages, page_size, num_kv_heads, head_dim], contiguous. This step's
-    keys and values are in the cache before run(). A request's q rows are the last q_len positions of its
-    kv_len, so the causal mask is aligned to the lower right corner.
+    This step's keys and values are in the cache before run(). num_heads: query heads. A request's q rows
+    are the last q_len positions of its kv_len, so the causal mask is aligned to the lower right corner.
     """
 
-    def __init__(
-        self,
-        kv_caches: list[tuple[Tensor, Tensor]],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-    ) -> None:
+    def __init__(self, cache: KVCache, num_heads: int) -> None:
+        shape = cache.format
+        num_kv_heads, head_dim, page_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         # Token granularity: [pages * page_size, Hkv, D] views of the same memory.
-        self._flat = [tuple(cache.view(-1, num_kv_heads, head_dim) for cache in pair) for pair in kv_caches]
-        self._device = kv_caches[0][0].device
+        self._flat = [tuple(part.view(-1, num_kv_heads, head_dim) for part in pair) for pair in cache.layers]
+        self._device = cache.device
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
@@ -68,8 +63,8 @@ class TorchPagedAttention:
         """Prepare the gathers and masks of one step; every layer shares them."""
         self._decode = self._plan_decode(batch)
         self._prefill = []
-        start = batch.num_decode
-        for row in range(batch.num_decode, len(batch.q_lens)):
+        start = batch.num_single
+        for row in range(batch.num_single, len(batch.q_lens)):
             q_len, kv_len = int(batch.q_lens[row]), int(batch.kv_lens[row])
             positions = torch.arange(kv_len, device=self._device)
             tokens = self._cache_slots(batch.block_table[int(batch.slots[row])], positions)
@@ -122,7 +117,7 @@ class TorchPagedAttention:
     def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:
         """Group decode rows by length: padding at most doubles what a group reads, and a group's keys stay
         in a processor's cache between gather and use."""
-        lens = batch.kv_lens[: batch.num_decode]
+        lens = batch.kv_lens[: batch.num_single]
         order = np.argsort(-lens, kind="stable")
         groups = []
         first = 0

@@ -4,16 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flashinfer_backend.structured.grammar import Grammar
 
 
 @dataclass(eq=False)
@@ -37,41 +31,15 @@ class Request:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    grammar: Grammar | None = None  # of a guided request, from its admission on
+    grammar: object = None  # of a guided request, from its compilation until the sampler has it
     context_logits: np.ndarray | None = None  # float32 [prompt, vocab] until sent with the first token
-    device_bias: list[Tensor] | None = None  # bias ids and values, kept by the sampler
 
     @property
-    def needs_extras(self) -> bool:
-        """Whether the plain greedy/temperature sampler does not do for this request."""
-        return self.changes_logits or self.reports_logits
-
-    @property
-    def changes_logits(self) -> bool:
-        p = self.params
-        return self.filters or self.needs_history or bool(p.bad_words or p.bias_ids or p.grammar_type)
-
-    @property
-    def reports_logits(self) -> bool:
-        return self.params.log_probs or self.params.generation_logits
-
-    @property
-    def filters(self) -> bool:
-        """Top-k or top-p."""
-        return self.params.temperature > 0 and (self.params.top_k > 0 or self.params.top_p < 1.0)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Presence or frequency penalty."""
-        return bool(self.params.presence_penalty or self.params.frequency_penalty)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a token's logits depend on the tokens before it, on the device."""
-        p = self.params
-        return p.repetition_penalty != 1.0 or self.counts_tokens or any(len(word) > 1 for word in p.bad_words)
+    def num_tokens(self) -> int:
+        """Of the prompt and what was generated before the request came to its slot."""
+        return len(self.prompt) + len(self.generated)
 
     @property
     def known_tokens(self) -> np.ndarray:
         """Prompt and what was generated before the request came to its slot, int32."""
-        return np.concatenate([self.prompt, self.generated])
+        return np.concatenate([self.prompt, self.generated]) if len(self.generated) else self.prompt

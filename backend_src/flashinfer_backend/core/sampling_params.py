@@ -12,7 +12,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How one sequence is generated. Values are validated by the submitting side.
 
     end_id -1 means that nothing but the length ends the sequence. temperature 0 is greedy;
-    top_k 0 and top_p 1 switch those filters off. Log probabilities, logits and metrics are
+    top_k 0, top_p 1 and min_p 0 switch those filters off. Log probabilities, logits and metrics are
     sent only when asked for.
     """
 
@@ -22,6 +22,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -33,6 +34,38 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     grammar_type: str = ""
     grammar: str = ""
     log_probs: bool = False
+    top_logprobs: int = 0  # most likely tokens of each step to report, with log_probs
     context_logits: bool = False
     generation_logits: bool = False
     perf_metrics: bool = False
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the sampler keeps a state for the sequence: its rows ask for more than a temperature."""
+        return self.changes_logits or self.reports_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return (
+            self.filters or self.needs_history or bool(self.bad_words or self.bias_ids or self.grammar_type)
+        )
+
+    @property
+    def reports_logits(self) -> bool:
+        return self.log_probs or self.generation_logits
+
+    @property
+    def filters(self) -> bool:
+        """Top-k, top-p or min-p."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Presence or frequency penalty."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token's logits depend on the tokens before it, on the device."""
+        long_words = any(len(word) > 1 for word in self.bad_words)
+        return self.repetition_penalty != 1.0 or self.counts_tokens or long_words

@@ -1,88 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of one engine step, passed explicitly from scheduler to runner to attention."""
+"""The data of one engine step. Pure data: what crosses from the scheduler to whatever runs the step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from flashinfer_backend.core.request import Request
-from flashinfer_backend.scheduler.slot_table import SlotTable
-
-
-class ExtraRow(NamedTuple):
-    """A sampling row whose request asks for more than the plain sampler gives."""
-
-    row: int  # index into the step's sampling rows
-    slot: int
-    epoch: int  # of the slot
-    request: Request
-    suppressed: int  # a token id that must not be chosen, or -1
-
+from flashinfer_backend.core.sampling_params import SamplingParams
 
 NONE = np.empty(0, np.int32)
+LAST_TOKEN = -1  # in StepPlan.tokens: the token that the row's slot sampled last, which the device has
+
+
+class NewSequence(msgspec.Struct):
+    """A sequence that has just come to its slot, and whose sampling has a state (SamplingParams.stateful)."""
+
+    handle: int
+    slot: int
+    epoch: int  # of the slot
+    params: SamplingParams
+    prompt_len: int
+    tokens: bytes  # int32 little endian: all known ones, where sampling looks at them; else empty
 
 
 @dataclass(kw_only=True)
 class StepPlan:
-    """What the scheduler decided for one step; host data only.
+    """What the scheduler decided for one step.
 
-    Rows are sequences: decode rows first (one token each), then prefill rows (a chunk each).
-    A prefill row samples only when its chunk reaches the end of the known tokens.
+    A row is a run of tokens of one sequence: (slot, start, length, tokens sampled). A decode is a row of
+    length 1 that feeds the slot's last token; a chunk of a prompt is longer and samples only where it ends
+    the known tokens. Rows of length 1 come first. Sampling rows are those that sample, in the same order.
     """
 
-    decode_slots: np.ndarray  # int32 [d]
-    decode_positions: np.ndarray  # int32 [d], position of the token each decode row feeds
-    new_blocks: np.ndarray  # int32 [d], new block that this position opens, or -1
-    prefill_slots: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
-    prefill_starts: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p], tokens in the KV cache
-    prefill_lens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [p]
-    prefill_tokens: np.ndarray = field(default_factory=lambda: NONE)  # int32 [sum(prefill_lens)]
-    prefill_samples: np.ndarray = field(default_factory=lambda: NONE > 0)  # bool [p]
-    # int32 [n, 3] of admitted rows: (slot, index in the slot's block table, block)
-    table_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
-    # Sampling rows: all decode rows, then the prefill rows that sample.
-    sample_slots: np.ndarray  # int32 [s]
-    sample_epochs: np.ndarray  # int64 [s], owner of the slot when the step was planned
-    temperature: np.ndarray  # float32 [s]
-    seed: np.ndarray  # uint64 [s]
-    suppressed: np.ndarray  # int32 [s], a token id that must not be chosen, or -1
-    extras: list[ExtraRow] = field(default_factory=list)
-    context_logits: list[tuple[int, Request]] = field(default_factory=list)  # prefill rows that want them
+    slots: np.ndarray  # int32 [rows]
+    starts: np.ndarray  # int32 [rows], tokens of the sequence whose keys and values are in the cache
+    lengths: np.ndarray  # int32 [rows]
+    samples: np.ndarray  # int32 [rows], 0 or 1
+    tokens: np.ndarray  # int32 [sum(lengths)], or LAST_TOKEN
+    # int32 [n, 3]: (slot, column of its block table, block), to be entered before the step reads the table
+    block_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
+    context_rows: np.ndarray = field(default_factory=lambda: NONE)  # rows all of whose logits are wanted
+    # Of the sampling rows, [s] each.
+    epochs: np.ndarray  # int64, owner of the slot when the step was planned
+    temperature: np.ndarray  # float32
+    seed: np.ndarray  # uint64
+    suppressed: np.ndarray  # int32, a token id that must not be chosen, or -1
+    stateful: np.ndarray = field(default_factory=lambda: NONE)  # indices of those whose slot has a state
+    new: list[NewSequence] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)  # handles of sequences with a state that are gone
 
     @property
-    def num_decode(self) -> int:
-        return len(self.decode_slots)
-
-    @property
-    def num_prefill(self) -> int:
-        return len(self.prefill_slots)
+    def num_rows(self) -> int:
+        return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + len(self.prefill_tokens)
+        return len(self.tokens)
 
-    @property
-    def guided(self) -> bool:
-        """Whether rows can be sampled only after the tokens of all earlier steps were read."""
-        return any(row.request.grammar is not None for row in self.extras)
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the host gives: all but those of decodes."""
+        return int(np.count_nonzero(self.tokens != LAST_TOKEN))
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Rows that feed their slot's last token."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @cached_property
+    def sampling_rows(self) -> np.ndarray:
+        """Rows that sample, intp [s]."""
+        return self.samples.nonzero()[0]
+
+    @cached_property
+    def sample_slots(self) -> np.ndarray:
+        """int32 [s]"""
+        return self.slots if len(self.sampling_rows) == len(self.slots) else self.slots[self.sampling_rows]
+
+    @cached_property
+    def sample_positions(self) -> np.ndarray:
+        """int32 [s], position that the sampled token will have."""
+        ends = self.starts + self.lengths
+        return ends if len(self.sampling_rows) == len(ends) else ends[self.sampling_rows]
+
+    def to_bytes(self) -> bytes:
+        """All of the plan, for another process."""
+        return _encode({f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepPlan:
+        """What to_bytes made."""
+        values = msgspec.msgpack.decode(data)
+        for name, value in values.items():
+            if name == "new":
+                values[name] = msgspec.convert(value, list[NewSequence])
+            elif name != "freed":
+                dtype, shape, content = value
+                values[name] = np.frombuffer(content, dtype).reshape(shape).copy()
+        return cls(**values)
 
 
-def prompt_rows(
-    table: SlotTable, chunks: list[tuple[Request, int, int]], updates: list[tuple[int, int, int]]
-) -> dict[str, Any]:
-    """What a StepPlan has of its prefill rows, given as (request, start, length) and table updates."""
-    slots, starts, lens = np.array([(r.slot, start, n) for r, start, n in chunks], np.int32).T
-    return {
-        "prefill_slots": slots,
-        "prefill_starts": starts,
-        "prefill_lens": lens,
-        "prefill_tokens": np.concatenate([table.tokens[r.slot, s : s + n] for r, s, n in chunks]),
-        "prefill_samples": starts + lens == table.known[slots],
-        "table_updates": np.array(updates, np.int32).reshape(-1, 3),
-        "context_logits": [
-            (i, r) for i, (r, _, _) in enumerate(chunks) if r.params.context_logits and not len(r.generated)
-        ],
-    }
+def _array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+    raise TypeError(f"a plan holds {type(value).__name__}, which is no data")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
+
+
+@dataclass
+class GrammarEnd:
+    """A guided row after whose token nothing can follow, or whose token does not follow its grammar."""
+
+    row: int  # sampling row
+    complete: bool = False  # the sequence may end here
+    problem: str = ""  # else: why it cannot go on
+    rejected: bool = False  # the token itself does not follow
+    too_slow: bool = False  # the grammar costs too much, and would again
+
+
+@dataclass
+class StepOutput:
+    """What a step came to. Rows are sampling rows."""
+
+    tokens: np.ndarray  # int32 [s]
+    log_probs: list[tuple[int, float]] = field(default_factory=list)
+    top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
+    generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
+    grammar_ends: list[GrammarEnd] = field(default_factory=list)

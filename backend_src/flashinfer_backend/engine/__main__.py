@@ -19,10 +19,10 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.start import start
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.orphans import end_orphans_in_background
-from flashinfer_backend.worker.start import start
 
 log = logging.getLogger("flashinfer_backend.engine")
 

@@ -6,22 +6,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.engine.outputs import accept
+from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
+from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
-from flashinfer_backend.engine.reports import follow_grammars, perf_of, queue_ns, row_extras
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.sampling.logprobs import context_logits_problem
+from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.queue import GrammarQueue
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
-from flashinfer_backend.worker.runner import Launched
-from flashinfer_backend.worker.start import Core
+from flashinfer_backend.worker.runner import Launched, Point
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,11 @@ class EngineLoop:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.model_config.vocab_size
         self.socket = socket
-        self.grammars = GrammarQueue(self.config.tokenizer_dir or self.config.model_dir, self.vocab_size)
+        self.grammars = GrammarQueue(
+            self.config.tokenizer_dir or self.config.model_dir,
+            self.vocab_size,
+            self.runner.sampler.grammars.follower,
+        )
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
         self.iteration = 0
@@ -62,8 +65,8 @@ class EngineLoop:
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
             self.iteration += 1
-            self.last_plan = (plan.num_prefill, plan.num_decode, len(plan.prefill_tokens))
-            self.in_flight.append(self.runner.launch(plan, self._settle, self._progress(plan, began)))
+            self.last_plan = (plan.num_rows - plan.num_decodes, plan.num_decodes, plan.num_prompt_tokens)
+            self._launch(plan, began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
         self._send_status()
@@ -89,7 +92,7 @@ class EngineLoop:
 
     @property
     def _poll_ms(self) -> int:
-        prompts = self.in_flight and self.in_flight[0].plan.num_prefill
+        prompts = self.in_flight and self.in_flight[0].plan.num_prompt_tokens
         return STEP_POLL_MS if prompts else DECODE_POLL_MS
 
     def _time_to_plan(self) -> float:
@@ -177,25 +180,72 @@ class EngineLoop:
             if problem is None:
                 self.scheduler.submit(request)
             else:
-                self.socket.send_failure(protocol.Failure(request.handle, problem, refused=True))
+                self._send_failure(request, problem, refused=True)
 
-    def _progress(self, plan: StepPlan, began: float) -> Callable[[], None]:
-        """What the runner calls when it gives the first work of `plan`, planned since `began`, to the
-        device, and again after every layer that it launches one by one: launching a step with prompts
-        takes the host long enough for the step before it to end meanwhile."""
-        given = False
-
-        def progress() -> None:
-            nonlocal given
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """Give `plan`, planned since `began`, to the device. Launching a step with prompts takes the host so
+        long that the step before it may end meanwhile: that one is read between two layers."""
+        for new in plan.new:
+            request = self.scheduler.requests.get(new.handle)
+            if request is not None and isinstance(request.grammar, Grammar):
+                self.runner.sampler.grammars.put(new.handle, request.grammar)
+                request.grammar = None
+        steps = self.runner.launch(plan)
+        while True:
+            try:
+                point = next(steps)
+            except StopIteration as end:
+                launched: Launched = end.value
+                break
+            except Exception as error:
+                self._abandon(plan, error)
+                return
             ended = bool(self.in_flight) and self.in_flight[0].download.done
-            if not given:
-                given = True
+            if point is Point.STARTED:
                 running = self.in_flight[0].plan if self.in_flight else None
                 self.pacer.planned(plan, began, time.monotonic(), running, late=ended)
+            elif point is Point.TOKENS_WANTED:
+                self._settle()
             elif ended:
                 self._finish(self.in_flight.popleft())
+        for row, logits in launched.context_logits:
+            self._keep_context_logits(plan, row, logits)
+        for row, why in launched.failed:
+            self._fail(int(plan.slots[row]), why)
+        self.in_flight.append(launched)
 
-        return progress
+    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+        """Go on without a step that could not be launched. Its prompts fail, which are what differs from one
+        step to the next; without any, all of its rows do. The others are computed again."""
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize()  # raises where the device is what failed: nothing can go on then
+        log.error("a step of %d rows failed", plan.num_rows, exc_info=error)
+        self._settle()
+        self.pacer.interrupted()
+        first = np.cumsum(plan.lengths) - plan.lengths
+        prompts = plan.tokens[first] != LAST_TOKEN
+        failed = plan.slots[prompts] if prompts.any() else plan.slots
+        for request in self.scheduler.abandon(plan, failed.tolist()):
+            self._send_failure(request, f"{type(error).__name__}: {error}")
+
+    def _fail(self, slot: int, why: str) -> None:
+        """End the sequence in a slot of the step that has just been launched."""
+        request = self.scheduler.table.requests[slot]
+        if request is not None:
+            log.error("request %d failed: %s", request.handle, why)
+            self.scheduler.release(request)
+            self._send_failure(request, why)
+
+    def _send_failure(self, request: Request, why: str, refused: bool = False) -> None:
+        self.socket.send_failure(protocol.Failure(request.handle, why, refused))
+
+    def _keep_context_logits(self, plan: StepPlan, row: int, logits: np.ndarray) -> None:
+        request = self.scheduler.table.requests[int(plan.slots[row])]
+        assert request is not None  # its step has only just been launched
+        if request.context_logits is None:
+            request.context_logits = np.empty((len(request.prompt), logits.shape[1]), np.float32)
+        start = int(plan.starts[row])
+        request.context_logits[start : start + len(logits)] = logits
 
     def _settle(self) -> None:
         """Read every step in flight."""
@@ -204,16 +254,16 @@ class EngineLoop:
 
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
-        values = launched.download.wait()
+        output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())
-        outcome = accept(self.scheduler.table, launched.plan, values)
         table = self.scheduler.table
+        outcome = accept(table, launched.plan, output.tokens)
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
-        stuck = follow_grammars(table, outcome, self.grammars)
+        stuck = end_grammars(table, outcome, output)
         self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
-        extras = row_extras(table, outcome, launched.report, values)
+        reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
         if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it
             order = np.argsort(~outcome.first, kind="stable")
@@ -222,20 +272,22 @@ class EngineLoop:
         for pid in dict.fromkeys(owners.tolist()):
             mine = (owners == pid).nonzero()[0]
             frame = protocol.pack_tokens(local_ids[mine], tokens[mine], codes[mine])
-            self.socket.send_tokens(pid, frame, extras.get(pid))
+            self.socket.send_tokens(pid, frame, reports.get(pid))
         for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
             request = requests[slot]
             assert request is not None
             self.blocks_reused += request.reused_blocks
             self.scheduler.release(request)
-        for request, problem in stuck:
+        for request, problem, too_slow in stuck:
+            if too_slow:
+                self.grammars.refuse(request, problem)
             self.scheduler.release(request)
-            self.socket.send_failure(protocol.Failure(request.handle, problem))
+            self._send_failure(request, problem)
 
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)
         frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
-        extras = protocol.RowExtras(local_id)
+        extras = protocol.RowReport(local_id)
         if not request.first_token_ns:
             extras.queue_ns = queue_ns(request)
         if request.params.perf_metrics:

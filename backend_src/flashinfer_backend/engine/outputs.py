@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a step's sampled tokens in: which rows still count, what they end with."""
+"""Takes a step's output in: which rows still count, what they end with, what stubs are told beside tokens."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.scheduler.slot_table import SlotTable
 from flashinfer_backend.transport import protocol
 
@@ -26,7 +28,7 @@ class Outcome:
 def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
     """Record the tokens (int32 [sampling rows]) of `plan` in `table`; releases nothing."""
     slots = plan.sample_slots.astype(np.intp)
-    rows = (table.epoch[slots] == plan.sample_epochs).nonzero()[0]
+    rows = (table.epoch[slots] == plan.epochs).nonzero()[0]
     slots, tokens = slots[rows], tokens[rows]
     known = table.known[slots]
     table.tokens[slots, known] = tokens
@@ -60,3 +62,87 @@ def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
         ):
             return True
     return False
+
+
+def end_grammars(table: SlotTable, outcome: Outcome, output: StepOutput) -> list[tuple[Request, str, bool]]:
+    """End (in outcome.codes) sequences whose grammar lets nothing follow. Returns the requests that cannot go
+    on, why, and whether their grammar is to be refused when it comes back; of a token that did not follow its
+    grammar, nothing is sent."""
+    stuck = []
+    index_of = {int(row): i for i, row in enumerate(outcome.rows)} if output.grammar_ends else {}
+    for end in output.grammar_ends:
+        index = index_of.get(end.row)
+        if index is None or outcome.codes[index] != protocol.RUNNING:
+            continue
+        if end.complete:
+            outcome.codes[index] = protocol.FINISHED_END_ID
+            continue
+        if end.rejected:
+            outcome.tokens[index] = protocol.NO_TOKEN
+        request = table.requests[outcome.slots[index]]
+        assert request is not None
+        stuck.append((request, end.problem, end.too_slow))
+    return stuck
+
+
+def row_reports(
+    table: SlotTable, outcome: Outcome, output: StepOutput
+) -> dict[int, list[protocol.RowReport]]:
+    """What rows asked for beside their tokens, by stub pid.
+
+    A row without a token (its end id was chosen) has no log probability and no logits, so there are
+    as many of them as tokens.
+    """
+    by_index: dict[int, protocol.RowReport] = {}
+
+    def report(index: int) -> protocol.RowReport:
+        local_id = int(table.local_id[outcome.slots[index]])
+        return by_index.setdefault(index, protocol.RowReport(local_id))
+
+    if output.log_probs or output.generation_logits:
+        carries = outcome.tokens != protocol.NO_TOKEN
+        index_of = {int(outcome.rows[i]): i for i in carries.nonzero()[0].tolist()}
+        for row, log_prob in output.log_probs:
+            if row in index_of:
+                report(index_of[row]).log_prob = log_prob
+        for row, top in output.top_logprobs:
+            if row in index_of:
+                report(index_of[row]).top_logprobs = top
+        for row, logits in output.generation_logits:
+            if row in index_of:
+                report(index_of[row]).generation_logits = logits
+    for index in outcome.first.nonzero()[0].tolist():
+        request = table.requests[outcome.slots[index]]
+        assert request is not None
+        report(index).queue_ns = queue_ns(request)
+        if request.context_logits is not None:
+            report(index).context_logits = memoryview(request.context_logits).cast("B")
+            request.context_logits = None
+    for index in (outcome.codes != protocol.RUNNING).nonzero()[0].tolist():
+        request = table.requests[outcome.slots[index]]
+        if request is not None and request.params.perf_metrics:
+            request.last_token_ns = time.time_ns()
+            report(index).perf = perf_of(request)
+    result: dict[int, list[protocol.RowReport]] = {}
+    for index, row_report in by_index.items():
+        result.setdefault(int(table.stub[outcome.slots[index]]), []).append(row_report)
+    return result
+
+
+def queue_ns(request: Request) -> int:
+    """How long a request waited for its first step, or has waited so far. It travels with the first thing
+    that a stub hears of the request, so that none is missed however it ends."""
+    until = request.first_scheduled_ns or time.time_ns()
+    return max(0, until - request.arrival_ns)  # the wall clock may have been set back
+
+
+def perf_of(request: Request) -> protocol.Perf:
+    """Times and block counts of a request whose last token has been read."""
+    return protocol.Perf(
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=request.first_scheduled_ns,
+        first_token_ns=request.first_token_ns,
+        last_token_ns=request.last_token_ns,
+        new_blocks=request.new_blocks,
+        reused_blocks=request.reused_blocks,
+    )

@@ -47,7 +47,7 @@ class Pacer:
     ) -> None:
         """`plan`, begun at `began`, is given to the device now. running: the step before it, if unread;
         late: it has ended already."""
-        prompts = bool(plan.num_prefill)
+        prompts = bool(plan.num_prompt_tokens)
         self._lead[prompts] += 0.1 * (given - began - self._lead[prompts])
         if running is None:
             self._began = given
@@ -62,6 +62,10 @@ class Pacer:
         key = self._class(running)
         self._duration[key] = min(self._duration[key], (now - self._began) / _scale(running))
 
+    def interrupted(self) -> None:
+        """No step is running: what was planned was not launched."""
+        self._began = self._next = None
+
     def finished(self, plan: StepPlan, now: float) -> None:
         """`plan`'s step has ended and is read."""
         given, late = self._next or (None, False)
@@ -74,10 +78,10 @@ class Pacer:
 
     @staticmethod
     def _class(plan: StepPlan) -> _Class:
-        if plan.num_prefill:
+        if plan.num_prompt_tokens:
             return True, int(CLASSES_PER_OCTAVE * math.log2(plan.num_tokens))
-        return False, plan.num_decode // ROWS_PER_CLASS
+        return False, plan.num_rows // ROWS_PER_CLASS
 
 
 def _scale(plan: StepPlan) -> int:
-    return plan.num_tokens if plan.num_prefill else 1
+    return plan.num_tokens if plan.num_prompt_tokens else 1

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.ops.weight import Role, Weight
+
+T = TypeVar("T")
 
 
 class Attention(Protocol):
@@ -56,17 +60,20 @@ class Layer(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
+        def weight(role: Role, rows: int, inner: int) -> Weight:
+            return Weight(role, parameter(rows, inner))
+
         hidden, head_dim = config.hidden_size, config.head_dim
         qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
         self.input_norm = parameter(hidden)
-        self.qkv = parameter(qkv_rows, hidden)
+        self.qkv = weight("qkv", qkv_rows, hidden)
         self.qkv_bias = parameter(qkv_rows) if config.qkv_bias else None
         self.q_norm = parameter(head_dim) if config.qk_norm else None
         self.k_norm = parameter(head_dim) if config.qk_norm else None
-        self.o = parameter(hidden, config.num_heads * head_dim)
+        self.o = weight("o", hidden, config.num_heads * head_dim)
         self.post_norm = parameter(hidden)
-        self.gate_up = parameter(2 * config.intermediate_size, hidden)
-        self.down = parameter(hidden, config.intermediate_size)
+        self.gate_up = weight("gate_up", 2 * config.intermediate_size, hidden)
+        self.down = weight("down", hidden, config.intermediate_size)
 
 
 class Transformer(nn.Module):
@@ -99,7 +106,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config, self.dtype, self.device) for _ in range(config.num_layers))
         self.final_norm = parameter(config.hidden_size)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else parameter(config.vocab_size, config.hidden_size)
+        head = self.embed_tokens if tied else parameter(config.vocab_size, config.hidden_size)
+        self.lm_head = Weight("head", head)
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", rope_cos_sin(config, max_seq_len).to(self.device), persistent=False)
 
@@ -107,7 +115,7 @@ class Transformer(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
+        cache_locations: Tensor,
         kv_caches: list[tuple[Tensor, Tensor]],
         attention: Attention,
         rows: Tensor | None = None,
@@ -115,15 +123,28 @@ class Transformer(nn.Module):
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
-        input_ids[T] int32 or int64, positions[T] int32, slot_mapping[T] int32 (page * P + offset), rows[R]
+        input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (page * P + offset), rows[R]
         int32; kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
         """
+        return drain(self.by_layers(input_ids, positions, cache_locations, kv_caches, attention, rows))
+
+    def by_layers(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache_locations: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        attention: Attention,
+        rows: Tensor | None = None,
+    ) -> Generator[None, None, Tensor]:
+        """forward(), which stops behind each layer's attention for whoever has something to do meanwhile."""
         hidden = self.embed(input_ids)
         last = len(self.layers) - 1
         for index in range(last + 1):
-            q = self.before_attention(index, hidden, positions, slot_mapping, kv_caches[index])
+            q = self.before_attention(index, hidden, positions, cache_locations, kv_caches[index])
             out = torch.empty_like(q)
             attention.run(index, q, out)
+            yield
             if index < last:
                 hidden = self.after_attention(index, out, hidden)
         return self.finish(out, hidden, rows)
@@ -137,7 +158,7 @@ class Transformer(nn.Module):
         index: int,
         hidden: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
+        cache_locations: Tensor,
         kv_cache: tuple[Tensor, Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
@@ -150,7 +171,7 @@ class Transformer(nn.Module):
             positions,
             self.cos_sin,
             *kv_cache,
-            slot_mapping,
+            cache_locations,
             layer.q_norm,
             layer.k_norm,
             config.rms_norm_eps,
@@ -174,6 +195,18 @@ class Transformer(nn.Module):
                 return hidden
         return self.after_attention(len(self.layers) - 1, attended, hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V]."""
-        return self.ops.norm_linear(hidden, self.final_norm, self.config.rms_norm_eps, self.lm_head, None)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if
+        given."""
+        return self.ops.norm_linear(
+            hidden, self.final_norm, self.config.rms_norm_eps, self.lm_head, None, out=out
+        )
+
+
+def drain(steps: Generator[object, None, T]) -> T:
+    """What the generator returns, without a stop."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -68,18 +68,18 @@ def destinations(model: Transformer) -> dict[str, Tensor]:
         "model.norm.weight": model.final_norm,
     }
     if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = model.lm_head
+        targets["lm_head.weight"] = model.lm_head.data
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
         targets[f"{prefix}.input_layernorm.weight"] = layer.input_norm
         targets[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
-        targets[f"{prefix}.self_attn.o_proj.weight"] = layer.o
-        targets[f"{prefix}.mlp.down_proj.weight"] = layer.down
-        gate, up = layer.gate_up.chunk(2)
+        targets[f"{prefix}.self_attn.o_proj.weight"] = layer.o.data
+        targets[f"{prefix}.mlp.down_proj.weight"] = layer.down.data
+        gate, up = layer.gate_up.data.chunk(2)
         targets[f"{prefix}.mlp.gate_proj.weight"] = gate
         targets[f"{prefix}.mlp.up_proj.weight"] = up
-        for part, rows in zip("qkv", layer.qkv.split((q_rows, kv_rows, kv_rows)), strict=True):
+        for part, rows in zip("qkv", layer.qkv.data.split((q_rows, kv_rows, kv_rows)), strict=True):
             targets[f"{prefix}.self_attn.{part}_proj.weight"] = rows
         if layer.qkv_bias is not None:
             for part, rows in zip("qkv", layer.qkv_bias.split((q_rows, kv_rows, kv_rows)), strict=True):

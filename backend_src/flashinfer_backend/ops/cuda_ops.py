@@ -9,15 +9,17 @@ FlashInfer's norm and activation.
 from __future__ import annotations
 
 import flashinfer
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import cublas, gated_linear
-from flashinfer_backend.ops.tilings import Product, choose
+from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
+from flashinfer_backend.ops.weight import Weight
 
 __all__ = [
     "decode_inputs",
@@ -35,39 +37,55 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return flashinfer.rmsnorm(x, weight, eps, enable_pdl=True)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N]. x is unchanged."""
-    product: Product = "wide" if weight.shape[0] < 32768 else "output"
-    tiling = choose(product, x.shape[0], weight)
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
+    x is unchanged."""
+    data = weight.data
+    tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
         normed = rms_norm(x, norm_weight, eps)
-        with cublas.library(weight, x.shape[0]):
-            return F.linear(normed, weight, bias)
+        with cublas.library(data, x.shape[0]):
+            if out is None:
+                return F.linear(normed, data, bias)
+            return (
+                torch.mm(normed, data.t(), out=out)
+                if bias is None
+                else out.copy_(F.linear(normed, data, bias))
+            )
     if tiling.fuse_norm:
-        return linear(x, weight, tiling, norm_weight, eps, bias)
-    return linear(rms_norm(x, norm_weight, eps), weight, tiling, bias=bias)
+        return linear(x, data, tiling, norm_weight, eps, bias, out=out)
+    return linear(rms_norm(x, norm_weight, eps), data, tiling, bias=bias, out=out)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor.
 
     May overwrite residual.
     """
-    tiling = choose("long" if weight.shape[1] >= 2 * weight.shape[0] else "square", x.shape[0], weight)
+    data = weight.data
+    tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
-        with cublas.library(weight, x.shape[0]):
-            return residual.addmm_(x, weight.t())
-    return linear(x, weight, tiling, residual=residual)
+        with cublas.library(data, x.shape[0]):
+            return residual.addmm_(x, data.t())
+    return linear(x, data, tiling, residual=residual)
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
-    tiling = choose("gate_up", x.shape[0], gate_up)
+    data = gate_up.data
+    tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:
-        return linear(x, gate_up, tiling, norm_weight, eps, gated=True)
+        return linear(x, data, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)
-    if x.shape[0] >= gated_linear.FEWEST_TOKENS and gated_linear.takes(gate_up):
-        return gated_linear.gated_linear(normed, gate_up)
+    if x.shape[0] >= gated_linear.FEWEST_TOKENS and gated_linear.takes(data):
+        return gated_linear.gated_linear(normed, data)
     if tiling is not None:
-        return linear(normed, gate_up, tiling, gated=True)
-    return flashinfer.silu_and_mul(F.linear(normed, gate_up), enable_pdl=True)
+        return linear(normed, data, tiling, gated=True)
+    return flashinfer.silu_and_mul(F.linear(normed, data), enable_pdl=True)

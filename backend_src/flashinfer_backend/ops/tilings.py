@@ -7,56 +7,51 @@ counts is also how a product overlaps its neighbours; perf_configs/kernels/bench
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from flashinfer_backend.ops.triton_linear import Tiling
-
-# "wide" products have more output than input features (qkv), "output" is the vocabulary, "square" and "long"
-# are the products that add to the residual stream: attention output and MLP down projection.
-Product = Literal["wide", "output", "square", "long", "gate_up"]
+from flashinfer_backend.ops.weight import Role
 
 # Largest number of tokens -> tiling of each product.
-_TABLE: list[tuple[int, dict[Product, Tiling]]] = [
+_TABLE: list[tuple[int, dict[Role, Tiling]]] = [
     (
         8,
         {
-            "wide": Tiling(16, 64, 256, stages=3),
-            "square": Tiling(16, 64, 256, split=2, stages=4, prefetch=131072),
-            "long": Tiling(16, 64, 256, split=2, stages=3),
+            "qkv": Tiling(16, 64, 256, stages=3),
+            "o": Tiling(16, 64, 256, split=2, stages=4, prefetch=131072),
+            "down": Tiling(16, 64, 256, split=2, stages=3),
             "gate_up": Tiling(16, 64, 256, stages=3),
-            "output": Tiling(16, 128, 128, stages=4, warps=8),
+            "head": Tiling(16, 128, 128, stages=4, warps=8),
         },
     ),
     (
         16,
         {
-            "wide": Tiling(16, 64, 256, stages=4),
-            "square": Tiling(16, 64, 256, split=2, stages=4),
-            "long": Tiling(16, 64, 256, split=2, stages=3),
+            "qkv": Tiling(16, 64, 256, stages=4),
+            "o": Tiling(16, 64, 256, split=2, stages=4),
+            "down": Tiling(16, 64, 256, split=2, stages=3),
             "gate_up": Tiling(16, 64, 256, stages=3),
-            "output": Tiling(16, 128, 128, stages=4, warps=8),
+            "head": Tiling(16, 128, 128, stages=4, warps=8),
         },
     ),
     (
         32,
         {
-            "wide": Tiling(32, 64, 256, stages=4),
-            "square": Tiling(32, 64, 128, split=2, stages=6),
-            "long": Tiling(32, 64, 256, split=2, stages=3),
+            "qkv": Tiling(32, 64, 256, stages=4),
+            "o": Tiling(32, 64, 128, split=2, stages=6),
+            "down": Tiling(32, 64, 256, split=2, stages=3),
             "gate_up": Tiling(32, 128, 128, stages=3, warps=8),
-            "output": Tiling(32, 64, 128, stages=4, fuse_norm=False),
+            "head": Tiling(32, 64, 128, stages=4, fuse_norm=False),
         },
     ),
     (
         64,
         {
-            "wide": Tiling(64, 64, 128, stages=6, prefetch=0, fuse_norm=False),
-            "square": Tiling(64, 32, 128, stages=6, swap=False),
-            "long": Tiling(64, 64, 128, split=2, stages=5),
+            "qkv": Tiling(64, 64, 128, stages=6, prefetch=0, fuse_norm=False),
+            "o": Tiling(64, 32, 128, stages=6, swap=False),
+            "down": Tiling(64, 64, 128, split=2, stages=5),
             "gate_up": Tiling(64, 128, 64, stages=4, warps=8, prefetch=65536, fuse_norm=False),
-            "output": Tiling(64, 128, 128, stages=4, warps=8, fuse_norm=False),
+            "head": Tiling(64, 128, 128, stages=4, warps=8, fuse_norm=False),
         },
     ),
     # Beyond, cuBLAS is ahead but for the activation's own pass; on Hopper gated_linear.py has that product.
@@ -64,10 +59,10 @@ _TABLE: list[tuple[int, dict[Product, Tiling]]] = [
 ]
 
 
-def choose(product: Product, tokens: int, weight: Tensor) -> Tiling | None:
+def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
     """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit."""
     for limit, tilings in _TABLE:
         if tokens <= limit:
-            tiling = tilings.get(product)
-            return tiling if tiling and tiling.fits(weight, gated=product == "gate_up") else None
+            tiling = tilings.get(role)
+            return tiling if tiling and tiling.fits(weight, gated=role == "gate_up") else None
     return None

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashinfer_backend.ops.weight import Weight
+
 _MASK32 = 0xFFFFFFFF
 
 
@@ -25,22 +27,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N]. x is unchanged."""
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
+    x is unchanged."""
+    product = F.linear(rms_norm(x, norm_weight, eps), weight.data, bias)
+    return product if out is None else out.copy_(product)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor."""
-    return residual + F.linear(x, weight)
+    return residual + F.linear(x, weight.data)
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H] -> [T, I].
 
     gate_up[2I, H] holds the gate in rows 0..I and the up projection in rows I..2I.
     """
-    gate, up = F.linear(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
+    gate, up = F.linear(rms_norm(x, norm_weight, eps), gate_up.data).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -56,7 +67,7 @@ def rope_and_store(
     cos_sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    cache_locations: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -64,11 +75,11 @@ def rope_and_store(
     num_kv_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate Q and K, write K and V to their slots and return Q as [T, Hq, D], in `out` when given.
+    """Rotate Q and K, write K and V to their places and return Q as [T, Hq, D], in `out` when given.
 
     qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
     D/2 columns and the sines in the last; k_cache and v_cache [pages, P, Hkv, D], contiguous;
-    slot_mapping[T] int32, page * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
+    cache_locations[T] int32, page * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
     weights applied before the rotation, or None.
     """
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
@@ -78,7 +89,7 @@ def rope_and_store(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    slots = slot_mapping.long()
+    slots = cache_locations.long()
     k_cache.view(-1, num_kv_heads, head_dim)[slots] = _rotate(k, cos, sin)
     v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
     rotated = _rotate(q, cos, sin)
@@ -123,10 +134,10 @@ def decode_inputs(
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """What decode rows feed the model: (input_ids, slot_mapping), both int32 [R].
+    """What decode rows feed the model: (input_ids, cache_locations), both int32 [R].
 
     slots, positions, new_pages: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, max pages].
-    slot_mapping is page * page_size + offset of each position. A row's new page, unless it is -1, is entered
+    cache_locations is page * page_size + offset of each position. A row's new page, unless -1, is entered
     into the block table as that position's; rows with one have slots of their own.
     """
     columns = positions // page_size

@@ -17,7 +17,7 @@ def _decode_inputs(
     last_token,
     block_table,
     input_ids,
-    slot_mapping,
+    cache_locations,
     rows,
     table_stride,
     PAGE: tl.constexpr,
@@ -32,7 +32,7 @@ def _decode_inputs(
     new_page = tl.load(new_pages + row, mask=valid, other=-1)
     page = tl.where(new_page >= 0, new_page, tl.load(entry, mask=valid & (new_page < 0), other=0))
     tl.store(entry, new_page, mask=new_page >= 0)
-    tl.store(slot_mapping + row, page * PAGE + position % PAGE, mask=valid)
+    tl.store(cache_locations + row, page * PAGE + position % PAGE, mask=valid)
 
 
 def decode_inputs(
@@ -50,7 +50,7 @@ def decode_inputs(
     """
     rows = slots.shape[0]
     input_ids = torch.empty(rows, dtype=torch.int32, device=slots.device)
-    slot_mapping = torch.empty(rows, dtype=torch.int32, device=slots.device)
+    cache_locations = torch.empty(rows, dtype=torch.int32, device=slots.device)
     block = min(128, triton.next_power_of_2(rows))
     _decode_inputs[(triton.cdiv(rows, block),)](
         slots,
@@ -59,11 +59,11 @@ def decode_inputs(
         last_token,
         block_table,
         input_ids,
-        slot_mapping,
+        cache_locations,
         rows,
         block_table.stride(0),
         PAGE=page_size,
         BLOCK=block,
         num_warps=1,
     )
-    return input_ids, slot_mapping
+    return input_ids, cache_locations

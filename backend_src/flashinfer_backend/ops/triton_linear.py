@@ -204,8 +204,9 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N].
+    """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N], in `out` when given.
 
     norm_weight[K]: x is RMS-normed first (not with split > 1). bias[N], residual[T, N]: added. gated: weight
     holds gate and up rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are
@@ -213,7 +214,8 @@ def linear(
     """
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     space = workspace(x.device) if tiling.split > 1 else None
     x_blocks = norm_weight is None  # else x passes through registers on its way
     _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](

@@ -31,7 +31,7 @@ def _rope_and_store(
     cos_sin,
     k_cache,
     v_cache,
-    slot_mapping,
+    cache_locations,
     q_norm,
     k_norm,
     q_out,
@@ -50,7 +50,7 @@ def _rope_and_store(
     mask = offsets < HALF
     heads = tl.arange(0, HEADS)
     position = tl.load(positions + token).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
+    slot = tl.load(cache_locations + token).to(tl.int64)
     cos = tl.load(cos_sin + position * HEAD_DIM + offsets, mask=mask, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * HEAD_DIM + HALF + offsets, mask=mask, other=0.0)[None, :]
     gdc_launch_dependents()
@@ -87,7 +87,7 @@ def rope_and_store(
     cos_sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    cache_locations: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -109,7 +109,7 @@ def rope_and_store(
         cos_sin,
         k_cache,
         v_cache,
-        slot_mapping,
+        cache_locations,
         q_norm,
         k_norm,
         q_out,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-k and top-p. Both are thresholds: tokens as likely as the last one kept are kept too."""
+"""Top-k, top-p and min-p. All are thresholds: tokens as likely as the last one kept are kept too."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def _cuda_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     # Without is_deterministic the threshold depends on the order of additions, and a seed with it.
     probs = top_p_renorm_probs(logits.softmax(dim=-1), top_p.clamp(max=1 - 2**-20), is_deterministic=True)
     return torch.where(top_p.unsqueeze(1) >= 1.0, kept, probs > 0)
+
+
+def min_p_mask(logits: Tensor, min_p: Tensor) -> Tensor:
+    """bool [R, V]: tokens at least min_p (float32 [R], 0..1) times as likely as the likeliest
+    (https://arxiv.org/abs/2407.01082). logits: float32 [R, V], divided by the temperature."""
+    return logits >= logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)

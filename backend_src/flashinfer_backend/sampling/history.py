@@ -19,21 +19,15 @@ class TokenHistory:
 
     def __init__(self, slots: int, length: int, device: torch.device, staging: StagingRing) -> None:
         self._shape, self._device, self._staging = (slots, length), device, staging
-        self._owner = np.full(slots, -1, np.int64)  # epoch of the slot whose tokens its row holds
         self.tokens: Tensor | None = None
 
-    def restore(self, owners: list[tuple[int, int, np.ndarray]]) -> None:
-        """See to it that the rows of owners (slot, epoch, all known tokens as int32 [n]) hold their
-        tokens. What was sampled since an owner was first seen has been recorded already."""
-        new = [owner for owner in owners if self._owner[owner[0]] != owner[1]]
-        if not new:
-            return
+    def restore(self, sequences: list[tuple[int, np.ndarray]]) -> None:
+        """Enter the known tokens (int32 [n]) of sequences that have come to slots."""
         if self.tokens is None:
             self.tokens = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        data = self._staging.upload([tokens for _, _, tokens in new])
-        parts = data.split([len(tokens) for _, _, tokens in new])
-        for (slot, epoch, tokens), part in zip(new, parts, strict=True):
-            self._owner[slot] = epoch
+        data = self._staging.upload([tokens for _, tokens in sequences])
+        parts = data.split([len(tokens) for _, tokens in sequences])
+        for (slot, tokens), part in zip(sequences, parts, strict=True):
             self.tokens[slot, : len(tokens)] = part
 
     def before(self, slots: Tensor, position: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -7,18 +7,17 @@ default, and what a forward pass of transformers gives).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import ExtraRow
+from flashinfer_backend.core.step import StepOutput
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling.rows import upload
+from flashinfer_backend.sampling.state import StatefulRow
 
 CONTEXT_ROWS = 256  # rows of context logits on the device at a time
 # What one request's context logits may take in a message; msgpack ends at 4 GiB.
@@ -26,53 +25,60 @@ MAX_CONTEXT_LOGITS_BYTES = 2 << 30
 
 
 class ReportedRows:
-    """Rows that want log probabilities or logits; both lists index the step's sampling rows."""
+    """Rows that want log probabilities or logits; the lists index the step's sampling rows."""
 
-    def __init__(self, rows: list[ExtraRow], staging: StagingRing) -> None:
-        self.log_prob_rows = [row.row for row in rows if row.request.params.log_probs]
-        self.logits_rows = [row.row for row in rows if row.request.params.generation_logits]
+    def __init__(self, rows: list[StatefulRow], staging: StagingRing) -> None:
+        self.log_prob_rows = [r.row for r in rows if r.state.params.log_probs]
+        self.logits_rows = [r.row for r in rows if r.state.params.generation_logits]
+        self.top_counts = [r.state.params.top_logprobs for r in rows if r.state.params.log_probs]
         self._log_prob_index, self._logits_index = upload(
             staging, [np.array(self.log_prob_rows, np.int64), np.array(self.logits_rows, np.int64)]
         )
 
-    def __len__(self) -> int:
-        return len(self.log_prob_rows) + len(self.logits_rows)
-
     def take(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Report]:
         """logits [s or more, V] of the model and tokens int32 [s]: what to read back in place of the tokens,
         int32 [s + n], and the report that then reads it."""
-        readback, host = tokens, None
+        readback, host, top = tokens, None, None
         if self.log_prob_rows:
-            index = self._log_prob_index
-            chosen = log_probs(logits[index], tokens[index])
+            wide = logits[self._log_prob_index].float()
+            chosen = log_probs(wide, tokens[self._log_prob_index])
             readback = torch.cat([tokens, chosen.view(torch.int32)])
+            if most := max(self.top_counts):
+                values, ids = wide.topk(min(most, wide.shape[1]), dim=1)
+                top = _to_host(values - wide.logsumexp(dim=1, keepdim=True)), _to_host(ids)
         if self.logits_rows:
-            wanted = logits[self._logits_index].float()
-            host = torch.empty(wanted.shape, pin_memory=logits.is_cuda)
-            host.copy_(wanted, non_blocking=True)  # has arrived when the tokens have: they are read later
-        return readback, Report(self.log_prob_rows, self.logits_rows, host)
+            host = _to_host(logits[self._logits_index].float())
+        return readback, Report(self, host, top)
+
+
+def _to_host(source: Tensor) -> Tensor:
+    """A copy that has arrived when the step's tokens have: they are read later."""
+    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    return host.copy_(source, non_blocking=True)
 
 
 @dataclass
 class Report:
     """Of one step; read it when the step's tokens are on the host."""
 
-    log_prob_rows: list[int]
-    logits_rows: list[int]
-    logits: Tensor | None  # float32 [len(logits_rows), V] on the host
+    rows: ReportedRows
+    logits: Tensor | None  # float32 [len(logits_rows), V]
+    top: tuple[Tensor, Tensor] | None  # log probabilities float32 and ids int64, [len(log_prob_rows), most]
 
-    def log_probs(self, values: np.ndarray) -> Iterator[tuple[int, float]]:
-        """(sampling row, log probability of its token); values: the step's readback."""
-        count = len(self.log_prob_rows)
-        yield from zip(
-            self.log_prob_rows, values[len(values) - count :].view(np.float32).tolist(), strict=True
-        )
-
-    def generation_logits(self) -> Iterator[tuple[int, bytes]]:
-        """(sampling row, its logits as float32 [V])."""
-        for i, row in enumerate(self.logits_rows):
+    def read(self, values: np.ndarray, output: StepOutput) -> None:
+        """Enter into `output` what was reported; values: the step's readback."""
+        rows, count = self.rows, len(self.rows.log_prob_rows)
+        chosen = values[len(values) - count :].view(np.float32).tolist()
+        output.log_probs += zip(rows.log_prob_rows, chosen, strict=True)
+        if self.top is not None:
+            for row, most, log_probs, ids in zip(
+                rows.log_prob_rows, rows.top_counts, *(t.tolist() for t in self.top), strict=True
+            ):
+                if most:
+                    output.top_logprobs.append((row, list(zip(ids[:most], log_probs[:most], strict=True))))
+        for i, row in enumerate(rows.logits_rows):
             assert self.logits is not None
-            yield row, self.logits[i].numpy().tobytes()
+            output.generation_logits.append((row, self.logits[i].numpy().tobytes()))
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -81,17 +87,14 @@ def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
 
 
-def keep_context_logits(request: Request, model: Transformer, hidden: Tensor, start: int) -> None:
-    """Take the logits of a prompt's chunk (hidden [n, H], positions start..start + n) to the host.
+def context_logits(model: Transformer, hidden: Tensor) -> np.ndarray:
+    """float32 [n, V] on the host: logits of hidden [n, H], a chunk of a prompt.
 
     The copies are waited for, so that the device holds few rows at a time; steps with such a chunk do
     not overlap with others.
     """
-    if request.context_logits is None:
-        request.context_logits = np.empty((len(request.prompt), model.config.vocab_size), np.float32)
-    for part in hidden.split(CONTEXT_ROWS):
-        request.context_logits[start : start + len(part)] = model.logits(part).cpu().float().numpy()
-        start += len(part)
+    parts = [model.logits(part).cpu().float().numpy() for part in hidden.split(CONTEXT_ROWS)]
+    return np.concatenate(parts)
 
 
 def context_logits_problem(prompt_len: int, vocab_size: int) -> str | None:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import ExtraRow, StepPlan
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.ops.staging import StagingRing
-from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.processors import BadWords
+from flashinfer_backend.sampling.state import StatefulRow
 
 T = TypeVar("T")
 
@@ -42,11 +42,12 @@ def upload(staging: StagingRing, arrays: Sequence[np.ndarray]) -> list[Tensor]:
 
 @dataclass
 class Filtered:
-    """Rows with top-k or top-p: index int64 [n], top_k int32 [n], top_p float32 [n]."""
+    """Rows with top-k, top-p or min-p: index int64 [n], top_k int32 [n], top_p and min_p float32 [n]."""
 
     index: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
 
 
 @dataclass
@@ -73,15 +74,11 @@ class Counts:
 class ProcessedRows:
     """Rows sampled from logits of their own, R of them; `index` in the parts below is into these."""
 
-    def __init__(
-        self, rows: list[ExtraRow], plan: StepPlan, vocab: int, staging: StagingRing, history: TokenHistory
-    ) -> None:
-        requests = [row.request for row in rows]
+    def __init__(self, rows: list[StatefulRow], plan: StepPlan, vocab: int, staging: StagingRing) -> None:
+        params = [row.state.params for row in rows]
         self.host_rows = np.array([row.row for row in rows], np.int64)
         slots = np.array([row.slot for row in rows], np.int64)
-        suppressed = [
-            -1 if request.grammar else row.suppressed for request, row in zip(requests, rows, strict=True)
-        ]
+        suppressed = [-1 if row.state.grammar else row.suppressed for row in rows]
         own = (
             self.host_rows,
             slots.astype(np.int32),
@@ -91,31 +88,27 @@ class ProcessedRows:
         )
         parts = _Parts(staging)
         parts.add("own", own)
-        parts.add("filtered", _filtered(requests, vocab))
-        parts.add("repetition", _repetition(requests, slots))
-        parts.add("counts", _counts(requests, slots))
-        parts.add("words", _bad_words(requests, slots))
-        parts.add("guided", _chosen(bool(request.grammar) for request in requests))
-        parts.add("recorded", _chosen((request.needs_history for request in requests), slots))
+        parts.add("filtered", _filtered(params, vocab))
+        parts.add("repetition", _repetition(params, slots))
+        parts.add("counts", _counts(rows, slots))
+        parts.add("words", _bad_words(params, slots))
+        parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
+        parts.add("recorded", _chosen((p.needs_history for p in params), slots))
         parts.send()
         self.suppresses = any(token >= 0 for token in suppressed)
         self.rows, self.slots, self.temperature, self.seed, self.suppressed = parts.sent["own"]
         self.filtered = parts.make("filtered", Filtered)
+        self.min_p = any(p.filters and p.min_p > 0 for p in params)
         self.repetition = parts.make("repetition", Penalty)
         self.counts = parts.make("counts", Counts)
         self.words = parts.make("words", BadWords)
         self.guided = parts.sent.get("guided")  # [index]
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
-        self.grammars = [
-            (guide, row.suppressed) for row in rows if (guide := row.request.grammar) is not None
-        ]
+        self.grammars = [(row.state.grammar, row.suppressed) for row in rows if row.state.grammar is not None]
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
-        self.repetition_rows = _where(request.params.repetition_penalty != 1.0 for request in requests)
-        self.counts_rows = _where(request.counts_tokens for request in requests)
-        self.bias = _bias(requests, vocab, staging)
-        history.restore(
-            [(row.slot, row.epoch, row.request.known_tokens) for row in rows if row.request.needs_history]
-        )
+        self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)
+        self.counts_rows = _where(p.counts_tokens for p in params)
+        self.bias = _bias(rows, vocab, staging)
 
 
 class _Parts:
@@ -150,26 +143,28 @@ def _chosen(asked: Iterable[bool], *columns: np.ndarray) -> Sequence[np.ndarray]
     return (index, *(column[index] for column in columns)) if len(index) else None
 
 
-def _filtered(requests: list[Request], vocab: int) -> Sequence[np.ndarray] | None:
-    top_k = np.array([min(r.params.top_k or vocab, vocab) for r in requests], np.int32)
-    top_p = np.array([r.params.top_p for r in requests], np.float32)
-    return _chosen((request.filters for request in requests), top_k, top_p)
+def _filtered(params: list[SamplingParams], vocab: int) -> Sequence[np.ndarray] | None:
+    top_k = np.array([min(p.top_k or vocab, vocab) for p in params], np.int32)
+    top_p = np.array([p.top_p for p in params], np.float32)
+    min_p = np.array([p.min_p for p in params], np.float32)
+    return _chosen((p.filters for p in params), top_k, top_p, min_p)
 
 
-def _repetition(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    penalty = np.array([r.params.repetition_penalty for r in requests], np.float32)
-    return _chosen((r.params.repetition_penalty != 1.0 for r in requests), slots, penalty)
+def _repetition(params: list[SamplingParams], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    penalty = np.array([p.repetition_penalty for p in params], np.float32)
+    return _chosen((p.repetition_penalty != 1.0 for p in params), slots, penalty)
 
 
-def _counts(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    prompt_len = np.array([len(r.prompt) for r in requests], np.int32)
-    presence = np.array([r.params.presence_penalty for r in requests], np.float32)
-    frequency = np.array([r.params.frequency_penalty for r in requests], np.float32)
-    return _chosen((r.counts_tokens for r in requests), slots, prompt_len, presence, frequency)
+def _counts(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    params = [row.state.params for row in rows]
+    prompt_len = np.array([row.state.prompt_len for row in rows], np.int32)
+    presence = np.array([p.presence_penalty for p in params], np.float32)
+    frequency = np.array([p.frequency_penalty for p in params], np.float32)
+    return _chosen((p.counts_tokens for p in params), slots, prompt_len, presence, frequency)
 
 
-def _bad_words(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    words = [(i, word) for i, request in enumerate(requests) for word in request.params.bad_words if word]
+def _bad_words(params: list[SamplingParams], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    words = [(i, word) for i, p in enumerate(params) for word in p.bad_words if word]
     if not words:
         return None
     longest = max(len(word) for _, word in words) - 1
@@ -180,16 +175,16 @@ def _bad_words(requests: list[Request], slots: np.ndarray) -> Sequence[np.ndarra
     return rows, slots[rows], np.array([word[-1] for _, word in words], np.int64), prefix
 
 
-def _bias(requests: list[Request], vocab: int, staging: StagingRing) -> tuple[Tensor, Tensor] | None:
-    """(row * V + token, bias) of all rows. A request's own part is sent once: it may be of V tokens."""
+def _bias(rows: list[StatefulRow], vocab: int, staging: StagingRing) -> tuple[Tensor, Tensor] | None:
+    """(row * V + token, bias) of all rows. A sequence's own part is sent once: it may be of V tokens."""
     parts = []
-    for i, request in enumerate(requests):
-        params = request.params
-        if params.bias_ids:
-            if request.device_bias is None:
-                ids, values = np.array(params.bias_ids, np.int64), np.array(params.bias_values, np.float32)
-                request.device_bias = upload(staging, [ids, values])
-            parts.append((request.device_bias[0] + i * vocab, request.device_bias[1]))
+    for i, state in enumerate(row.state for row in rows):
+        if state.params.bias_ids:
+            if state.bias is None:
+                ids = np.array(state.params.bias_ids, np.int64)
+                values = np.array(state.params.bias_values, np.float32)
+                state.bias = upload(staging, [ids, values])
+            parts.append((state.bias[0] + i * vocab, state.bias[1]))
     if not parts:
         return None
     return torch.cat([where for where, _ in parts]), torch.cat([values for _, values in parts])

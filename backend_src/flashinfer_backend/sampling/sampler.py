@@ -9,7 +9,7 @@ top-k, top-p. The model's logits are left as they are, for what is reported of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.step import ExtraRow, StepPlan
+from flashinfer_backend.core.step import GrammarEnd, StepOutput, StepPlan
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
-from flashinfer_backend.sampling.filters import top_k_top_p_mask
+from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import Report, ReportedRows
 from flashinfer_backend.sampling.rows import Filtered, ProcessedRows, upload
+from flashinfer_backend.sampling.state import SequenceStates, StatefulRow
+from flashinfer_backend.structured.grammar import SlowGrammarError
+from flashinfer_backend.structured.store import GrammarStore
 
 FILTER_ROWS = 128  # at a time: the filters work on several copies of their logits
 
@@ -39,14 +42,14 @@ class SamplingRows:
     suppressed: Tensor  # int32, or -1
 
     @classmethod
-    def upload(cls, plan: StepPlan, position: np.ndarray, staging: StagingRing) -> SamplingRows:
+    def upload(cls, plan: StepPlan, staging: StagingRing) -> SamplingRows:
         rows = len(plan.sample_slots)
         data = staging.upload(
             [
                 plan.seed.view(np.int32),
                 plan.sample_slots,
                 plan.temperature.view(np.int32),
-                position.astype(np.int32),
+                plan.sample_positions,
                 plan.suppressed,
             ]
         )
@@ -56,8 +59,19 @@ class SamplingRows:
         )
 
 
+@dataclass
+class Sampled:
+    """What a step's sampling left to be read: its readback, reports of it, rows that failed with why."""
+
+    readback: Tensor  # int32 [s + n]: tokens, and behind them log probabilities
+    reports: list[Report] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    guided: list[StatefulRow] = field(default_factory=list)
+
+
 class Sampler:
-    """Samples a step's rows and records their tokens in last_token (int32 [slots + 1])."""
+    """Samples a step's rows and records their tokens in last_token (int32 [slots + 1]). Owns the state of
+    sequences that ask for more than a temperature."""
 
     def __init__(
         self,
@@ -71,50 +85,112 @@ class Sampler:
         self._ops, self._vocab_size = ops, vocab_size
         self._staging, self._last_token = staging, last_token
         self._history = TokenHistory(config.max_num_seqs, config.max_seq_len + 1, device, staging)
-        self._extras: list[ExtraRow] = []  # what the two below were made of
+        self.grammars = GrammarStore(config.tokenizer_dir or config.model_dir, vocab_size)
+        self._states = SequenceStates(self.grammars, self._history)
+        # What the last composition of rows was made to, and of what.
+        self._composed: list[StatefulRow] | None = None
         self._processed: ProcessedRows | None = None
         self._reported: ReportedRows | None = None
 
-    @torch.inference_mode()
-    def warm_up(self, dummy_slot: int) -> None:
-        """Run what would otherwise be compiled when the first request needs it."""
-        logits = torch.zeros((1, self._vocab_size), device=self._last_token.device)
-        slot = torch.full((1,), dummy_slot, dtype=torch.int32, device=logits.device)
-        one = torch.ones_like(slot)
-        kept = top_k_top_p_mask(logits, one, one / 2)
-        logits.masked_fill_(~kept, processors.NEVER)
-        self._ops.sample(logits, one.float(), one.long(), one, None, (self._last_token, slot))
+    def update(self, plan: StepPlan) -> None:
+        """Take in which sequences are new and which are gone; before anything of the plan is sampled."""
+        if plan.new or plan.freed:
+            self._states.update(plan)
 
-    def sample(self, logits: Tensor, plan: StepPlan, position: np.ndarray) -> Tensor:
+    def guided(self, plan: StepPlan) -> list[StatefulRow]:
+        """Rows that can be sampled only after the tokens of all earlier steps were read."""
+        if not len(plan.stateful):
+            return []
+        return [row for row in self._states.rows(plan) if row.state.grammar is not None]
+
+    def sample(self, logits: Tensor, plan: StepPlan) -> Tensor:
         """Tokens int32 [s] of logits [s, V] for rows that ask for nothing else."""
-        rows = SamplingRows.upload(plan, position, self._staging)
+        rows = SamplingRows.upload(plan, self._staging)
         record = (self._last_token, rows.slots)
         return self._ops.sample(logits, rows.temperature, rows.seed, rows.position, rows.suppressed, record)
 
-    def sample_extras(
-        self, logits: Tensor, tokens: Tensor, plan: StepPlan, position: np.ndarray
-    ) -> tuple[Tensor, Report | None]:
-        """Sample the rows of plan.extras anew, into `tokens` (int32 [s], from `sample` or a graph).
+    def sample_stateful(self, logits: Tensor, tokens: Tensor, plan: StepPlan) -> Sampled:
+        """Sample the stateful rows anew, into `tokens` (int32 [s], from `sample` or a graph), and report what
+        they ask for. logits [s or more, V].
 
-        logits [s or more, V]; position int32 [s], of the sampled tokens. Returns what to read back: tokens,
-        and behind them what the report holds.
+        What fails is tried again row by row: it fails those alone that it is about.
         """
-        if plan.extras != self._extras:
-            self._compose(plan)
-        if self._processed is not None:
-            self._sample_processed(self._processed, logits, tokens, position)
-        if self._reported is None:
-            return tokens, None
-        return self._reported.take(logits, tokens)
+        rows = self._states.rows(plan)
+        sampled = Sampled(tokens, guided=[row for row in rows if row.state.grammar is not None])
+        position = plan.sample_positions
+        try:
+            if rows != self._composed:
+                self._compose(rows, plan)
+            if self._processed is not None:
+                self._sample_processed(self._processed, logits, tokens, position)
+            if self._reported is not None:
+                sampled.readback, report = self._reported.take(logits, tokens)
+                sampled.reports = [report]
+        except Exception:
+            self._composed = None
+            self._one_by_one(rows, logits, tokens, plan, sampled)
+        return sampled
 
-    def _compose(self, plan: StepPlan) -> None:
-        self._extras = plan.extras
-        reported = [r for r in plan.extras if r.request.reports_logits]
-        self._reported = ReportedRows(reported, self._staging) if reported else None
-        processed = [r for r in plan.extras if r.request.changes_logits]
-        self._processed = None
+    def _compose(self, rows: list[StatefulRow], plan: StepPlan) -> None:
+        self._composed = None
+        self._processed = self._reported = None
+        reported = [r for r in rows if r.state.params.reports_logits]
+        if reported:
+            self._reported = ReportedRows(reported, self._staging)
+        processed = [r for r in rows if r.state.params.changes_logits]
         if processed:
-            self._processed = ProcessedRows(processed, plan, self._vocab_size, self._staging, self._history)
+            self._processed = ProcessedRows(processed, plan, self._vocab_size, self._staging)
+        self._composed = rows
+
+    def _one_by_one(
+        self, rows: list[StatefulRow], logits: Tensor, tokens: Tensor, plan: StepPlan, sampled: Sampled
+    ) -> None:
+        if tokens.is_cuda:
+            torch.cuda.synchronize()  # raises where the device, not a row, is what failed
+            torch.cuda.empty_cache()
+        sampled.readback, sampled.reports = tokens, []
+        reported = []
+        for row in rows:
+            try:
+                if row.state.params.changes_logits:
+                    processed = ProcessedRows([row], plan, self._vocab_size, self._staging)
+                    self._sample_processed(processed, logits, tokens, plan.sample_positions)
+                if row.state.params.reports_logits:
+                    ReportedRows([row], self._staging).take(logits, tokens)
+                    reported.append(row)
+            except Exception as error:
+                sampled.failed.append((row.row, f"{type(error).__name__}: {error}"))
+        if reported:
+            try:
+                sampled.readback, report = ReportedRows(reported, self._staging).take(logits, tokens)
+                sampled.reports = [report]
+            except Exception as error:  # each of them works, all of them do not
+                sampled.failed += [(row.row, f"{type(error).__name__}: {error}") for row in reported]
+
+    def read(self, sampled: Sampled, count: int, values: np.ndarray) -> StepOutput:
+        """What a step of `count` sampling rows came to; moves their grammars on by the tokens. values: the
+        readback on the host."""
+        output = StepOutput(values[:count])
+        for report in sampled.reports:
+            report.read(values, output)
+        moves = []
+        for row in sampled.guided:
+            token = int(values[row.row])
+            # The end id ends the sequence; one that is gone has nothing to follow.
+            if token != row.state.params.end_id and row.state in self._states:
+                moves.append((row, token))
+        steps = [(row.state.grammar, token) for row, token in moves if row.state.grammar is not None]
+        errors = self.grammars.follower.follow(steps) if steps else []
+        for (row, _), (grammar, _), error in zip(moves, steps, errors, strict=True):
+            if error is not None:
+                slow = isinstance(error, SlowGrammarError)
+                end = GrammarEnd(row.row, problem=str(error), rejected=True, too_slow=slow)
+                output.grammar_ends.append(end)
+            elif grammar.exhausted and grammar.complete:
+                output.grammar_ends.append(GrammarEnd(row.row, complete=True))
+            elif grammar.exhausted:
+                output.grammar_ends.append(GrammarEnd(row.row, problem=grammar.problem()))
+        return output
 
     def _sample_processed(
         self, rows: ProcessedRows, logits: Tensor, tokens: Tensor, position: np.ndarray
@@ -144,7 +220,7 @@ class Sampler:
         if rows.guided and before_bad_words is not None:
             processors.allow_only(own, rows.guided[0], masks[0], before_bad_words)
         if rows.filtered is not None:
-            self._filter(own, rows.filtered, rows.temperature)
+            self._filter(own, rows, rows.filtered)
         record = (self._last_token, rows.slots)
         chosen = self._ops.sample(own, rows.temperature, rows.seed, position_, None, record)
         tokens[rows.rows] = chosen
@@ -163,11 +239,14 @@ class Sampler:
         processors.allow_only(before_bad_words, torch.arange(len(index), device=own.device), mask, model)
         return before_bad_words
 
-    def _filter(self, own: Tensor, filtered: Filtered, temperature: Tensor) -> None:
-        columns = (filtered.index, filtered.top_k, filtered.top_p)
-        for index, top_k, top_p in zip(*(column.split(FILTER_ROWS) for column in columns), strict=True):
+    def _filter(self, own: Tensor, rows: ProcessedRows, filtered: Filtered) -> None:
+        columns = (filtered.index, filtered.top_k, filtered.top_p, filtered.min_p)
+        for index, top_k, top_p, min_p in zip(*(c.split(FILTER_ROWS) for c in columns), strict=True):
             logits = own[index]
-            kept = top_k_top_p_mask(logits / temperature[index].unsqueeze(1), top_k, top_p)
+            scaled = logits / rows.temperature[index].unsqueeze(1)
+            kept = top_k_top_p_mask(scaled, top_k, top_p)
+            if rows.min_p:
+                kept &= min_p_mask(scaled, min_p)
             own[index] = logits.masked_fill_(~kept, processors.NEVER)
 
     def _penalise(

@@ -64,6 +64,15 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
+    def count(self, keys: list[bytes]) -> int:
+        """How many blocks match(keys) would give; holds none."""
+        known = 0
+        for key in keys:
+            if key not in self._block_of:
+                break
+            known += 1
+        return known
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with undefined content, or None (and no change) if there are too few."""
         if count > self.available:
@@ -84,6 +93,12 @@ class KVCacheManager:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+
+    def forget(self, block: int) -> None:
+        """Take a held block's name away: what it should hold was never written."""
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
 
     def release(self, blocks: list[int]) -> None:
         """Give blocks of one sequence back, in sequence order. The last block becomes the oldest,

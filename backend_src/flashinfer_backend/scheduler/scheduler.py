@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import NONE, ExtraRow, StepPlan, prompt_rows
+from flashinfer_backend.core.step import LAST_TOKEN, NONE, NewSequence, StepPlan
 from flashinfer_backend.scheduler.budget import StepBudget, joins
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
+
+NO_UPDATES = NONE.reshape(0, 3)
+
+
+class Chunk(NamedTuple):
+    """Tokens of a prompt that a step computes."""
+
+    request: Request
+    start: int
+    length: int
 
 
 class Scheduler:
@@ -42,6 +52,12 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.prompt_tokens_reused = 0
+        # What the next plan tells the sampler.
+        self._new: list[NewSequence] = []
+        self._freed: list[int] = []
+        # Columns of plans of decodes alone; nobody writes to them.
+        self._ones = np.ones(config.max_num_seqs, np.int32)
+        self._last_tokens = np.full(config.max_num_seqs, LAST_TOKEN, np.int32)
 
     def submit(self, request: Request) -> None:
         """Queue a new request. Its handle must not be open already."""
@@ -57,6 +73,8 @@ class Scheduler:
             self._vacate(request)
         else:
             self.queue.remove(request)
+        if request.params.stateful and request.first_scheduled_ns:
+            self._freed.append(request.handle)
 
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if blocks ran out and the steps
@@ -65,25 +83,29 @@ class Scheduler:
         updates: list[tuple[int, int, int]] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
-        chunks = self._plan_prefill(limit - len(self.decoding), updates)
-        pause = self._budget.pauses(sum(length for _, _, length in chunks))
-        blocks = self._grow_decodes(NONE if pause else self.decoding, in_flight)
-        if blocks is None:
+        chunks = self._plan_prompts(limit - len(self.decoding), updates)
+        pause = self._budget.pauses(sum(chunk.length for chunk in chunks))
+        opened = self._grow_decodes(NONE if pause else self.decoding, in_flight)
+        if opened is None:
             assert not updates, "a sequence was admitted although blocks had run out"
             return None
         decoding = NONE if pause else self.decoding
-        chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]  # not what was preempted just now
+        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # not what was preempted just now
         if not len(decoding) and not chunks:
             return None
-        return self._assemble(decoding, blocks, chunks, updates)
+        if updates:
+            opened = np.concatenate([opened, np.array(updates, np.int32)])
+        return self._assemble(decoding, chunks, opened)
 
     def _grow_decodes(self, decoding: np.ndarray, in_flight: bool) -> np.ndarray | None:
-        """Give every decode the block its next token needs: int32 [d], -1 where there is room. None if
-        results must be read first."""
+        """Give every decode the block that its next token needs: int32 [n, 3] of (slot, column, block). None
+        if results must be read first."""
         table, size = self.table, self.config.tokens_per_block
         while True:
             slots = decoding.astype(np.intp)
             rows = (table.computed[slots] >= table.num_blocks[slots] * size).nonzero()[0]
+            if not len(rows):
+                return NO_UPDATES
             blocks = self.kv_manager.allocate(len(rows))
             if blocks is not None:
                 break
@@ -92,9 +114,8 @@ class Scheduler:
             self._preempt_newest()
             decoding = self.decoding
         needy = slots[rows]
+        opened = np.stack([needy, table.num_blocks[needy], np.array(blocks)], axis=1).astype(np.int32)
         table.num_blocks[needy] += 1
-        new_blocks = np.full(len(slots), -1, np.int32)
-        new_blocks[rows] = blocks
         for slot, block in zip(needy.tolist(), blocks, strict=True):
             request = table.requests[slot]
             assert request is not None
@@ -103,13 +124,11 @@ class Scheduler:
             if request.reserved_blocks:
                 request.reserved_blocks -= 1
                 self.reserved_blocks -= 1
-        return new_blocks
+        return opened
 
-    def _plan_prefill(
-        self, budget: int, updates: list[tuple[int, int, int]]
-    ) -> list[tuple[Request, int, int]]:
-        """(request, start, length) chunks within `budget` tokens; admits waiting requests."""
-        chunks: list[tuple[Request, int, int]] = []
+    def _plan_prompts(self, budget: int, updates: list[tuple[int, int, int]]) -> list[Chunk]:
+        """Chunks within `budget` tokens; admits waiting requests."""
+        chunks: list[Chunk] = []
         table = self.table
         candidates = deque(self.prefilling)
         whole = budget
@@ -123,7 +142,7 @@ class Scheduler:
                 request = admitted
             start = int(table.computed[request.slot])
             length = min(int(table.known[request.slot]) - start, budget)
-            chunks.append((request, start, length))
+            chunks.append(Chunk(request, start, length))
             budget -= length
         return chunks
 
@@ -133,101 +152,155 @@ class Scheduler:
         if not self.queue or not self.table.free:
             return None
         request = self.queue.head
-        leader = self.requests.get(request.share_prompt_with)
-        if leader is not None and leader is not request and leader in self.prefilling:
-            return None  # its blocks are registered only as its prompt is computed
-        tokens = np.concatenate([request.prompt, request.generated])
-        size = self.config.tokens_per_block
-        request.block_keys = self._prefix_keys(request, tokens)
-        reused = []
-        if not request.params.context_logits:
-            reused = self.kv_manager.match(request.block_keys[: (len(tokens) - 1) // size])
-        needed = -(-len(tokens) // size) - len(reused)
+        size, num_tokens = self.config.tokens_per_block, request.num_tokens
+        self._name_blocks(request)
+        reusable = request.block_keys[: (num_tokens - 1) // size]
+        if request.params.context_logits:
+            reusable = []
+        found = self.kv_manager.count(reusable)
+        new_tokens = num_tokens - found * size
+        # What was preempted may have grown beyond a step, so it is always computed in chunks.
+        chunked = self.config.enable_chunked_context or bool(len(request.generated))
+        if not (chunked or new_tokens <= budget) or not joins(self.config, self.queue, together, new_tokens):
+            return None
+        if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
+            return None  # most of it is being computed for another prompt
+        reused = self.kv_manager.match(reusable[:found])
+        needed = -(-num_tokens // size) - found
         reserve = 0
         if self.config.batch_scheduler_policy == "guaranteed_no_evict":
             total = -(-(len(request.prompt) + request.max_new) // size)
-            reserve = max(0, total - len(reused) - needed)
+            reserve = max(0, total - found - needed)
             headroom = reserve + self.reserved_blocks
         else:
             headroom = len(self.running)  # each may ask for a block soon
-        new_tokens = len(tokens) - len(reused) * size
-        # What was preempted may have grown beyond a step, so it is always computed in chunks.
-        chunked = self.config.enable_chunked_context or bool(len(request.generated))
-        fits_step = (chunked or new_tokens <= budget) and joins(self.config, self.queue, together, new_tokens)
-        if needed + headroom > self.kv_manager.available or not fits_step:
+        if needed + headroom > self.kv_manager.available:
             self.kv_manager.release(reused)
             return None
         blocks = self.kv_manager.allocate(needed)
         assert blocks is not None
         self.queue.pop()
         request.blocks = reused + blocks
-        request.registered_blocks = len(reused)
-        request.reused_blocks, request.new_blocks = len(reused), len(blocks)
+        request.registered_blocks = found
+        request.reused_blocks, request.new_blocks = found, len(blocks)
         request.reserved_blocks = reserve
         self.reserved_blocks += reserve
         if not request.first_scheduled_ns:
             request.first_scheduled_ns = time.time_ns()
-            self.prompt_tokens += len(tokens)
-            self.prompt_tokens_reused += len(reused) * size
-        slot = self.table.occupy(request, len(request.blocks), len(reused) * size)
-        updates.extend((slot, index, block) for index, block in enumerate(request.blocks))
+            self.prompt_tokens += num_tokens
+            self.prompt_tokens_reused += found * size
+        slot = self.table.occupy(request, len(request.blocks), found * size)
+        updates.extend((slot, column, block) for column, block in enumerate(request.blocks))
         self.running[request.handle] = request
         self.prefilling.append(request)
+        if request.params.stateful:
+            self._new.append(self._new_sequence(request))
         return request
 
-    def _prefix_keys(self, request: Request, tokens: np.ndarray) -> list[bytes]:
-        """Keys under which this request's full blocks may be shared; none if it shares nothing."""
-        if self.kv_manager.reuse:
-            return self.kv_manager.prefix_keys(tokens)
-        if request.share_prompt_with:
-            return self.kv_manager.prefix_keys(tokens, parent=request.share_prompt_with.to_bytes(8, "little"))
-        return []
+    def _name_blocks(self, request: Request) -> None:
+        """Keys under which the request's full blocks may be shared; none if it shares nothing. They are kept
+        while it waits: those of a long prompt take milliseconds."""
+        keys = request.block_keys
+        if len(keys) == request.num_tokens // self.config.tokens_per_block:
+            return
+        if self.kv_manager.reuse or request.share_prompt_with:
+            own = b"" if self.kv_manager.reuse else request.share_prompt_with.to_bytes(8, "little")
+            parent = keys[-1] if keys else own
+            keys += self.kv_manager.prefix_keys(request.known_tokens, len(keys), parent)
 
-    def _assemble(
-        self,
-        decoding: np.ndarray,
-        blocks: np.ndarray,
-        chunks: list[tuple[Request, int, int]],
-        updates: list[tuple[int, int, int]],
-    ) -> StepPlan:
+    def _coming(self, keys: list[bytes], found: int) -> int:
+        """How many blocks of `keys` from `found` on a prompt at work will have made: the longest such run."""
+        longest = 0
+        for other in self.prefilling if found < len(keys) else ():
+            count = found  # a key stands for all tokens before it, so equal ones have one place
+            while count < min(len(keys), len(other.block_keys)) and other.block_keys[count] == keys[count]:
+                count += 1
+            longest = max(longest, count - found)
+        return longest
+
+    def _new_sequence(self, request: Request) -> NewSequence:
+        params, slot = request.params, request.slot
+        looked_at = params.needs_history or bool(params.grammar_type)
+        tokens = request.known_tokens.astype("<i4").tobytes() if looked_at else b""
+        epoch = int(self.table.epoch[slot])
+        return NewSequence(request.handle, slot, epoch, params, len(request.prompt), tokens)
+
+    def _assemble(self, decoding: np.ndarray, chunks: list[Chunk], updates: np.ndarray) -> StepPlan:
         table = self.table
         rows = decoding.astype(np.intp)  # numpy indexes by these in a third of the time
-        positions = table.computed[rows]
-        table.computed[rows] = positions + 1
-        sampling = decoding
-        prompts: dict[str, Any] = {}
+        starts = table.computed[rows]
+        table.computed[rows] = starts + 1
+        slots, sampling = decoding, decoding
+        lengths = samples = self._ones[: len(decoding)]
+        tokens = self._last_tokens[: len(decoding)]
+        context_rows = NONE
         if chunks:
-            prompts = prompt_rows(table, chunks, updates)
-            for chunk, start, length in chunks:
-                self._computed_prompt(chunk, start + length)
-            sampling = np.concatenate([decoding, prompts["prefill_slots"][prompts["prefill_samples"]]])
+            chunks = sorted(chunks, key=lambda chunk: chunk.length > 1)  # rows of length 1 come first
+            added = np.array([(c.request.slot, c.start, c.length) for c in chunks], np.int32)
+            ends = added[:, 1] + added[:, 2]
+            reaches = (ends == table.known[added[:, 0]]).astype(np.int32)
+            known = [table.tokens[c.request.slot, c.start : c.start + c.length] for c in chunks]
+            context = [
+                len(decoding) + i
+                for i, c in enumerate(chunks)
+                if c.request.params.context_logits and not len(c.request.generated)
+            ]
+            context_rows = np.array(context, np.int32)
+            slots = np.concatenate([decoding, added[:, 0]])
+            starts = np.concatenate([starts, added[:, 1]])
+            lengths = np.concatenate([lengths, added[:, 2]])
+            samples = np.concatenate([samples, reaches])
+            tokens = np.concatenate([tokens, *known])
+            sampling = slots[samples > 0]
             rows = sampling.astype(np.intp)
+            for chunk in chunks:
+                self._computed_prompt(chunk.request, chunk.start + chunk.length)
         outputs = table.planned_outputs[rows]
         suppressed = np.where(outputs < table.min_tokens[rows], table.end_id[rows], np.int32(-1))
         outputs += 1
         table.planned_outputs[rows] = outputs
-        epochs = table.epoch[rows]
-        extras = []
-        for row in table.extras[rows].nonzero()[0].tolist():
-            slot = int(sampling[row])
-            request = table.requests[slot]
-            assert request is not None
-            extras.append(ExtraRow(row, slot, int(epochs[row]), request, int(suppressed[row])))
         # Sequences whose last token this step makes stay in their slots until it is read.
         going_on = sampling[outputs < table.max_new[rows]]
         self.decoding = going_on if len(decoding) else np.concatenate([self.decoding, going_on])
+        new, self._new = self._new, []
+        freed, self._freed = self._freed, []
         return StepPlan(
-            decode_slots=decoding,
-            decode_positions=positions,
-            new_blocks=blocks,
-            sample_slots=sampling,
-            sample_epochs=epochs,
+            slots=slots,
+            starts=starts,
+            lengths=lengths,
+            samples=samples,
+            tokens=tokens,
+            block_updates=updates,
+            context_rows=context_rows,
+            epochs=table.epoch[rows],
             temperature=table.temperature[rows],
             seed=table.seed[rows],
             suppressed=suppressed,
-            extras=extras,
-            **prompts,
+            stateful=table.stateful[rows].nonzero()[0].astype(np.int32),
+            new=new,
+            freed=freed,
         )
+
+    def abandon(self, plan: StepPlan, failed: list[int]) -> list[Request]:
+        """Undo a step that could not be launched, when all earlier ones have been read. Forgets the blocks
+        that it should have written, releases the requests in slots `failed` and returns them; the others'
+        go back to the queue's head, in their order, to be computed again."""
+        size = self.config.tokens_per_block
+        for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
+            request = self.table.requests[slot]
+            if request is None:
+                continue
+            self.table.computed[slot] = start
+            for block in request.blocks[start // size : request.registered_blocks]:
+                self.kv_manager.forget(block)
+            request.registered_blocks = min(request.registered_blocks, start // size)
+        culprits = [request for slot in failed if (request := self.table.requests[slot]) is not None]
+        for request in culprits:
+            self.release(request)
+        slots = set(plan.slots.tolist())
+        for request in [r for r in reversed(self.running.values()) if r.slot in slots]:
+            self._preempt(request)
+        return culprits
 
     def _computed_prompt(self, request: Request, computed: int) -> None:
         """Book a planned chunk. Blocks are registered at once: whoever matches them runs later in
@@ -245,7 +318,9 @@ class Scheduler:
     def _preempt_newest(self) -> None:
         """Send the newest running request back to the queue's head, to be recomputed."""
         assert self.running, "blocks ran out although nothing runs"
-        request = self.running[next(reversed(self.running))]
+        self._preempt(self.running[next(reversed(self.running))])
+
+    def _preempt(self, request: Request) -> None:
         slot = request.slot
         request.generated = self.table.tokens[slot, len(request.prompt) : self.table.known[slot]].copy()
         self._vacate(request)

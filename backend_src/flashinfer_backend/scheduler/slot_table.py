@@ -34,8 +34,7 @@ class SlotTable:
         self.stub = np.zeros(slots, np.int64)  # pid of the submitting stub
         self.local_id = np.zeros(slots, np.int32)
         self.num_blocks = np.zeros(slots, np.int32)
-        self.extras = np.zeros(slots, bool)
-        self.guided = np.zeros(slots, bool)
+        self.stateful = np.zeros(slots, bool)  # its sampling has a state
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
         self._free = list(range(slots - 1, -1, -1))
 
@@ -66,8 +65,7 @@ class SlotTable:
         self.stub[slot] = request.handle >> 32
         self.local_id[slot] = request.handle & 0x7FFFFFFF
         self.num_blocks[slot] = block_count
-        self.extras[slot] = request.needs_extras
-        self.guided[slot] = request.grammar is not None
+        self.stateful[slot] = params.stateful
         self.stops[slot] = bool(params.stop_sequences)
         request.slot = slot
         return slot

@@ -15,9 +15,10 @@ from flashinfer_backend.structured.maker import GrammarMaker, Waiting
 class GrammarQueue:
     """Guided requests from their submission until their guides are there."""
 
-    def __init__(self, model_dir: str, vocab_size: int) -> None:
+    def __init__(self, model_dir: str, vocab_size: int, follower: Follower) -> None:
+        """follower: what moves the grammars on later; threads that it has left behind count, too."""
         self._maker = GrammarMaker(model_dir, vocab_size)
-        self._follower = Follower()
+        self._follower = follower
         self._waiting: dict[int, Waiting] = {}  # by handle, in order of arrival
 
     def __len__(self) -> int:
@@ -69,14 +70,7 @@ class GrammarQueue:
             else:
                 yield request, str(outcome)
 
-    def follow(self, moves: list[tuple[Request, int]]) -> list[GrammarError | None]:
-        """Move the requests' guides on by a token each: why it cannot be, or None where it was."""
-        steps = []
-        for request, token in moves:
-            assert request.grammar is not None
-            steps.append((request.grammar, token))
-        errors = self._follower.follow(steps)
-        for (request, _), error in zip(moves, errors, strict=True):
-            if isinstance(error, SlowGrammarError):
-                self._maker.refuse((request.params.grammar_type, request.params.grammar), error)
-        return errors
+    def refuse(self, request: Request, problem: str) -> None:
+        """Refuse the request's grammar whenever it comes back."""
+        params = request.params
+        self._maker.refuse((params.grammar_type, params.grammar), SlowGrammarError(problem))

@@ -106,7 +106,7 @@ class EngineSocket:
         if not self._pidfd:
             self._lonely_since = time.monotonic()
 
-    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowExtras] | None) -> None:
+    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowReport] | None) -> None:
         parts = [protocol.TOKENS, frame]
         if extras:
             parts.append(protocol.encode(extras))

@@ -6,7 +6,7 @@ DEALER. Stub to engine: one frame, a msgpack-encoded `ToEngine` message. Engine 
 one-byte kind, then its payload:
 
     TOKENS   int32 [n, 3] little endian (local id, token id, finish code), optionally
-             followed by one more frame, a msgpack list of `RowExtras`
+             followed by one more frame, a msgpack list of `RowReport`
     FAILURE  msgpack `Failure`
     STATUS   msgpack `Status`
 
@@ -104,13 +104,14 @@ class Perf(msgspec.Struct):
     reused_blocks: int
 
 
-class RowExtras(msgspec.Struct, omit_defaults=True):
+class RowReport(msgspec.Struct, omit_defaults=True):
     """What a request asked for beside its tokens. Logits are float32 little endian, row major:
     context [prompt_len, vocab], generation [1, vocab] for the token of this frame. queue_ns comes unasked
     with the first row of a sequence: nanoseconds until its first step."""
 
     local_id: int
     log_prob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None  # (token, log probability), most likely first
     context_logits: memoryview | None = None  # up to gigabytes: no copies
     generation_logits: bytes | None = None
     perf: Perf | None = None
@@ -152,7 +153,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_failure = msgspec.msgpack.Decoder(Failure).decode
 decode_status = msgspec.msgpack.Decoder(Status).decode
-decode_extras = msgspec.msgpack.Decoder(list[RowExtras]).decode
+decode_reports = msgspec.msgpack.Decoder(list[RowReport]).decode
 
 
 def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) -> bytes:

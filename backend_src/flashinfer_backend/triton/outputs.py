@@ -28,7 +28,7 @@ class Chunk:
     ids: list[int]
     code: int = protocol.RUNNING
     max_chars: int = NO_LIMIT
-    extras: list[protocol.RowExtras] = field(default_factory=list)
+    extras: list[protocol.RowReport] = field(default_factory=list)
 
     @property
     def last(self) -> bool:

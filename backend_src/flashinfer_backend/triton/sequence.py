@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashinfer_backend.triton.responder import OpenRequest
 
 FAILED = "Executor failed process requestId {} due to the following error: {}"
-Item = tuple[int, int, protocol.RowExtras | None]  # token, finish code, extras
+Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, extras
 
 
 class Sequence:
@@ -75,7 +75,7 @@ class Sequence:
         self._prompt_chars = len(decoder.delta([], prompt, last=False))
         return protocol.msgspec.structs.replace(params, stop_sequences=ids)
 
-    def on_token(self, token: int, code: int, extras: protocol.RowExtras | None) -> None:
+    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
         if token != protocol.NO_TOKEN:
             self.timing.token()
         if extras is not None and extras.queue_ns is not None:
@@ -141,7 +141,7 @@ class Sequence:
             _, code, extras = self._arrived.popleft()
             ended = code != protocol.RUNNING
             if ended and extras is not None:
-                chunk.extras.append(protocol.RowExtras(extras.local_id, perf=extras.perf))
+                chunk.extras.append(protocol.RowReport(extras.local_id, perf=extras.perf))
         if not ended:
             return None
         self.ended, self._stopped = True, None  # it may hold gigabytes of logits

@@ -7,9 +7,10 @@ serves as the dummy that padded rows of a CUDA graph use; its only block is bloc
 
 from __future__ import annotations
 
+import enum
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,51 +19,44 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.models.transformer import Attention, Transformer
+from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
+from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.models.transformer import Transformer, drain
 from flashinfer_backend.ops.staging import Download, ReadbackRing, StagingRing
-from flashinfer_backend.sampling.logprobs import Report, keep_context_logits
-from flashinfer_backend.sampling.sampler import Sampler
-from flashinfer_backend.worker.full_graphs import DecodeGraphs
-from flashinfer_backend.worker.piecewise_graphs import TokenGraphs
+from flashinfer_backend.sampling.logprobs import context_logits
+from flashinfer_backend.sampling.sampler import Sampled, Sampler
+from flashinfer_backend.worker.capture import GraphCapture
+from flashinfer_backend.worker.decode_graphs import DecodeGraphs
+from flashinfer_backend.worker.mixed_graphs import MixedGraphs
+
+
+class Point(enum.Enum):
+    """Where a launch stops for the loop, which may have something to do meanwhile."""
+
+    STARTED = enum.auto()  # the device has the step's first work
+    LAYER = enum.auto()  # it has one more layer of a step that is launched layer by layer
+    TOKENS_WANTED = enum.auto()  # go on only when the tokens of all earlier steps have been read
 
 
 @dataclass
 class Launched:
-    """A step on its way; `download` gives the sampled tokens, int32 [sampling rows], and behind them what
-    `report` reads."""
+    """A step on its way; Runner.read gives its output when `download` has arrived."""
 
     plan: StepPlan
     download: Download
-    report: Report | None
-
-
-@dataclass
-class _Reporting:
-    """Attention that calls `progress` after every layer."""
-
-    attention: Attention
-    progress: Callable[[], None]
-
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        self.attention.run(layer, q, out)
-        self.progress()
+    sampled: Sampled
+    # (row, logits float32 [length, V]) of the plan's context_rows; (row, why) of rows that failed
+    context_logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Runner:
-    """Owns the device: KV cache, block tables, last tokens, graphs."""
+    """Owns what one rank has on its device: KV cache, block tables, last tokens, sampler, graphs."""
 
-    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, kv_cache: KVCache) -> None:
         self.model, self.ops, self.device = model, ops, model.device
-        self.block_size = config.tokens_per_block
-        shape = (num_blocks, self.block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.kv_caches = [
-            (
-                torch.zeros(shape, dtype=model.dtype, device=self.device),
-                torch.zeros(shape, dtype=model.dtype, device=self.device),
-            )
-            for _ in range(model.config.num_layers)
-        ]
+        self.kv_cache = kv_cache
+        self.block_size = kv_cache.format.block_size
         self.max_blocks = -(-config.max_seq_len // self.block_size)
         self.dummy_slot = config.max_num_seqs
         rows = config.max_num_seqs + 1
@@ -74,23 +68,22 @@ class Runner:
         self.sampler = Sampler(ops, vocab, config, self.device, self._staging, self.last_token)
         self.attention = self._make_attention(config)
         self.graphs: DecodeGraphs | None = None
-        self.token_graphs: TokenGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
     def _make_attention(self, config: EngineConfig) -> Any:
-        heads = self.model.config
-        shape = (self.kv_caches, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.block_size)
+        num_heads = self.model.config.num_heads
         if config.attention_backend == "torch" or self.device.type == "cpu":
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
-            return TorchPagedAttention(*shape)
+            return TorchPagedAttention(self.kv_cache, num_heads)
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
         return FlashInferAttention(
-            *shape,
+            self.kv_cache,
+            num_heads,
             max_num_seqs=config.max_num_seqs,
             max_pages_per_seq=self.max_blocks,
             decode_backend=config.attention_backend,
-            dtype=self.model.dtype,
         )
 
     def capture_graphs(self, sizes: list[int]) -> None:
@@ -98,106 +91,132 @@ class Runner:
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         try:
-            self.graphs = DecodeGraphs(self, self._staging, sizes)
-            self.token_graphs = TokenGraphs(self.model, self.kv_caches, self.attention, self.block_table)
+            capture = GraphCapture()
+            self.graphs = DecodeGraphs(self, self._staging, sizes, capture)
+            self.mixed_graphs = MixedGraphs(
+                self.model, self.kv_cache.layers, self.attention, self.block_table, capture
+            )
         finally:
             gc.enable()
 
     @torch.inference_mode()
-    def launch(
-        self,
-        plan: StepPlan,
-        settle: Callable[[], None] = lambda: None,
-        progress: Callable[[], None] = lambda: None,
-    ) -> Launched:
-        """Enqueue a step. Steps run in the order of their launches; nothing is waited for. `settle` reads
-        the tokens of all earlier steps; it is called where rows cannot be sampled without them.
-        `progress` is called when the device has the step's first work, and after each layer of a step
-        that is launched layer by layer."""
-        if self.graphs is not None and not plan.num_prefill and plan.num_decode <= self.graphs.largest:
-            tokens, logits = self.graphs.replay(plan, progress)  # rows of padding behind the logits
-            position = plan.decode_positions + 1
-        else:
-            logits, position = self._forward(plan, progress)
-            tokens = self.sampler.sample(logits, plan, position)
-        report = None
-        if plan.extras:
-            if plan.guided:
-                settle()
-            tokens, report = self.sampler.sample_extras(logits, tokens, plan, position)
-        return Launched(plan, self._readback.download(tokens), report)
+    def launch(self, plan: StepPlan) -> Generator[Point, None, Launched]:
+        """Enqueue a step; stops at points for the caller. Steps run in the order of their launches; nothing
+        is waited for, unless rows cannot be sampled without the tokens of earlier steps.
 
-    def _forward(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, np.ndarray]:
-        """A step with prompts: (logits [sampling rows, V], positions of the sampled tokens)."""
-        slots = np.concatenate([plan.decode_slots, plan.prefill_slots])
-        q_lens = np.concatenate([np.ones(plan.num_decode, np.int32), plan.prefill_lens])
-        starts = np.concatenate([plan.decode_positions, plan.prefill_starts])
-        ends = np.cumsum(q_lens)
-        offsets = np.repeat(starts - (ends - q_lens), q_lens)
+        An exception means that the step as a whole was not launched. What concerns single rows is in
+        Launched.failed instead.
+        """
+        self.sampler.update(plan)
+        context: list[tuple[int, np.ndarray]] = []
+        failed: list[tuple[int, str]] = []
+        if (
+            self.graphs is not None
+            and plan.num_decodes == plan.num_rows
+            and plan.num_rows <= self.graphs.largest
+        ):
+            tokens, logits = self.graphs.replay(plan)  # rows of padding behind the logits
+            yield Point.STARTED  # the device begins when all of the graph is there
+        else:
+            hidden, sampling = yield from self._forward(plan)
+            if len(plan.context_rows):
+                self._keep_context(plan, hidden, context, failed)
+            logits = self.model.logits(hidden if sampling is None else hidden[sampling])
+            tokens = self.sampler.sample(logits, plan)
+        sampled = Sampled(tokens)
+        if len(plan.stateful):
+            if self.sampler.guided(plan):
+                yield Point.TOKENS_WANTED
+            sampled = self.sampler.sample_stateful(logits, tokens, plan)
+            failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
+        return Launched(plan, self._readback.download(sampled.readback), sampled, context, failed)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
+        return self.read(drain(self.launch(plan)))
+
+    def read(self, launched: Launched) -> StepOutput:
+        """Wait for a step's output. Steps are read in the order of their launches, each once."""
+        values = launched.download.wait()
+        return self.sampler.read(launched.sampled, len(launched.plan.sample_slots), values)
+
+    def _forward(self, plan: StepPlan) -> Generator[Point, None, tuple[torch.Tensor, torch.Tensor | None]]:
+        """The residual stream behind the last layer: of the sampling rows' last tokens; or, where context
+        logits are wanted, of all tokens, and which of these are the sampling rows'."""
+        ends = np.cumsum(plan.lengths)
+        offsets = np.repeat(plan.starts - (ends - plan.lengths), plan.lengths)
         positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
-        samples = np.concatenate([np.ones(plan.num_decode, bool), plan.prefill_samples])
-        graphs = self.token_graphs
+        graphs = self.mixed_graphs
         size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
         padding = np.zeros(size - plan.num_tokens, np.int32)
         self.update_block_table(plan)
         parts = [
-            slots,
-            (ends - 1)[samples].astype(np.int32),
-            np.concatenate([np.repeat(slots, q_lens), padding + self.dummy_slot]),
+            (ends - 1)[plan.sampling_rows].astype(np.int32),
+            np.concatenate([np.repeat(plan.slots, plan.lengths), padding + self.dummy_slot]),
             np.concatenate([positions, padding]),
-            np.concatenate([plan.prefill_tokens, padding]),
+            np.concatenate([plan.tokens, padding]),
         ]
         data = self._staging.upload(parts).split([len(part) for part in parts])
-        row_slots, last_rows, token_slots, token_positions, prompt = data
-        input_ids = torch.cat([self.last_token[row_slots[: plan.num_decode]], prompt])
-        slot_mapping = self.slot_mapping(token_slots, token_positions)
+        last_rows, token_slots, token_positions, tokens = data
+        input_ids = tokens
+        if plan.num_decodes:
+            input_ids = torch.where(tokens == LAST_TOKEN, self.last_token[token_slots], tokens)
         batch = AttentionBatch(
-            num_decode=plan.num_decode,
-            q_lens=q_lens,
-            kv_lens=starts + q_lens,
-            slots=slots,
+            q_lens=plan.lengths,
+            kv_lens=plan.starts + plan.lengths,
+            slots=plan.slots,
             block_table=self.block_table,
         )
-        inputs = (input_ids, token_positions, slot_mapping)
-        rows = None if plan.context_logits else last_rows  # of which the last layer's output is wanted
-        whole = graphs.plan_whole(size, batch) if graphs is not None else None
-        if graphs is not None and whole is not None:
-            hidden = graphs.run_whole(*inputs, whole, rows)
-            progress()  # the device begins when all of the graph is there
+        inputs = (input_ids, token_positions, self.cache_locations(token_slots, token_positions))
+        rows = None if len(plan.context_rows) else last_rows  # of which the last layer's output is wanted
+        full = graphs.plan_full(size, batch) if graphs is not None else None
+        if graphs is not None and full is not None:
+            hidden = graphs.run_full(*inputs, full, rows)
+            yield Point.STARTED  # the device begins when all of the graph is there
         else:
             self.attention.plan(batch)
-            progress()
-            attention = _Reporting(self.attention, progress)
+            yield Point.STARTED
             if graphs is not None and size <= graphs.largest:
-                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows)
+                layers = graphs.run(*inputs, plan.num_tokens, self.attention, rows)
             else:
-                hidden = self.model(*inputs, self.kv_caches, attention, rows)
-        for row, request in plan.context_logits:
-            last = int(ends[plan.num_decode + row])
-            chunk = hidden[last - int(plan.prefill_lens[row]) : last]
-            keep_context_logits(request, self.model, chunk, int(plan.prefill_starts[row]))
-        if rows is None:
-            hidden = hidden[last_rows]
-        return self.model.logits(hidden), (starts + q_lens)[samples]
+                layers = self.model.by_layers(*inputs, self.kv_cache.layers, self.attention, rows)
+            while True:
+                try:
+                    next(layers)
+                except StopIteration as end:
+                    hidden = end.value
+                    break
+                yield Point.LAYER
+        return hidden, None if rows is not None else last_rows
+
+    def _keep_context(
+        self,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        context: list[tuple[int, np.ndarray]],
+        failed: list[tuple[int, str]],
+    ) -> None:
+        ends = np.cumsum(plan.lengths)
+        for row in plan.context_rows.tolist():
+            try:
+                chunk = hidden[ends[row] - plan.lengths[row] : ends[row]]
+                context.append((row, context_logits(self.model, chunk)))
+            except Exception as error:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()  # raises where the device, not the row, is what failed
+                failed.append((row, f"{type(error).__name__}: {error}"))
 
     def update_block_table(self, plan: StepPlan) -> None:
         """Enter the step's new blocks, before anything of the step reads the table."""
-        rows = np.flatnonzero(plan.new_blocks >= 0)
-        admitted = plan.table_updates
-        if not len(rows) and not len(admitted):
-            return
-        columns = plan.decode_positions[rows] // self.block_size
-        where, blocks = self._staging.upload(
-            [
-                plan.decode_slots[rows] * self.max_blocks + columns,
-                admitted[:, 0] * self.max_blocks + admitted[:, 1],
-                plan.new_blocks[rows],
-                admitted[:, 2],
-            ]
-        ).view(2, -1)
-        self.block_table.view(-1)[where] = blocks
+        updates = plan.block_updates
+        if len(updates):
+            where, blocks = self._staging.upload(
+                [updates[:, 0] * self.max_blocks + updates[:, 1], updates[:, 2]]
+            ).view(2, -1)
+            self.block_table.view(-1)[where] = blocks
 
-    def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Cache slots (block * block size + offset), int32 [T], of tokens given by slot and position."""
+    def cache_locations(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Places in the cache (block * block size + offset), int32 [T], of tokens given by slot and
+        position."""
         blocks = self.block_table[slots, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size

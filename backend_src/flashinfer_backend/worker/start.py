@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings an engine up: model, KV cache of the right size, warm kernels, captured graphs."""
+"""Brings a rank up: model, KV cache of the right size, warm kernels, captured graphs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -14,31 +13,22 @@ import torch
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
-from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
-from flashinfer_backend.scheduler.scheduler import Scheduler
-from flashinfer_backend.worker.full_graphs import default_sizes
+from flashinfer_backend.worker.decode_graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
+from flashinfer_backend.worker.warm_up import warm_up_sampling
 
 log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
 
 
-@dataclass
-class Core:
-    """A ready engine without its transport."""
-
-    config: EngineConfig  # every automatic value filled in
-    model_config: ModelConfig
-    scheduler: Scheduler
-    runner: Runner
-
-
-def start(config: EngineConfig) -> Core:
-    """Load the model and allocate everything. Raises ValueError or OSError with what to change."""
+def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
+    """Load the model and allocate everything; the config with every automatic value filled in. Raises
+    ValueError or OSError with what to change."""
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     model_config = ModelConfig.from_pretrained(model_dir)
@@ -55,7 +45,14 @@ def start(config: EngineConfig) -> Core:
     load_weights(model, model_dir, config.load_format)
     log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
 
-    num_blocks = _num_blocks(config, model, ops)
+    cache_format = KVCacheFormat(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.tokens_per_block,
+        dtype=dtype,
+    )
+    num_blocks = _num_blocks(config, model, cache_format)
     tokens = (num_blocks - 1) * config.tokens_per_block
     if tokens < config.max_seq_len:
         log.warning(
@@ -67,8 +64,7 @@ def start(config: EngineConfig) -> Core:
         config = msgspec.structs.replace(
             config, max_seq_len=tokens, max_input_len=min(config.max_input_len, tokens - 1)
         )
-    runner = Runner(config, model, ops, num_blocks)
-    kv_manager = KVCacheManager(num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
+    runner = Runner(config, model, ops, KVCache.allocate(cache_format, num_blocks, device))
     _warm_up(config, runner)
     log.info(
         "KV cache of %d blocks of %d tokens; ready after %.1f s",
@@ -76,7 +72,7 @@ def start(config: EngineConfig) -> Core:
         config.tokens_per_block,
         time.monotonic() - began,
     )
-    return Core(config, model_config, Scheduler(config, kv_manager, model_config.eos_token_ids), runner)
+    return config, runner
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -116,18 +112,15 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
     return torch.float16 if model_config.dtype == "float16" else torch.bfloat16
 
 
-def _num_blocks(config: EngineConfig, model: Transformer, ops: object) -> int:
+def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
     """Blocks of the KV cache, the dummy block included."""
-    heads = model.config
-    element = torch.empty(0, dtype=model.dtype).element_size()
-    token_bytes = 2 * heads.num_layers * heads.num_kv_heads * heads.head_dim * element
-    block = config.tokens_per_block
-    most = -(-config.max_seq_len // block) * config.max_num_seqs
+    block, bytes_per_block = cache_format.block_size, cache_format.bytes_per_block
     if model.device.type == "cpu":
-        blocks = min(most, CPU_KV_BYTES // (token_bytes * block))
+        most = -(-config.max_seq_len // block) * config.max_num_seqs
+        blocks = min(most, CPU_KV_BYTES // bytes_per_block)
     else:
         free = _free_memory_after_largest_step(config, model)
-        blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // (token_bytes * block)
+        blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // bytes_per_block
     if config.max_tokens_in_paged_kv_cache:
         blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // block))
     if blocks < 1:
@@ -155,32 +148,27 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
 
 def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
-    runner.sampler.warm_up(runner.dummy_slot)
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-            runner.launch(_prompt_plan(runner.dummy_slot, length)).download.wait()
+            runner.run(_prompt_plan(runner.dummy_slot, length))
         if config.cuda_graph_batch_sizes != "none":  # plain torch has none
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
-    runner.launch(_prompt_plan(runner.dummy_slot, 1)).download.wait()
+        warm_up_sampling(config, runner)
+    runner.run(_prompt_plan(runner.dummy_slot, 1))
 
 
 def _prompt_plan(slot: int, length: int) -> StepPlan:
     """A prompt of zeros in the dummy slot, whose every block is block 0."""
     one = np.ones(1, np.int32)
-    none = np.empty(0, np.int32)
     return StepPlan(
-        decode_slots=none,
-        decode_positions=none,
-        new_blocks=none,
-        prefill_slots=one * slot,
-        prefill_starts=one * 0,
-        prefill_lens=one * length,
-        prefill_tokens=np.zeros(length, np.int32),
-        prefill_samples=np.ones(1, bool),
-        sample_slots=one * slot,
-        sample_epochs=np.zeros(1, np.int64),
+        slots=one * slot,
+        starts=one * 0,
+        lengths=one * length,
+        samples=one,
+        tokens=np.zeros(length, np.int32),
+        epochs=np.zeros(1, np.int64),
         temperature=np.zeros(1, np.float32),
         seed=np.zeros(1, np.uint64),
         suppressed=-one,

@@ -15,8 +15,9 @@ from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
-from flashinfer_backend.worker import piecewise_graphs as token_graphs
-from flashinfer_backend.worker.piecewise_graphs import SIZES, TokenGraphs, fastest_sizes
+from flashinfer_backend.worker import mixed_graphs
+from flashinfer_backend.worker.capture import GraphCapture
+from flashinfer_backend.worker.mixed_graphs import SIZES, MixedGraphs, fastest_sizes
 
 
 def test_more_padding_where_it_is_faster():
@@ -51,8 +52,8 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         "graph_pool_handle": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(token_graphs, "SIZES", [8])
-    monkeypatch.setattr(TokenGraphs, "_layer_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(mixed_graphs, "SIZES", [8])
+    monkeypatch.setattr(MixedGraphs, "_layer_seconds", lambda *_: 1.0)
     folder = resolve_model_dir(BUNDLED)
     config = ModelConfig.from_pretrained(folder)
     model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
@@ -61,11 +62,12 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         tuple(torch.zeros(2, 16, config.num_kv_heads, config.head_dim) for _ in "kv")
         for _ in range(config.num_layers)
     ]
-    graphs = TokenGraphs(model, caches, Doubling(), torch.zeros(5, 4, dtype=torch.int32))
-    (whole,) = graphs._whole[8]
+    table = torch.zeros(5, 4, dtype=torch.int32)
+    graphs = MixedGraphs(model, caches, Doubling(), table, GraphCapture())
+    (full,) = graphs._full[8]
     with torch.inference_mode():
         expected = model(*graphs._inputs[:, :8], caches, Doubling())
-        found = model.finish(graphs._attended[:8], whole.hidden, None)
-    assert whole.decode_rows == 4
+        found = model.finish(graphs._attended[:8], full.hidden, None)
+    assert full.decode_rows == 4
     assert torch.equal(found, expected)
     assert len(graphs._graphs[8]) == config.num_layers

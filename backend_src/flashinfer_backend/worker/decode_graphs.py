@@ -8,7 +8,6 @@ upload and one launch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.worker.capture import GraphCapture
 
 if TYPE_CHECKING:
     from flashinfer_backend.worker.runner import Runner
@@ -43,33 +43,34 @@ class _Captured(NamedTuple):
 class DecodeGraphs:
     """Captured decode steps; `replay` runs the smallest that fits."""
 
-    def __init__(self, runner: Runner, staging: StagingRing, sizes: list[int]) -> None:
+    def __init__(self, runner: Runner, staging: StagingRing, sizes: list[int], capture: GraphCapture) -> None:
         self._runner = runner
         self._staging = staging
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
         # Inert rows: dummy slot, position 0, no new block, temperature 0, nothing suppressed.
         self._padding = np.array([[runner.dummy_slot], [0], [-1], [0], [-1]], np.int32)
-        self._captured: dict[int, _Captured] = {}
-        pool = None
-        for size in reversed(self._sizes):  # the largest first, so that the others fit its pool
-            self._captured[size] = self._capture(size, pool)
-            pool = self._captured[size].graph.pool()
+        self._opened = np.full(runner.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
+        # One for all sizes: a step's logits are used up before the next step.
+        vocab = runner.model.config.vocab_size
+        shape = (self._sizes[-1], vocab)
+        self._logits = torch.empty(shape, dtype=runner.model.dtype, device=runner.device)
+        # The largest first, so that the others fit its memory.
+        self._captured = {size: self._capture(size, capture) for size in reversed(self._sizes)}
 
     @property
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def replay(self, plan: StepPlan, progress: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the step: tokens int32 [rows] and logits [rows and padding, V], valid until the next replay.
-        `progress` is called once, when the device has it."""
-        captured = self._captured[self._size(plan.num_decode)]
+    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the step: tokens int32 [rows] and logits [rows and padding, V], valid until the next
+        replay."""
+        captured = self._captured[self._size(plan.num_rows)]
         if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
             self._runner.update_block_table(plan)
         self._upload(plan, captured.inputs, captured.attention)
         captured.graph.replay()
-        progress()  # the device begins when all of the graph is there
-        return captured.tokens[: plan.num_decode], captured.logits
+        return captured.tokens[: plan.num_rows], captured.logits
 
     def graph(self, rows: int) -> torch.cuda.CUDAGraph:
         """The graph that runs steps of so many rows."""
@@ -80,21 +81,23 @@ class DecodeGraphs:
 
     def _upload(self, plan: StepPlan, inputs: torch.Tensor, attention: Any) -> None:
         """Give a graph its step: attention's words, seeds [2 size], then COLUMNS - 2 columns [size]."""
-        rows, size = plan.num_decode, attention.bucket
+        rows, size = plan.num_rows, attention.bucket
         words = self._staging.begin(len(inputs))
         own = len(words) - COLUMNS * size
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
         columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
         slots, positions, blocks, temperature, suppressed = columns
-        slots[:rows] = plan.decode_slots
-        positions[:rows] = plan.decode_positions
-        blocks[:rows] = plan.new_blocks
+        slots[:rows] = plan.slots
+        positions[:rows] = plan.starts
+        updates, opened = plan.block_updates, self._opened
+        opened[updates[:, 0]] = updates[:, 2]
+        blocks[:rows] = opened[plan.slots]
+        opened[updates[:, 0]] = -1
         temperature[:rows] = plan.temperature.view(np.int32)
         suppressed[:rows] = plan.suppressed
         columns[:, rows:] = self._padding
         batch = AttentionBatch(
-            num_decode=size,
             q_lens=self._ones[:size],
             kv_lens=positions + 1,
             slots=slots,
@@ -103,15 +106,15 @@ class DecodeGraphs:
         attention.plan(batch, words[:own])
         self._staging.send(inputs)
 
-    def _capture(self, size: int, pool: Any) -> _Captured:
-        runner = self._runner
-        none = np.empty(0, np.int32)
+    def _capture(self, size: int, capture: GraphCapture) -> _Captured:
+        runner, none = self._runner, np.empty(0, np.int32)
         empty = StepPlan(
-            decode_slots=none,
-            decode_positions=none,
-            new_blocks=none,
-            sample_slots=none,
-            sample_epochs=np.empty(0, np.int64),
+            slots=none,
+            starts=none,
+            lengths=none,
+            samples=none,
+            tokens=none,
+            epochs=np.empty(0, np.int64),
             temperature=np.empty(0, np.float32),
             seed=np.empty(0, np.uint64),
             suppressed=none,
@@ -120,29 +123,21 @@ class DecodeGraphs:
         inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=runner.device)
         attention = runner.attention.graph_state(size, runner.block_table, inputs[:own])
         self._upload(empty, inputs, attention)
-        step = (inputs[own:], attention, size)
-        with torch.inference_mode():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # warm-up outside the capture: lazy initialisation
-                self._step(*step)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                tokens, logits = self._step(*step)
-        return _Captured(graph, inputs, attention, tokens, logits)
+        graph, tokens = capture(lambda: self._step(inputs[own:], attention, size))
+        return _Captured(graph, inputs, attention, tokens, self._logits[:size])
 
-    def _step(self, data: torch.Tensor, attention: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is captured; reads only the static input and device state."""
+    def _step(self, data: torch.Tensor, attention: Any, size: int) -> torch.Tensor:
+        """What is captured: tokens int32 [size], their logits in self._logits. Reads only the static input
+        and device state."""
         runner = self._runner
         seed = data[: 2 * size].view(torch.int64)
         slots, positions, blocks, temperature, suppressed = data[2 * size :].split(size)
-        input_ids, slot_mapping = runner.ops.decode_inputs(
+        input_ids, cache_locations = runner.ops.decode_inputs(
             slots, positions, blocks, runner.last_token, runner.block_table, runner.block_size
         )
-        hidden = runner.model(input_ids, positions, slot_mapping, runner.kv_caches, attention)
-        logits = runner.model.logits(hidden)
-        tokens = runner.ops.sample(
+        hidden = runner.model(input_ids, positions, cache_locations, runner.kv_cache.layers, attention)
+        logits = runner.model.logits(hidden, self._logits[:size])
+        return runner.ops.sample(
             logits,
             temperature.view(torch.float32),
             seed,
@@ -150,4 +145,3 @@ class DecodeGraphs:
             suppressed,
             (runner.last_token, slots),
         )
-        return tokens, logits

@@ -4,9 +4,10 @@
 A step with prompts has attention of a new shape each time, but its other operations depend only on the number
 of tokens. Launched one by one they cost the host about 10 ms, more than the device needs for a short prompt.
 Steps are padded to a captured number of tokens. Where attention can be captured too (attention/step_graph.py:
-FA3 and the Triton kernel read what changes from the device), the whole step is one graph. Else each stretch
-between two attention calls is one: from the embedding to the first query, from one layer's attention to the
-next layer's query. After the last attention only the tokens go on whose logits are wanted, outside any graph.
+FA3 and the Triton kernel read what changes from the device), the step is one full graph. Else it is
+piecewise: a graph for each piece between two attention calls, from the embedding to the first query, from one
+layer's attention to the next layer's query. After the last attention only the tokens go on whose logits are
+wanted, outside any graph.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each
 number is timed once it is captured, and a step takes the fastest that holds it.
@@ -17,12 +18,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.models.transformer import Attention, Transformer
+from flashinfer_backend.worker.capture import GraphCapture
 
 # Beyond the last size the device takes longer than the host, so nothing is gained. Padding costs about 3 % of
 # a step for 16 tokens of 256, so sizes are dense.
@@ -30,7 +33,7 @@ SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 TIMED_REPLAYS = 10
 
 
-class Whole(NamedTuple):
+class FullStep(NamedTuple):
     """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves,
     `hidden` the residual stream at the last attention."""
 
@@ -40,9 +43,9 @@ class Whole(NamedTuple):
     hidden: torch.Tensor
 
 
-class TokenGraphs:
+class MixedGraphs:
     """Captured steps by number of tokens, over one set of static tensors. `attention` (FlashInferAttention)
-    and block_table [slots + 1, blocks] are what whole steps read."""
+    and block_table [slots + 1, blocks] are what full graphs read."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class TokenGraphs:
         kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
         attention: Any,
         block_table: torch.Tensor,
+        capture: GraphCapture,
     ) -> None:
         self._model, self._kv_caches = model, kv_caches
         self.largest = SIZES[-1]
@@ -57,19 +61,19 @@ class TokenGraphs:
         self._inputs = torch.zeros((3, self.largest), dtype=torch.int32, device=device)
         shape = (self.largest, heads.num_heads, heads.head_dim)
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
-        # Rows of padding are never written: they must not hold what is no number.
+        # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
-        self._whole: dict[int, list[Whole]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._full: dict[int, list[FullStep]] = {}
+        self._capture_graph = capture
         with torch.inference_mode():
             for size in reversed(SIZES):  # the largest first, so that the others fit its memory
                 self._capture(size)
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
-                    self._capture_whole(size, attention.step_graph_state(size, rows, block_table), rows)
+                    self._capture_full(size, attention.step_graph_state(size, rows, block_table), rows)
         times = [self._layer_seconds(size) for size in SIZES]
         self._best = fastest_sizes(SIZES, times)
 
@@ -77,44 +81,45 @@ class TokenGraphs:
         """The number of tokens to run a step of `tokens` with."""
         return self._best[bisect_left(SIZES, tokens)] if tokens <= self.largest else tokens
 
-    def plan_whole(self, size: int, batch: AttentionBatch) -> Whole | None:
-        """The graph of the whole step of `size` tokens (padding included), its attention planned; None where
-        the step must run in stretches."""
-        for whole in self._whole.get(size, ()):
-            if batch.num_decode <= whole.decode_rows:
-                return whole if whole.attention.plan(batch) else None
+    def plan_full(self, size: int, batch: AttentionBatch) -> FullStep | None:
+        """The full graph of a step of `size` tokens (padding included), its attention planned; None where
+        the step must run piecewise."""
+        for full in self._full.get(size, ()):
+            if batch.num_single <= full.decode_rows:
+                return full if full.attention.plan(batch) else None
         return None
 
-    def run_whole(
+    def run_full(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        whole: Whole,
+        cache_locations: torch.Tensor,
+        full: FullStep,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `run`, of a step that plan_whole has planned."""
-        self._copy(input_ids, positions, slot_mapping)
-        whole.graph.replay()
-        return self._model.finish(self._attended[: len(input_ids)], whole.hidden, rows)
+        """As `run`, of a step that plan_full has planned."""
+        self._copy(input_ids, positions, cache_locations)
+        full.graph.replay()
+        return self._model.finish(self._attended[: len(input_ids)], full.hidden, rows)
 
     def run(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        cache_locations: torch.Tensor,
         tokens: int,
         attention: Attention,
         rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must
-        have slots in the dummy block."""
+    ) -> Generator[None, None, torch.Tensor]:
+        """As Transformer.by_layers over inputs int32 [padded size] of which `tokens` are real; padding must
+        lie in the dummy block."""
         size = input_ids.shape[0]
-        self._copy(input_ids, positions, slot_mapping)
+        self._copy(input_ids, positions, cache_locations)
         q, attended = self._q[:tokens], self._attended[:tokens]
         for layer, graph in enumerate(self._graphs[size]):
             graph.replay()
             attention.run(layer, q, attended)
+            yield
         return self._model.finish(self._attended[:size], self._hidden[size], rows)
 
     def _copy(self, *columns: torch.Tensor) -> None:
@@ -122,7 +127,7 @@ class TokenGraphs:
             target[: len(source)].copy_(source)
 
     def _layer_seconds(self, size: int) -> float:
-        """Median time of the stretch between two layers' attention."""
+        """Median time of the piece between two layers' attention."""
         graph = self._graphs[size][-1]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
         graph.replay()
@@ -133,59 +138,48 @@ class TokenGraphs:
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
-    def _stretch(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _piece(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """What a step of `size` tokens runs before the attention of layer `index`."""
-        model, (input_ids, positions, slot_mapping) = self._model, (row[:size] for row in self._inputs)
+        model, (input_ids, positions, cache_locations) = self._model, (row[:size] for row in self._inputs)
         if hidden is None:
             hidden = model.embed(input_ids)
         else:
             hidden = model.after_attention(index - 1, self._attended[:size], hidden)
         cache = self._kv_caches[index]
-        model.before_attention(index, hidden, positions, slot_mapping, cache, self._q[:size])
+        model.before_attention(index, hidden, positions, cache_locations, cache, self._q[:size])
         return hidden
 
     def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graphs = []
-        with torch.cuda.stream(stream):
-            # Warm-up outside the capture: lazy initialisation.
-            self._model.finish(self._attended[:size], self._stretch(size, 0, None), None)
-            stream.synchronize()
-            hidden = None
-            for index in range(len(self._model.layers)):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                hidden = self._stretch(size, index, hidden)
-                graph.capture_end()
-                graphs.append(graph)
-        torch.cuda.current_stream().wait_stream(stream)
-        assert hidden is not None
-        self._graphs[size], self._hidden[size] = graphs, hidden
+        hidden: torch.Tensor | None = None
+        self._graphs[size] = []
+        for index in range(len(self._model.layers)):
+            before = hidden
 
-    def _capture_whole(self, size: int, attention: Any, rows: int) -> None:
+            def piece(index: int = index, before: torch.Tensor | None = before) -> torch.Tensor:
+                return self._piece(size, index, before)
+
+            def warm_up() -> None:
+                self._model.finish(self._attended[:size], self._piece(size, 0, None), None)
+
+            graph, hidden = self._capture_graph(piece, (lambda: None) if index else warm_up)
+            self._graphs[size].append(graph)
+        assert hidden is not None
+        self._hidden[size] = hidden
+
+    def _capture_full(self, size: int, attention: Any, rows: int) -> None:
         if attention is None:
             return
 
         def layers(count: int) -> torch.Tensor:
             hidden = None
             for index in range(count):
-                hidden = self._stretch(size, index, hidden)
+                hidden = self._piece(size, index, hidden)
                 attention.run(index, self._q[:size], self._attended[:size])
             assert hidden is not None
             return hidden
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            layers(1)  # warm-up outside the capture: lazy initialisation
-            stream.synchronize()
-            graph.capture_begin(pool=self._pool)
-            hidden = layers(len(self._model.layers))
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._whole.setdefault(size, []).append(Whole(rows, graph, attention, hidden))
+        graph, hidden = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
+        self._full.setdefault(size, []).append(FullStep(rows, graph, attention, hidden))
 
 
 def fastest_sizes(sizes: list[int], seconds: list[float]) -> list[int]:

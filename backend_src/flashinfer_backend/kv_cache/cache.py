@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged cache of keys and values on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVCacheFormat:
+    """How one rank stores keys and values: layers, its share of the heads, elements, block size in tokens.
+
+    A stored element times its scale is the key's or value's; elements of 16 or 32 bits have scales of 1.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.dtype.itemsize > 1 and (self.k_scale, self.v_scale) != (1.0, 1.0):
+            raise ValueError(f"a cache of {self.dtype} has scales of 1, not {self.k_scale}, {self.v_scale}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+
+@dataclass
+class KVCache:
+    """layers: (K, V) of each layer, [blocks, block_size, num_kv_heads, head_dim], contiguous. Block 0 is
+    nobody's: padded rows of CUDA graphs write to it and read it."""
+
+    format: KVCacheFormat
+    layers: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def allocate(cls, format: KVCacheFormat, num_blocks: int, device: torch.device) -> KVCache:
+        shape = (num_blocks, format.block_size, format.num_kv_heads, format.head_dim)
+
+        def part() -> Tensor:
+            return torch.zeros(shape, dtype=format.dtype, device=device)
+
+        return cls(format, [(part(), part()) for _ in range(format.num_layers)])
+
+    @classmethod
+    def over(cls, layers: list[tuple[Tensor, Tensor]]) -> KVCache:
+        """A cache in memory that is there already."""
+        keys = layers[0][0]
+        _, block_size, num_kv_heads, head_dim = keys.shape
+        return cls(KVCacheFormat(len(layers), num_kv_heads, head_dim, block_size, keys.dtype), layers)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0][0].device

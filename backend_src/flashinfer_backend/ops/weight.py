@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of matrix products, which know what they are for and how they are stored."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+# What a product is: queries, keys and values; attention's output; gate and up projections; down projection;
+# logits.
+Role = Literal["qkv", "o", "gate_up", "down", "head"]
+Format = Literal["dense"]
+
+
+class Shard(NamedTuple):
+    """Which part of the whole weight this is."""
+
+    rank: int = 0
+    size: int = 1
+
+
+class Weight(nn.Module):
+    """data [N, K], of a product x[T, K] @ data.T. `format` dense: elements of the model's dtype."""
+
+    def __init__(self, role: Role, data: Tensor, format: Format = "dense", shard: Shard = Shard()) -> None:  # noqa: B008 (immutable)
+        super().__init__()
+        self.role, self.format, self.shard = role, format, shard
+        self.data = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=False)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sampler keeps of sequences whose sampling looks at more than a temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.sampling.history import TokenHistory
+from flashinfer_backend.structured.grammar import Grammar
+from flashinfer_backend.structured.store import GrammarStore
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """Of one sequence, over preemption, until the plan says that it is gone."""
+
+    handle: int
+    params: SamplingParams
+    prompt_len: int
+    grammar: Grammar | None
+    slot: int = -1
+    epoch: int = -1
+    bias: list[Tensor] | None = None  # ids and values on the device, sent once
+
+
+class StatefulRow(NamedTuple):
+    """A sampling row of a step whose slot has a state."""
+
+    row: int
+    slot: int
+    state: SequenceState
+    suppressed: int  # a token id that must not be chosen, or -1
+
+
+class SequenceStates:
+    """The states by handle and by slot, as plans tell of new and freed sequences."""
+
+    def __init__(self, grammars: GrammarStore, history: TokenHistory) -> None:
+        self._grammars, self._history = grammars, history
+        self._by_handle: dict[int, SequenceState] = {}
+        self._by_slot: dict[int, SequenceState] = {}
+
+    def __contains__(self, state: SequenceState) -> bool:
+        return self._by_handle.get(state.handle) is state
+
+    def update(self, plan: StepPlan) -> None:
+        for handle in plan.freed:
+            state = self._by_handle.pop(handle, None)
+            if state is not None and self._by_slot.get(state.slot) is state:
+                del self._by_slot[state.slot]
+        restored = []
+        for new in plan.new:
+            state = self._by_handle.get(new.handle)
+            if state is None:
+                grammar = self._grammars.take(new) if new.params.grammar_type else None
+                state = SequenceState(new.handle, new.params, new.prompt_len, grammar)
+                self._by_handle[new.handle] = state
+            state.slot, state.epoch = new.slot, new.epoch
+            self._by_slot[new.slot] = state
+            if new.params.needs_history:
+                restored.append((new.slot, np.frombuffer(new.tokens, "<i4")))
+        if restored:
+            self._history.restore(restored)
+
+    def rows(self, plan: StepPlan) -> list[StatefulRow]:
+        """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees."""
+        slots, epochs = plan.sample_slots, plan.epochs
+        rows = []
+        for row in plan.stateful.tolist():
+            state = self._by_slot[int(slots[row])]
+            assert state.epoch == epochs[row], f"slot {slots[row]} has the state of another sequence"
+            rows.append(StatefulRow(row, state.slot, state, int(plan.suppressed[row])))
+        return rows
