@@ -99,6 +99,10 @@ class Client:
         assert not self.failure, self.failure
         return [self.tokens[i] for i in ids]
 
+    def generate_after_failures(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        self.failure.clear()
+        return self.generate(prompts, params)
+
     def wait_idle(self) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while self.loop.scheduler.requests or self.loop.in_flight:

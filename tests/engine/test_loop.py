@@ -61,7 +61,7 @@ def test_a_steps_tokens_are_sent_while_the_next_one_is_launched(loop: EngineLoop
 
     def logged(*args: Any) -> Any:
         recorder.log.append("begin")
-        launched = launch(*args)
+        launched = yield from launch(*args)
         recorder.log.append("end")
         return launched
 

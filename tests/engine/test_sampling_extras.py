@@ -217,7 +217,7 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
         plain = SamplingParams(max_tokens=8, temperature=0.8, min_tokens=3, end_id=5, context_logits=True)
         client.generate(make_prompts(4), plain)
         assert core.runner.sampler._history.tokens is None
-        assert not core.scheduler.table.extras.any()
+        assert not core.scheduler.table.stateful.any()
 
 
 @pytest.mark.parametrize(

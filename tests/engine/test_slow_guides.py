@@ -20,7 +20,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.structured import grammar, maker
 from flashinfer_backend.structured import queue as grammar_queue
 from flashinfer_backend.structured.compiler import GrammarCompiler
-from flashinfer_backend.structured.grammar import Grammar, SlowGrammarError
+from flashinfer_backend.structured.grammar import Follower, Grammar, SlowGrammarError
 from flashinfer_backend.structured.queue import GrammarQueue
 
 pytest.importorskip("xgrammar")
@@ -48,7 +48,7 @@ class Bench:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(maker, "time", clock)
         monkeypatch.setattr(grammar_queue, "time", clock)
-        self.queue = GrammarQueue("bundled", 2048)
+        self.queue = GrammarQueue("bundled", 2048, Follower())
 
     def submit(self, guide: str) -> int:
         handle = next(self._handles)

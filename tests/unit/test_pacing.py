@@ -14,9 +14,7 @@ HOST = 0.001  # from planning a step to giving it to the device
 
 
 def step(rows: int, prompt_tokens: int = 0) -> Any:
-    return SimpleNamespace(
-        num_decode=rows, num_prefill=int(prompt_tokens > 0), num_tokens=rows + prompt_tokens
-    )
+    return SimpleNamespace(num_rows=rows, num_prompt_tokens=prompt_tokens, num_tokens=rows + prompt_tokens)
 
 
 def run(pacer: Pacer, kinds: list[Any], seconds: float, late: bool = False, now: float = 10.0) -> float:

@@ -32,7 +32,7 @@ def seeded():
 def make_history(*sequences: list[int]) -> TokenHistory:
     cpu = torch.device("cpu")
     history = TokenHistory(len(sequences) + 2, 64, cpu, StagingRing(64, cpu))
-    history.restore([(slot, 7, np.array(ids, np.int32)) for slot, ids in enumerate(sequences)])
+    history.restore([(slot, np.array(ids, np.int32)) for slot, ids in enumerate(sequences)])
     return history
 
 
@@ -143,10 +143,10 @@ def test_masks_allow_what_their_bits_say_and_outrank_bans():
     ] + [[2, 3], [2, 64]]
 
 
-def test_history_is_restored_for_a_new_owner_only():
+def test_history_is_entered_for_new_owners_only():
     history = make_history([1, 2, 3], [4])
     history.record(torch.tensor([0, 1]), torch.tensor([3, 1]), torch.tensor([10, 11], dtype=torch.int32))
-    history.restore([(0, 7, np.array([9, 9, 9], np.int32)), (1, 8, np.array([20, 21], np.int32))])
+    history.restore([(1, np.array([20, 21], np.int32))])
     assert history.tokens is not None
     assert history.tokens[0, :4].tolist() == [1, 2, 3, 10]
     assert history.tokens[1, :2].tolist() == [20, 21]

@@ -32,16 +32,17 @@ def of_length(length: int, handle: int, max_new: int = 8) -> Request:
     return Request(handle=handle, prompt=np.zeros(length, np.int32), params=params, max_new=max_new)
 
 
-def enter_pages(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
-    """What the device does with a plan's pages: then every running sequence's are in its slot's row."""
-    slot, column, page = plan.table_updates.T
-    block_table[slot, column] = page
-    opened = plan.new_blocks >= 0
-    columns = plan.decode_positions // 16
-    block_table[plan.decode_slots[opened], columns[opened]] = plan.new_blocks[opened]
-    assert (block_table[plan.decode_slots, columns] > 0).all()
+def enter_blocks(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
+    """What the device does with a plan's blocks: then every running sequence's are in its slot's row."""
+    slot, column, block = plan.block_updates.T
+    block_table[slot, column] = block
+    assert (block_table[plan.slots, (plan.starts + plan.lengths - 1) // 16] > 0).all()
     for request in running.values():
         assert block_table[request.slot, : len(request.blocks)].tolist() == request.blocks
+
+
+def prompt_lengths(plan: StepPlan) -> list[int]:
+    return plan.lengths[plan.num_decodes :].tolist()
 
 
 def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
@@ -50,7 +51,7 @@ def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
     while scheduler.queue or scheduler.prefilling:
         plan = scheduler.schedule(in_flight=False)
         assert plan is not None
-        steps.append(plan.prefill_lens.tolist())
+        steps.append(prompt_lengths(plan))
     return steps
 
 
@@ -98,7 +99,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         plan = running.schedule(in_flight=False)
         assert plan is not None, "nothing runs, and nothing is admitted"
         largest = max(largest, plan.num_tokens)
-        enter_pages(block_table, plan, running.running)
+        enter_blocks(block_table, plan, running.running)
         outcome = accept(running.table, plan, np.zeros(len(plan.sample_slots), np.int32))
         for slot in outcome.slots[outcome.codes != RUNNING].tolist():
             request = running.table.requests[slot]
@@ -167,7 +168,7 @@ def test_steady_arrivals_are_not_spread_but_take_every_slot():
     rows = []
     for _ in range(budget.GATHERING + 1500):
         plan = result.schedule(in_flight=False)
-        rows.append(plan.num_decode)
+        rows.append(plan.num_decodes)
         ended = accept(result.table, plan, np.zeros(len(plan.sample_slots), np.int32))
         for slot in ended.slots[ended.codes != RUNNING].tolist():
             result.release(result.table.requests[slot])
@@ -192,7 +193,7 @@ def test_streams_sit_out_two_steps_at_most_for_long_prompts():
 
     def shape() -> tuple[int, list[int]]:
         plan = result.schedule(in_flight=False)
-        return plan.num_decode, plan.prefill_lens.tolist() if plan.num_prefill else []
+        return plan.num_decodes, prompt_lengths(plan)
 
     assert shape() == (0, [10] * 40)
     submit(600)
@@ -207,7 +208,7 @@ def test_streams_do_not_sit_out_while_more_than_a_step_of_a_prompt_is_left():
     result = scheduler(*[10] * 40)
     result.schedule(in_flight=False)
     result.submit(of_length(4090, 99))
-    rows = [result.schedule(in_flight=False).num_decode for _ in range(2)]
+    rows = [result.schedule(in_flight=False).num_decodes for _ in range(2)]
     assert rows == [40, 40]
 
 
@@ -219,7 +220,7 @@ def test_streams_that_sat_out_run_for_a_while_before_they_do_so_again():
     rows = []
     for handle in range(1000, 1020):
         result.submit(of_length(1000, handle))
-        rows.append(result.schedule(in_flight=False).num_decode > 0)
+        rows.append(result.schedule(in_flight=False).num_decodes > 0)
     assert rows == ([False, False] + [True] * 4 + ([False] + [True] * 4) * 4)[:20]
 
 
@@ -229,15 +230,80 @@ def test_prompts_that_the_prefix_cache_has_are_no_reason_to_sit_out():
         result.schedule(in_flight=False)
     result.submit(of_length(1000, 100))
     plan = result.schedule(in_flight=False)
-    assert (plan.num_decode > 0, plan.prefill_lens.tolist()) == (True, [8])
+    assert (plan.num_decodes > 0, prompt_lengths(plan)) == (True, [8])
 
 
 def test_few_streams_and_backlogs_do_not_wait_for_prompts():
     few = scheduler(*[10] * 31)
     few.schedule(in_flight=False)
     few.submit(of_length(1000, 99))
-    assert few.schedule(in_flight=False).num_decode == 31
+    assert few.schedule(in_flight=False).num_decodes == 31
     full = scheduler(*[10] * 64)
     full.schedule(in_flight=False)
     full.submit(of_length(1000, 99))
-    assert full.schedule(in_flight=False).num_decode == 64
+    assert full.schedule(in_flight=False).num_decodes == 64
+
+
+def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    result = scheduler(reuse=True)
+    running = of_length(4000, 1, max_new=90)
+    running.prompt = np.arange(4000, dtype=np.int32)
+    result.submit(running)
+    result.schedule(in_flight=False)
+    result.kv_manager.allocate(result.kv_manager.available - 10)  # none are left for the next one
+    hashed = []
+    keys = KVCacheManager.prefix_keys
+    monkeypatch.setattr(
+        KVCacheManager, "prefix_keys", lambda self, *args: hashed.append(args) or keys(self, *args)
+    )
+    result.submit(of_length(2000, 2))
+    for _ in range(5):
+        result.schedule(in_flight=False)
+    assert len(result.queue) == 1
+    assert len(hashed) == 1
+
+
+def test_equal_prompts_are_computed_once():
+    """The second waits for the step that computes the first, and shares its blocks."""
+    result = scheduler(100, 100, 100, reuse=True)
+    steps = prompts_of_steps(result)
+    assert steps == [[100], [4, 4]]
+    other = [np.arange(100, dtype=np.int32) + 1000 * i for i in range(2)]
+    for handle, prompt in enumerate(other, 10):
+        request = of_length(100, handle)
+        request.prompt = prompt
+        result.submit(request)
+    assert prompts_of_steps(result) == [[100, 100]], "different prompts share a step"
+
+
+def test_a_short_common_prefix_is_not_waited_for():
+    result = scheduler(reuse=True)
+    for handle in (1, 2):
+        request = of_length(300, handle)
+        request.prompt = np.concatenate([np.zeros(100, np.int32), np.full(200, handle, np.int32)])
+        result.submit(request)
+    assert prompts_of_steps(result) == [[300, 300]]
+
+
+def test_a_step_that_was_not_launched_is_undone():
+    """Its prompts fail, its blocks are forgotten, its streams go on from where they were."""
+    result = scheduler(40, 40, reuse=True)
+    stream = result.requests[1]
+    for _ in range(3):
+        plan = result.schedule(in_flight=False)
+        assert plan is not None
+        accept(result.table, plan, np.full(len(plan.sample_slots), 5, np.int32))
+    failing = of_length(200, 9)
+    failing.prompt = np.arange(200, dtype=np.int32)
+    result.submit(failing)
+    plan = result.schedule(in_flight=False)
+    assert plan is not None and plan.num_rows == 3
+    assert result.abandon(plan, [failing.slot]) == [failing]
+    assert list(result.requests) == [1, 2] and [r.handle for r in result.queue] == [1, 2]
+    assert not result.running and result.kv_manager.available == result.kv_manager.num_blocks
+    assert not result.kv_manager.count(result.kv_manager.prefix_keys(failing.prompt))
+    assert stream.generated.tolist() == [5, 5, 5]
+    plan = result.schedule(in_flight=False)
+    assert plan is not None
+    assert (plan.starts[0], plan.lengths[0]) == (32, 11), "two blocks of its prompt are cached"
+    assert plan.tokens[:11].tolist() == [0] * 8 + [5] * 3
