@@ -7,9 +7,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import pytest
 from build_support import CONFIG, MODEL_REPO, ROOT, build, checkpoint, snapshot
 from google.protobuf import text_format
 from hypothesis import assume, given, settings
@@ -17,10 +18,18 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from flashinfer_backend.config_tools import checks, cli, patch
-from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, REPORT_OUTPUTS, Knob
+from flashinfer_backend.config_tools.knobs import (
+    BY_NAME,
+    ENGINE_IN_TRT,
+    ENGINE_PLACES,
+    KNOBS,
+    REPORT_OUTPUTS,
+    Knob,
+    engine_knobs,
+)
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.config import EngineConfig, Setting, fields, resolve_limits
 
 
 def read(repo: Path, model: str) -> Any:
@@ -71,8 +80,59 @@ def test_engine_has_the_same_defaults():
     assert EngineConfig.from_parameters(parameters) == default
 
 
-def test_knobs_document_is_current():
-    assert (ROOT / "docs" / "knobs.md").read_text() == cli.markdown_table()
+def test_generated_files_are_current():
+    for path, text in cli.generated(MODEL_REPO).items():
+        assert path.read_text(encoding="utf-8") == text, f"run build.py --regenerate: {path} is old"
+
+
+def test_every_field_of_the_engine_is_a_knob():
+    knobs = {knob.name: knob for knob in KNOBS}
+    for field in fields(EngineConfig):
+        knob = knobs[field.name]
+        assert ("llm", f"parameters.{field.name}") in knob.places
+        assert (knob.values, knob.meaning) == (field.values, field.meaning)
+        assert field.text(field.read(knob.default)) == knob.default
+    assert ENGINE_PLACES.keys() | ENGINE_IN_TRT <= set(EngineConfig.__struct_fields__)
+
+
+def test_every_other_parameter_of_llm_is_read_by_its_stub():
+    """A knob that nobody reads would be accepted and ignored."""
+    stub = (ROOT / "backend_src/flashinfer_backend/triton/llm.py").read_text(encoding="utf-8")
+    known = {*EngineConfig.__struct_fields__, "gpt_model_type"}  # whose words say what happens anyway
+    for knob in KNOBS:
+        for model, field in knob.places:
+            name = field.removeprefix("parameters.")
+            if model == "llm" and name != field and name not in known:
+                assert f'self._parameters, "{name}"' in stub or f'self._parameters.get("{name}"' in stub
+
+
+class MoreSettings(EngineConfig, kw_only=True, frozen=True):
+    """EngineConfig after somebody has added a setting."""
+
+    spare_blocks: Annotated[int, Setting("blocks left free", low=0, high=64)] = 2
+
+
+class Unsaid(EngineConfig, kw_only=True, frozen=True):
+    spare_blocks: int = 2
+
+
+def test_a_new_field_is_all_that_a_new_knob_of_the_engine_takes():
+    *_, knob = engine_knobs(MoreSettings)
+    assert (knob.name, knob.default, knob.expected()) == ("spare_blocks", "2", "an integer 0..64")
+    assert knob.places == (("llm", "parameters.spare_blocks"),)
+    config = MoreSettings.from_parameters({"model_dir": "bundled", "spare_blocks": "7"})
+    assert config.spare_blocks == 7  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"spare_blocks of the llm model is '65'; it should be an integer 0"):
+        MoreSettings.from_parameters({"model_dir": "bundled", "spare_blocks": "65"})
+    before = (MODEL_REPO / "llm" / "config.pbtxt").read_text(encoding="utf-8")
+    after = patch.with_engine_knobs(before, {knob.name: knob.default for knob in engine_knobs(MoreSettings)})
+    line = 'parameters { key: "spare_blocks" value { string_value: "2" } }'
+    assert line not in before and line in after
+
+
+def test_a_field_that_says_nothing_of_its_values_is_refused():
+    with pytest.raises(TypeError, match=r"Unsaid\.spare_blocks should be Annotated with one Setting"):
+        engine_knobs(Unsaid)
 
 
 def test_names_are_unique_and_defaults_are_valid():

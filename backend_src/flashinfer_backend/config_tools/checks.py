@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from flashinfer_backend.core.config import LONGEST_AUTO_SEQ_LEN
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
 
-DEFAULT_MAX_SEQ_LEN = 32768
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TOKENIZER_FILE = "tokenizer.json"
 ASCII_ONLY = (
@@ -81,7 +81,7 @@ def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
 def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
     limit = model.longest_seq_len if model else None
     if values["max_seq_len"] == "auto":
-        max_seq_len = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+        max_seq_len = min(limit or LONGEST_AUTO_SEQ_LEN, LONGEST_AUTO_SEQ_LEN)
         shown = f"max_seq_len (auto: {max_seq_len})"
     else:
         max_seq_len = int(values["max_seq_len"])

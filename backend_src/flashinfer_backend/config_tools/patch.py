@@ -22,6 +22,9 @@ HEADER = """\
 # Generated; edit the knobs, not this file: the next build refuses to overwrite a changed one.
 #   {command}
 """
+# Around the engine's parameters in the llm model's defaults.
+ENGINE_BEGIN = "# The engine's, by `python3 build.py --regenerate`; docs/knobs.md explains each.\n"
+ENGINE_END = "# End of the engine's.\n"
 
 
 def load_templates(model_repo: Path) -> dict[str, Any]:
@@ -84,6 +87,22 @@ def set_field(config: Any, field: str, text: str) -> None:
         setattr(message, name, int(text))
     else:
         value[:] = [int(part) for part in text.split(",")]
+
+
+def with_engine_knobs(text: str, values: Mapping[str, str]) -> str:
+    """The llm model's config.pbtxt with these values of the engine's knobs between its two marks.
+
+    Raises ValueError where a mark is missing.
+    """
+    before, begin, rest = text.partition(ENGINE_BEGIN)
+    _, end, after = rest.partition(ENGINE_END)
+    if not begin or not end:
+        raise ValueError(f"the llm model's config.pbtxt should have {ENGINE_BEGIN!r} and {ENGINE_END!r}")
+    lines = [
+        f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+        for name, value in values.items()
+    ]
+    return "".join([before, begin, *lines, end, after])
 
 
 def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashinfer_backend.config_tools.knobs import FALSE_WORDS, TRUE_WORDS
+from flashinfer_backend.core.values import FALSE_WORDS, TRUE_WORDS
 
 
 @dataclass(frozen=True)

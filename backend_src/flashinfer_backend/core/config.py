@@ -1,97 +1,270 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's settings: parsed from the llm model's config.pbtxt parameters, then resolved."""
+"""The engine's settings: their names, defaults, limits and meanings, which build.py's knobs are made from;
+how they are read from the llm model's config.pbtxt, and resolved."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-TRUE_WORDS = ("true", "1")
-FALSE_WORDS = ("false", "0")
+from flashinfer_backend.core.paths import BUNDLED
+from flashinfer_backend.core.values import INT32_MAX, Kind, Values
+
+AUTO = "auto"
+LONGEST_AUTO_SEQ_LEN = 32768  # tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of EngineConfig means, and what it may be beside what its type says.
+
+    low, high: bounds, both included, of a number or of each of a list. words: texts accepted beside. Among
+    them "auto" stands for the default, so that this may lie outside the bounds; the first is the one that
+    build.py takes where the field has no default.
+    """
+
+    meaning: str
+    low: float = 0
+    high: float = INT32_MAX
+    words: tuple[str, ...] = ()
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
-    """Settings of one engine process. 0 means "derive from the checkpoint or machine" where the
-    comment says auto; `resolve_limits` fills those in."""
+    """Settings of one engine process. With the word "auto", 0 and "" mean: derived from the checkpoint or the
+    machine. `resolve_limits` fills in the limits among them."""
 
-    model_dir: str
-    load_format: Literal["auto", "dummy"] = "auto"
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention_backend: Literal["auto", "fa2", "xqa", "triton", "torch"] = "auto"
-    max_num_seqs: int = 256
-    max_num_tokens: int = 8192
-    max_num_tokens_while_decoding: int = 2048
-    max_seq_len: int = 0  # auto: the checkpoint's limit, at most 32768
-    max_input_len: int = 0  # auto: max_seq_len - 1
-    tokens_per_block: int = 16
-    kv_cache_free_gpu_mem_fraction: float = 0.9
-    max_tokens_in_paged_kv_cache: int = 0  # auto: from free memory
-    enable_kv_cache_reuse: bool = True
-    enable_chunked_context: bool = True
-    batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
-    schedule_policy: Literal["fcfs", "lof"] = "fcfs"
-    cuda_graph_batch_sizes: Literal["auto", "none"] | list[int] = "auto"
-    max_queue_size: int = 0  # 0: unlimited
-    stats_check_period_ms: int = 100
-    guided_decoding_backend: Literal["xgrammar", "none"] = "xgrammar"
-    tokenizer_dir: str = ""  # whose vocabulary guides are compiled for; empty: model_dir's
+    # The checkpoint.
+    model_dir: Annotated[
+        str,
+        Setting(
+            "Hugging Face checkpoint folder; bundled = the small one in the package. Same as --model",
+            words=(BUNDLED,),
+        ),
+    ]
+    tokenizer_dir: Annotated[
+        str, Setting("folder of the tokenizer; auto = model_dir", words=(AUTO, BUNDLED))
+    ] = ""
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Setting("auto = the checkpoint's safetensors; dummy = random weights, for benchmarks"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Setting("of weights and KV cache; auto = the checkpoint's on a GPU, float32 on a CPU"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Setting("where the engine runs; auto = a GPU if there is one")
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "fa2", "xqa", "triton", "torch"],
+        Setting(
+            "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain "
+            "torch for everything; auto = what measured fastest on a GPU, torch on a CPU"
+        ),
+    ] = "auto"
+
+    # Limits.
+    max_seq_len: Annotated[
+        int,
+        Setting(
+            "tokens of prompt and output together; auto = the checkpoint's limit, at most "
+            + str(LONGEST_AUTO_SEQ_LEN),
+            low=2,
+            words=(AUTO,),
+        ),
+    ] = 0
+    max_input_len: Annotated[
+        int, Setting("tokens of a prompt; auto = max_seq_len - 1", low=1, words=(AUTO,))
+    ] = 0
+    max_num_seqs: Annotated[int, Setting("sequences which run at the same time", low=1, high=4096)] = 256
+    max_num_tokens: Annotated[
+        int,
+        Setting("token budget of a step while nothing streams; it also sizes the work buffers", low=1),
+    ] = 8192
+    max_num_tokens_while_decoding: Annotated[
+        int,
+        Setting(
+            "token budget of a step while sequences stream; smaller = steadier streams, larger = "
+            "faster first tokens",
+            low=1,
+        ),
+    ] = 2048
+
+    # KV cache.
+    tokens_per_block: Annotated[
+        Literal[16, 32, 64], Setting("tokens of a page of the KV cache, the grain of prefix reuse")
+    ] = 16
+    kv_cache_free_gpu_mem_fraction: Annotated[
+        float,
+        Setting(
+            "share of the GPU memory left beside the weights which the KV cache takes", low=0.001, high=1
+        ),
+    ] = 0.9
+    max_tokens_in_paged_kv_cache: Annotated[
+        int,
+        Setting(
+            "upper bound of the KV cache in tokens; auto = what the memory holds. "
+            "The smaller of both bounds counts",
+            low=16,
+            words=(AUTO,),
+        ),
+    ] = 0
+    enable_kv_cache_reuse: Annotated[
+        bool, Setting("keep the pages of earlier prompts for prompts which begin with the same tokens")
+    ] = True
+
+    # Scheduling.
+    enable_chunked_context: Annotated[
+        bool, Setting("split long prompts over several steps; false = a prompt has to fit one step")
+    ] = True
+    batch_scheduler_policy: Annotated[
+        Literal["max_utilization", "guaranteed_no_evict"],
+        Setting(
+            "max_utilization admits while pages last and may recompute the newest sequence later; "
+            "guaranteed_no_evict reserves all pages a sequence can need"
+        ),
+    ] = "max_utilization"
+    schedule_policy: Annotated[
+        Literal["fcfs", "lof"],
+        Setting(
+            "which waiting request runs next: fcfs = the first that came; lof = the one with the largest "
+            "max_tokens (longest output first), and the work of a backlog spread evenly over its steps: it "
+            "ends sooner where max_tokens tells the length, but a short request waits for as long as longer "
+            "ones do"
+        ),
+    ] = "fcfs"
+    max_queue_size: Annotated[
+        int,
+        Setting("requests which may wait, in Triton and in the engine; more are refused. 0 = no bound"),
+    ] = 0
+    cuda_graph_batch_sizes: Annotated[
+        Literal["auto", "none"] | list[int],
+        Setting(
+            "batch sizes whose decode step is captured as a CUDA graph; a batch is padded to the next",
+            low=1,
+            high=4096,
+        ),
+    ] = "auto"
+
+    # Answers and metrics.
+    guided_decoding_backend: Annotated[
+        Literal["xgrammar", "none"],
+        Setting("compiles the guides of guided decoding; none = requests with a guide are refused"),
+    ] = "xgrammar"
+    stats_check_period_ms: Annotated[
+        int, Setting("how often the metrics are brought up to date", low=1, high=60000)
+    ] = 100
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> EngineConfig:
-        """Config from string parameters. Unset means empty, "auto" on an auto field, or an
-        unfilled `${...}`; parameters that are not the engine's are left alone.
+        """Config from string parameters. Unset means empty, "auto" on a field with that word, or an unfilled
+        `${...}`; parameters that are not the engine's are left alone.
 
         Raises ValueError naming the parameter, its value and what it should be.
         """
         values: dict[str, Any] = {}
-        fields = {f.name: f for f in msgspec.structs.fields(cls)}
-        for name, text in parameters.items():
-            text = text.strip()
-            if name not in fields or text == "" or text.startswith("${"):
-                continue
-            if text == "auto" and isinstance(fields[name].default, int):
+        for field in fields(cls):
+            text = parameters.get(field.name, "").strip()
+            if text == "" or text.startswith("${"):
                 continue
             try:
-                values[name] = _parse(name, text, fields[name].default)
-                _check_word(values[name], fields[name].type)
-                msgspec.convert(values[name], fields[name].type)
-            except (ValueError, msgspec.ValidationError) as error:
-                raise ValueError(f"parameter {name} of the llm model is {text!r}: {error}") from None
+                values[field.name] = field.read(text)
+            except ValueError as error:
+                raise ValueError(f"parameter {field.name} of the llm model is {text!r}; it {error}") from None
         if "model_dir" not in values:
             raise ValueError("parameter model_dir of the llm model is not set: name a checkpoint folder")
         return cls(**values)
 
 
-def _parse(name: str, text: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        if text.lower() in TRUE_WORDS:
-            return True
-        if text.lower() in FALSE_WORDS:
-            return False
-        raise ValueError("it should be true or false")
-    if isinstance(default, int):
-        return int(text)
-    if isinstance(default, float):
-        return float(text)
-    if name == "cuda_graph_batch_sizes" and text not in ("auto", "none"):
-        return [int(size) for size in text.split(",")]
-    return text
+@dataclass(frozen=True)
+class Field:
+    """One field of EngineConfig, as build.py and from_parameters see it. default: None where it has none."""
+
+    name: str
+    meaning: str
+    values: Values
+    default: Any
+
+    def read(self, text: str) -> Any:
+        """The field's value of a text. Raises ValueError saying what the text should be."""
+        text = self.values.parse(text)
+        if text == AUTO:
+            return self.default
+        match self.values.kind:
+            case "bool":
+                return text == "true"
+            case "int":
+                return int(text)
+            case "float":
+                return float(text)
+            case "sizes" if text not in self.values.words:
+                return [int(size) for size in text.split(",")]
+            case "choice" if isinstance(self.default, int):
+                return int(text)
+        return text
+
+    def text(self, value: Any) -> str:
+        """The text that `read` makes `value` of."""
+        if value == self.default and AUTO in self.values.words:
+            return AUTO
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    @property
+    def default_text(self) -> str:
+        """What build.py writes unless it is told otherwise."""
+        return self.values.words[0] if self.default is None else self.text(self.default)
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError unless the field may have this value."""
+        try:
+            self.values.parse(self.text(value))
+        except ValueError as error:
+            raise ValueError(f"{self.name} is {value}; it {error}") from None
 
 
-def _check_word(value: Any, kind: Any) -> None:
-    words = get_args(kind) if get_origin(kind) is Literal else ()
-    if words and value not in words:
-        raise ValueError(f"it should be {' or '.join(words)}")
+def fields(config: type[msgspec.Struct]) -> list[Field]:
+    """The fields of EngineConfig, in their order. Raises TypeError for one that does not say what it means
+    and may be."""
+    result = []
+    hints = get_type_hints(config, include_extras=True)
+    for field in msgspec.structs.fields(config):
+        hint = hints[field.name]
+        settings = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Setting)]
+        if len(settings) != 1:
+            raise TypeError(f"{config.__name__}.{field.name} should be Annotated with one Setting")
+        setting = settings[0]
+        kind, words = _kind(get_args(hint)[0])
+        values = Values(kind, words + setting.words, setting.low, setting.high)
+        default = None if field.required else field.default
+        result.append(Field(field.name, setting.meaning, values, default))
+    return result
+
+
+def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
+    """What a field's type says of its values: their kind and words."""
+    plain: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", str: "path"}
+    if hint in plain:
+        return plain[hint], ()
+    if get_origin(hint) is Literal:
+        return "choice", tuple(map(str, get_args(hint)))
+    literal, numbers = get_args(hint)  # of a union
+    if numbers != list[int]:
+        raise TypeError(f"{hint} should be a Literal of words | list[int]")
+    return "sizes", tuple(get_args(literal))
 
 
 def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> EngineConfig:
-    """Fill max_seq_len and max_input_len and check the limits against each other.
+    """Fill max_seq_len and max_input_len; check every field, and the limits against each other.
 
-    Raises ValueError where they contradict each other or the checkpoint.
+    Raises ValueError where a value is not allowed, or contradicts another or the checkpoint.
     """
-    max_seq_len = config.max_seq_len or min(max_position_embeddings, 32768)
+    for field in fields(EngineConfig):
+        field.check(getattr(config, field.name))
+    max_seq_len = config.max_seq_len or min(max_position_embeddings, LONGEST_AUTO_SEQ_LEN)
     if max_seq_len > max_position_embeddings:
         raise ValueError(
             f"max_seq_len {max_seq_len} exceeds the checkpoint's max_position_embeddings "
@@ -102,11 +275,6 @@ def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> Engine
         raise ValueError(
             f"max_input_len {max_input_len} should lie in 1..{max_seq_len - 1} (max_seq_len - 1)"
         )
-    for name in ("max_num_seqs", "max_num_tokens", "max_num_tokens_while_decoding", "tokens_per_block"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it should be at least 1")
-    if config.tokens_per_block not in (16, 32, 64, 128):
-        raise ValueError(f"tokens_per_block is {config.tokens_per_block}; it should be 16, 32, 64 or 128")
     if config.max_num_tokens_while_decoding < config.max_num_seqs:
         raise ValueError(
             f"max_num_tokens_while_decoding {config.max_num_tokens_while_decoding} is below max_num_seqs "
@@ -117,6 +285,4 @@ def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> Engine
             f"without chunked context a prompt must fit one step: max_num_tokens {config.max_num_tokens} "
             f"should be at least max_input_len {max_input_len}, or enable_chunked_context true"
         )
-    if not 0.0 < config.kv_cache_free_gpu_mem_fraction <= 1.0:
-        raise ValueError("kv_cache_free_gpu_mem_fraction should lie in (0, 1]")
     return msgspec.structs.replace(config, max_seq_len=max_seq_len, max_input_len=max_input_len)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a setting may be, as text: one reader for build.py's knobs and for the engine's own parameters."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+TRUE_WORDS = ("True", "true", "TRUE", "1")
+FALSE_WORDS = ("False", "false", "FALSE", "0")
+
+INT32_MAX = 2**31 - 1
+
+Kind = Literal["int", "float", "bool", "choice", "sizes", "path"]
+
+
+@dataclass(frozen=True)
+class Values:
+    """words: accepted as they are; for a choice, all there are. low, high: bounds, both included, of an int,
+    a float or each of sizes."""
+
+    kind: Kind
+    words: tuple[str, ...] = ()
+    low: float = 0
+    high: float = INT32_MAX
+
+    def expected(self) -> str:
+        """What the value may be, for tables and error messages."""
+        words = ", ".join(self.words)
+        span = f">= {self.low:g}" if self.high == INT32_MAX else f"{self.low:g}..{self.high:g}"
+        match self.kind:
+            case "choice":
+                return words
+            case "bool":
+                return "true, false"
+            case "path":
+                return f"a folder, or {words}"
+            case "sizes":
+                return f"{words}, or integers {span} separated by commas"
+            case _:
+                number = f"{'an integer' if self.kind == 'int' else 'a number'} {span}"
+                return f"{words}, or {number}" if words else number
+
+    def parse(self, text: str) -> str:
+        """The value in its one spelling; a folder as it is. Raises ValueError saying what it should be."""
+        text = text.strip()
+        if text in self.words:
+            return text
+        value: str | None = None
+        match self.kind:
+            case "bool":
+                value = "true" if text in TRUE_WORDS else "false" if text in FALSE_WORDS else None
+            case "int":
+                value = self._int(text)
+            case "float":
+                value = self._float(text)
+            case "sizes":
+                sizes = [self._int(part.strip()) for part in text.split(",")]
+                if all(sizes):
+                    value = ",".join(sorted({size for size in sizes if size}, key=int))
+            case "path":
+                value = text if text and text.isprintable() else None
+        if value is None:
+            raise ValueError(f"should be {self.expected()}")
+        return value
+
+    def _int(self, text: str) -> str | None:
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text) or not self.low <= int(text) <= self.high:
+            return None
+        return str(int(text))
+
+    def _float(self, text: str) -> str | None:
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        return repr(number) if math.isfinite(number) and self.low <= number <= self.high else None
