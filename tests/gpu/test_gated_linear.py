@@ -29,7 +29,7 @@ def relative_error(actual, expected):
     return ((actual.float() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("tile", gated_linear._WAVE_US)
+@pytest.mark.parametrize("tile", gated_linear.TILES)
 @pytest.mark.parametrize("tokens", [1, 65, 300, 777])
 def test_every_tile_writes_all_of_its_output_and_nothing_else(tile, tokens):
     x, weight, expected = inputs(tokens, 1536, 1024)

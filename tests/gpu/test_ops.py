@@ -150,13 +150,16 @@ def test_sample_breaks_ties_towards_the_lowest_id(ops):
 
 
 def test_interface_to_cublas_is_put_back():
-    from flashinfer_backend.ops import cublas
+    from flashinfer_backend.core import tuned
+    from flashinfer_backend.ops import cublas, device
 
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None
     before = torch.backends.cuda.preferred_blas_library()
     weight = torch.empty(4096, 4096, device="meta")
-    with pytest.raises(ZeroDivisionError), cublas.library(weight, 96):
+    with device.use(numbers), pytest.raises(ZeroDivisionError), cublas.library(weight, 96):
         assert torch.backends.cuda.preferred_blas_library() != before
         raise ZeroDivisionError
     assert torch.backends.cuda.preferred_blas_library() == before
-    with cublas.library(weight, 128):
+    with device.use(numbers), cublas.library(weight, 128):
         assert torch.backends.cuda.preferred_blas_library() == before

@@ -7,14 +7,18 @@ import math
 
 import numpy as np
 
+from flashinfer_backend.ops import device
+
 ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, slot, 2 unused: a 32-byte sector
 MAX_PARTS = 64  # items of one row
 _CHUNK = 64  # tokens; items start at multiples of it
 
 
+@device.cached
 def max_items(rows: int, num_kv_heads: int) -> int:
-    """Work items that `rows` rows are split into at most: enough to give every SM two or four programs."""
-    return rows + -((264 if rows <= 48 else 528) // -num_kv_heads)
+    """Work items that `rows` rows are split into at most: enough to give every SM a few programs."""
+    programs = device.active().decode(rows).programs_per_sm * device.sms()
+    return rows + -(programs // -num_kv_heads)
 
 
 def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray) -> None:

@@ -8,35 +8,20 @@ the row's chunks in index order, so the result does not depend on timing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-class Config(NamedTuple):
-    """block: tokens per step of the loop; stages, warps: pipeline depth and warps of a program; prefetch:
-    tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
-    a split row added at a time; registers: a thread's, or None for what the assembler picks."""
-
-    block: int
-    stages: int
-    warps: int
-    prefetch: int
-    merge: int
-    registers: int | None = None
+from flashinfer_backend.core.tuned import DecodeAttention
+from flashinfer_backend.ops import device
 
 
-def choose_config(rows: int) -> Config:
-    """Measured on an H200 (docs/performance.md): many rows want many single-warp programs a SM."""
-    if rows <= 48:
-        return Config(64, 5, 2, 16, 8)
-    if rows <= 64:  # two waves of such programs; more rows would start a third
-        return Config(64, 4, 2, 16, 8, registers=224)
-    return Config(32, 3 if rows <= 160 else 5, 1, 16, 4)
+@device.cached
+def choose_config(rows: int) -> DecodeAttention:
+    """What measured fastest for so many rows (core/tuned)."""
+    return device.active().decode(rows)
 
 
 @triton.jit

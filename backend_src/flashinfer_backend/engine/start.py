@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.worker.runner import Runner
@@ -30,4 +31,6 @@ def start(config: EngineConfig) -> Core:
         runner.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
     )
     model_config = runner.model.config
-    return Core(config, model_config, Scheduler(config, manager, model_config.eos_token_ids), runner)
+    scheduling = device.active().scheduling
+    scheduler = Scheduler(config, manager, model_config.eos_token_ids, scheduling)
+    return Core(config, model_config, scheduler, runner)

@@ -84,7 +84,7 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weigh
     if tiling is not None and tiling.fuse_norm:
         return linear(x, data, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)
-    if x.shape[0] >= gated_linear.FEWEST_TOKENS and gated_linear.takes(data):
+    if gated_linear.pays(x.shape[0]) and gated_linear.takes(data):
         return gated_linear.gated_linear(normed, data)
     if tiling is not None:
         return linear(normed, data, tiling, gated=True)

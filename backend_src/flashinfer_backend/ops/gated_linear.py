@@ -2,7 +2,8 @@
 """The gate and up products with their activation in one Hopper kernel, for more tokens than Triton's take.
 
 cuda/gated_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. Without a
-compiler, or on another GPU, `takes` says no and the caller uses cuBLAS.
+compiler, or on another GPU, `takes` says no and the caller uses cuBLAS. For how many tokens it is the faster
+one, and how long its tiles take, was measured (core/tuned).
 """
 
 from __future__ import annotations
@@ -16,32 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashinfer_backend.ops import device
+
 logger = logging.getLogger(__name__)
 
 _CUDA = Path(__file__).parent / "cuda"
 _SOURCE, _KERNEL = _CUDA / "gated_linear.cu", _CUDA / "gated_linear_kernel.cuh"
 _ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half"}
-
-FEWEST_TOKENS = 65  # below, Triton's product makes the faster decode step
-# Tokens of a tile -> time of a wave of such tiles, one on each SM: microseconds for K = 4096 on an H200
-# (docs/performance.md). Only their ratios count.
-_WAVE_US = {
-    64: 18.0,
-    80: 20.0,
-    96: 20.6,
-    112: 22.8,
-    128: 24.0,
-    144: 28.0,
-    160: 30.0,
-    176: 32.5,
-    192: 37.0,
-    208: 39.0,
-    224: 42.0,
-    240: 45.0,
-    256: 47.0,
-}
-# Of many tokens, small tiles move the same weights too often: their power comes off the clock.
-_MANY_TOKENS, _TILE_OF_MANY = 2048, 192
+TILES = tuple(range(64, 257, 16))  # tokens of a tile that the kernel can have
 
 
 def spec(dtype: torch.dtype) -> Any:
@@ -55,6 +38,13 @@ def spec(dtype: torch.dtype) -> Any:
         [_SOURCE],
         extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", f"-DGATED_LINEAR_TYPE={element}"],
     )
+
+
+@device.cached
+def pays(tokens: int) -> bool:
+    """Whether the kernel is the fastest way for so many tokens."""
+    fewest = device.active().gated_linear.fewest_tokens
+    return fewest is not None and tokens >= fewest
 
 
 def takes(weight: Tensor) -> bool:
@@ -71,33 +61,31 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     Contiguous, of one dtype; `takes(weight)` must be true. Products are summed in float32.
     """
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    sms = _sms(x.device)
+    sms = device.sms()
     tile = tile_tokens(x.shape[0], weight.shape[0], sms)
     _module(x.dtype, x.device).gated_linear(out, x, weight, tile, sms)
     return out
 
 
-@functools.lru_cache(maxsize=4096)
+@device.cached
 def tile_tokens(tokens: int, rows: int, sms: int) -> int:
     """Tokens of a tile that takes the least time for weight[rows, K] on so many SMs."""
 
+    numbers = device.active().gated_linear
+
     def microseconds(tile: int) -> float:
         tiles = -(-tokens // tile) * (rows // 128)
-        return -(-tiles // sms) * _WAVE_US[tile]
+        return -(-tiles // sms) * numbers.wave_us[tile]
 
-    allowed = [tile for tile in _WAVE_US if tokens <= _MANY_TOKENS or tile >= _TILE_OF_MANY]
+    many = tokens > numbers.many_tokens
+    allowed = [tile for tile in numbers.wave_us if not many or tile >= numbers.tile_of_many]
     return min(allowed, key=microseconds)
 
 
 @functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _module(dtype: torch.dtype, device: torch.device) -> Any:
+def _module(dtype: torch.dtype, place: torch.device) -> Any:
     """The compiled module, or None where there is none."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if place.type != "cuda" or torch.cuda.get_device_capability(place) != (9, 0):
         return None
     try:
         return spec(dtype).build_and_load()

@@ -9,8 +9,6 @@ launch): weights do not depend on that kernel, so a program pulls its first ones
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,35 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-@dataclass(frozen=True)
-class Tiling:
-    """How one product is cut up.
-
-    tokens, rows, inner: the block of x rows, weight rows and inner dimension that a program multiplies at a
-    time; tokens is 16 or more. split: programs that share the inner dimension of one output block.
-    stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
-    operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
-    program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
-    (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
-    product; else it is a kernel of its own.
-    """
-
-    tokens: int
-    rows: int
-    inner: int
-    split: int = 1
-    stages: int = 4
-    warps: int = 4
-    swap: bool = True
-    prefetch: int = 32768
-    early: bool = True
-    fuse_norm: bool = True
-
-    def fits(self, weight: Tensor, gated: bool) -> bool:
-        """Whether weight[N, K] divides into these blocks. gated: its rows are two halves."""
-        rows = weight.shape[0] // 2 if gated else weight.shape[0]
-        return rows % self.rows == 0 and weight.shape[1] % (self.inner * self.split) == 0
+from flashinfer_backend.core.tuned import Tiling
 
 
 @triton.jit

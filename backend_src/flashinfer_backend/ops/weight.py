@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-# What a product is: queries, keys and values; attention's output; gate and up projections; down projection;
-# logits.
-Role = Literal["qkv", "o", "gate_up", "down", "head"]
+from flashinfer_backend.core.tuned import Role
+
 Format = Literal["dense"]
 
 

@@ -9,17 +9,11 @@ import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.tuned import Scheduling
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
-PROMPTS_TOGETHER = 1024  # tokens
-# Fewer tokens leave the device waiting for its weights; from here on a step's time grows with its tokens.
-FILLED_STEP = 256
 GATHERING = 512  # steps from a backlog's beginning in which its requests may still arrive
-PAUSE_TOKENS = 700  # of prompts, for which decode rows sit a step out
-PAUSE_ROWS = 32  # decode rows; fewer cost such a step nothing
-PAUSES = 2  # steps in a row
-REST = 4  # steps with decode rows for each without
 
 
 class StepBudget:
@@ -35,8 +29,8 @@ class StepBudget:
     every slot is wanted now, and nothing is spread any more until all is done.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, numbers: Scheduling) -> None:
+        self._config, self._numbers = config, numbers
         self._backlog = False
         self._age = 0  # steps since the first backlog after there was nothing to do
         self._fed = False  # whether requests arrived later than those of a batch do
@@ -48,15 +42,15 @@ class StepBudget:
         self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: RequestQueue
     ) -> int:
         """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
-        config = self._config
+        config, numbers = self._config, self._numbers
         crowded = len(waiting) > table.free
         self._notice_arrivals(waiting, idle=not len(decoding) and not prefilling)
         spreads = config.schedule_policy == "lof" and config.enable_chunked_context and not self._fed
         self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
-        rested = self._owed <= (PAUSES - 1) * REST
+        rested = self._owed <= (numbers.pauses - 1) * numbers.rest
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
         self._may_pause = (
-            len(decoding) >= PAUSE_ROWS
+            len(decoding) >= numbers.pause_rows
             and rested
             and not (crowded or self._backlog)
             # Nor for more prompts than streams may wait for.
@@ -74,7 +68,7 @@ class StepBudget:
         work = waiting.tokens + int(left.sum()) + int(sum(started))
         longest = max([waiting.head.max_new, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
-        return min(limit, max(FILLED_STEP, -(-work // steps)))
+        return min(limit, max(numbers.filled_step, -(-work // steps)))
 
     def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:
@@ -91,20 +85,20 @@ class StepBudget:
         A prompt that fills a step is a tenth faster without the rows of many streams, and so is the one that
         waits behind it; the streams lose half a decode step. Not for a backlog, which has no hurry.
         """
-        pause = self._may_pause and prompt_tokens >= PAUSE_TOKENS
-        self._owed = self._owed + REST if pause else max(0, self._owed - 1)
+        numbers = self._numbers
+        pause = self._may_pause and prompt_tokens >= numbers.pause_tokens
+        self._owed = self._owed + numbers.rest if pause else max(0, self._owed - 1)
         return pause
 
+    def joins(self, waiting: RequestQueue, together: int, tokens: int) -> bool:
+        """Whether a prompt with `tokens` to compute should share a step that has `together` already.
 
-def joins(config: EngineConfig, waiting: RequestQueue, together: int, tokens: int) -> bool:
-    """Whether a prompt with `tokens` to compute should share a step that has `together` already.
-
-    The device is busy with PROMPTS_TOGETHER tokens: more in one step keep the prompts before waiting
-    and hardly help those behind. Only a backlog of more than a step is worked off in the fewest steps.
-    """
-    if not together or together + tokens <= PROMPTS_TOGETHER:
-        return True
-    return _exceed(waiting, config.max_num_tokens)
+        More tokens than keep the device busy keep the prompts before waiting and hardly help those behind.
+        Only a backlog of more than a step is worked off in the fewest steps.
+        """
+        if not together or together + tokens <= self._numbers.prompts_together:
+            return True
+        return _exceed(waiting, self._config.max_num_tokens)
 
 
 def _exceed(waiting: RequestQueue, limit: int, begun: int = 0) -> bool:

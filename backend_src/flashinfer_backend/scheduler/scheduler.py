@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import LAST_TOKEN, NONE, NewSequence, StepPlan
-from flashinfer_backend.scheduler.budget import StepBudget, joins
+from flashinfer_backend.scheduler.budget import StepBudget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
@@ -37,14 +38,19 @@ class Scheduler:
     """Owns the queue, the slot table and every sequence's blocks."""
 
     def __init__(
-        self, config: EngineConfig, kv_manager: KVCacheManager, end_ids: tuple[int, ...] = ()
+        self,
+        config: EngineConfig,
+        kv_manager: KVCacheManager,
+        end_ids: tuple[int, ...] = (),
+        numbers: tuned.Scheduling | None = None,
     ) -> None:
+        """numbers: what was measured on the device; by default, those for devices that nobody has."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
         self.requests: dict[int, Request] = {}  # every open request by handle
         self.queue = RequestQueue(longest_first=config.schedule_policy == "lof")
-        self._budget = StepBudget(config)
+        self._budget = StepBudget(config, numbers or tuned.fallback().scheduling)
         self.running: dict[int, Request] = {}  # by handle, in order of admission
         self.prefilling: list[Request] = []
         self.decoding = NONE  # slots, in order of admission
@@ -161,7 +167,7 @@ class Scheduler:
         new_tokens = num_tokens - found * size
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
         chunked = self.config.enable_chunked_context or bool(len(request.generated))
-        if not (chunked or new_tokens <= budget) or not joins(self.config, self.queue, together, new_tokens):
+        if not (chunked or new_tokens <= budget) or not self._budget.joins(self.queue, together, new_tokens):
             return None
         if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
             return None  # most of it is being computed for another prompt

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that depend on the GPU: one JSON file a device beside this module, and one for all others.
+
+A file holds a `Tuned`. Its name is the device's, as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
+`python -m flashinfer_backend.tune` measures and writes one; docs/tuning.md tells how. fallback.json is for
+devices that nobody has measured: it takes cuBLAS for all products.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+FOLDER = Path(__file__).parent
+FALLBACK = "fallback"
+LINE = 130  # characters of a line in a file, at most, where values share one
+
+# What a product is for: queries, keys and values; attention's output; gate and up projections; down
+# projection; logits.
+Role = Literal["qkv", "o", "gate_up", "down", "head"]
+ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
+Shape = tuple[int, int]  # weight [N, K]
+
+
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Tiling(_Data, frozen=True, omit_defaults=True):
+    """How ops.triton_linear cuts up one product.
+
+    tokens, rows, inner: the block of x rows, weight rows and inner dimension that a program multiplies at a
+    time; tokens is 16 or more. split: programs that share the inner dimension of one output block.
+    stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
+    operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
+    program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
+    (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
+    product; else it is a kernel of its own.
+    """
+
+    tokens: int
+    rows: int
+    inner: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+    swap: bool = True
+    prefetch: int = 32768
+    early: bool = True
+    fuse_norm: bool = True
+
+    def fits(self, shape: Shape, gated: bool) -> bool:
+        """Whether weight[N, K] divides into these blocks. gated: its rows are two halves."""
+        rows = shape[0] // 2 if gated else shape[0]
+        return rows % self.rows == 0 and shape[1] % (self.inner * self.split) == 0
+
+
+class Step(_Data, frozen=True):
+    """Up to so many tokens, and beyond the step before, a product takes this tiling; None is cuBLAS."""
+
+    tokens: int
+    tiling: Tiling | None
+
+
+class Product(_Data, frozen=True):
+    """Steps of one role, by rising tokens; beyond the last, cuBLAS. shape: of the weight, or None for all
+    that no other entry names."""
+
+    shape: Shape | None
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        _rising("steps", [step.tokens for step in self.steps])
+
+
+class Interfaces(_Data, frozen=True):
+    """Which of cuBLAS's two interfaces is faster for a weight's shape; each picks kernels by its own rules.
+
+    tokens: the numbers measured; one goes for those from it down to the next smaller one, the first for
+    those above `above`. lt: the ones of them for which cublasLt was faster. All others, and all shapes
+    without an entry, take PyTorch's default.
+    """
+
+    shape: Shape
+    above: int
+    tokens: tuple[int, ...]
+    lt: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _rising("tokens", [self.above, *self.tokens])
+        if not set(self.lt) <= set(self.tokens):
+            raise ValueError(f"lt should name some of tokens, not {sorted(set(self.lt) - set(self.tokens))}")
+
+
+class GatedLinear(_Data, frozen=True):
+    """The Hopper kernel of the gate and up products, ops.gated_linear.
+
+    fewest_tokens: from which on it is used; None: never. wave_us: tokens of a tile -> microseconds of a wave
+    of such tiles, one on each SM; only their ratios count. Above many_tokens tokens, tiles have at least
+    tile_of_many: smaller ones move the same weights too often, and their power comes off the clock.
+    """
+
+    fewest_tokens: int | None
+    wave_us: dict[int, float]
+    many_tokens: int
+    tile_of_many: int
+
+    def __post_init__(self) -> None:
+        if not any(tile >= self.tile_of_many for tile in self.wave_us):
+            raise ValueError(
+                f"wave_us should have a tile of at least tile_of_many={self.tile_of_many} tokens"
+            )
+
+
+class DecodeAttention(_Data, frozen=True, omit_defaults=True):
+    """The Triton decode kernel up to `rows` rows, and beyond the entry before; None: for all more.
+
+    block: tokens per step of its loop; stages, warps: pipeline depth and warps of a program; prefetch:
+    tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
+    a split row added at a time; registers: a thread's, or None for what the assembler picks; programs_per_sm:
+    how many rows are split for.
+    """
+
+    rows: int | None
+    block: int
+    stages: int
+    warps: int
+    prefetch: int
+    merge: int
+    programs_per_sm: int
+    registers: int | None = None
+
+
+class Scheduling(_Data, frozen=True):
+    """How the scheduler fills steps (scheduler/budget.py).
+
+    prompts_together: tokens of prompts from which on the device is busy. filled_step: tokens; fewer leave it
+    waiting for its weights, from here on a step's time grows with its tokens. pause_tokens: of prompts, for
+    which at least pause_rows decode rows sit a step out, up to `pauses` steps in a row; rest: steps with
+    decode rows for each without.
+    """
+
+    prompts_together: int
+    filled_step: int
+    pause_tokens: int
+    pause_rows: int
+    pauses: int
+    rest: int
+
+
+class Tuned(_Data, frozen=True):
+    """What was measured on one device. measured: with what, as name -> version or remark, for readers."""
+
+    device: str
+    measured: dict[str, str]
+    products: dict[Role, tuple[Product, ...]]
+    interfaces: tuple[Interfaces, ...]
+    gated_linear: GatedLinear
+    decode_attention: tuple[DecodeAttention, ...]
+    scheduling: Scheduling
+
+    def __post_init__(self) -> None:
+        *some, last = [entry.rows for entry in self.decode_attention]
+        if last is not None:
+            raise ValueError("the last entry of decode_attention should have rows null: it is for all more")
+        _rising("rows of decode_attention", [0 if rows is None else rows for rows in some])
+        for role, products in self.products.items():
+            shapes = [product.shape for product in products]
+            if len(set(shapes)) < len(shapes):
+                raise ValueError(f"products.{role} should have one entry a shape, not {shapes}")
+
+    def steps(self, role: Role, shape: Shape) -> tuple[Step, ...]:
+        """The steps of a product with weight[N, K] = shape."""
+        by_shape = {product.shape: product.steps for product in self.products.get(role, ())}
+        return by_shape.get(shape, by_shape.get(None, ()))
+
+    def tiling(self, role: Role, tokens: int, shape: Shape) -> Tiling | None:
+        """The tiling for weight[N, K] = shape, or None where cuBLAS is faster or the shape does not fit."""
+        for step in self.steps(role, shape):
+            if tokens <= step.tokens:
+                tiling = step.tiling
+                return tiling if tiling and tiling.fits(shape, gated=role == "gate_up") else None
+        return None
+
+    def takes_lt(self, shape: Shape, tokens: int) -> bool:
+        """Whether x[tokens, K] @ weight.T with weight[N, K] = shape is faster with cublasLt."""
+        for entry in self.interfaces:
+            if entry.shape == shape and entry.above < tokens <= entry.tokens[-1]:
+                return next(size for size in entry.tokens if tokens <= size) in entry.lt
+        return False
+
+    def decode(self, rows: int) -> DecodeAttention:
+        """The decode kernel for so many rows."""
+        entries = self.decode_attention
+        return next(entry for entry in entries if entry.rows is None or rows <= entry.rows)
+
+
+def _rising(name: str, numbers: list[int]) -> None:
+    if sorted(set(numbers)) != numbers:
+        raise ValueError(f"{name} should rise, not be {numbers}")
+
+
+def slug(device: str) -> str:
+    """A device's name as the name of its file, without .json."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def load(device: str) -> Tuned | None:
+    """The numbers of a device by its name as CUDA gives it, or None if nobody has measured it."""
+    path = FOLDER / f"{slug(device)}.json"
+    return read(path) if slug(device) != FALLBACK and path.is_file() else None
+
+
+def fallback() -> Tuned:
+    """The numbers for devices that nobody has measured."""
+    return read(FOLDER / f"{FALLBACK}.json")
+
+
+def read(path: Path) -> Tuned:
+    """Raises OSError, or ValueError naming the file and what is wrong in it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Tuned)
+    except ValueError as error:  # msgspec's, too
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write(path: Path, tuned: Tuned) -> None:
+    """Write a file that `read` reads and a person can: short lists and objects have a line each."""
+    path.write_text(_text(json.loads(msgspec.json.encode(tuned)), "") + "\n", encoding="utf-8")
+
+
+def _text(value: Any, indent: str) -> str:
+    line = json.dumps(value)
+    if len(indent) + len(line) <= LINE or not isinstance(value, dict | list):
+        return line
+    deeper = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{deeper}{json.dumps(key)}: {_text(item, deeper)}" for key, item in value.items()]
+    elif all(isinstance(item, int | float) for item in value):
+        parts = textwrap.wrap(line[1:-1], LINE, initial_indent=deeper, subsequent_indent=deeper)
+        return "[\n" + "\n".join(parts) + f"\n{indent}]"
+    else:
+        parts = [deeper + _text(item, deeper) for item in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n" + ",\n".join(parts) + f"\n{indent}{end}"

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuned numbers: the files, what is chosen by them, and devices without one."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+import torch
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import ROLES, Product, Step, Tiling, Tuned
+from flashinfer_backend.ops import cublas, device, gated_linear, tilings
+
+LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+FILES = sorted(tuned.FOLDER.glob("*.json"))
+
+
+@pytest.fixture
+def h200() -> Tuned:
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None
+    return numbers
+
+
+def choices(tokens: int) -> list[object]:
+    """All that is chosen for a step of so many tokens or rows."""
+    products: list[object] = []
+    for role, shape in LLAMA_8B.items():
+        tiling = tilings.choose(role, tokens, torch.empty(shape, device="meta"))
+        products += [tiling and list(msgspec.structs.astuple(tiling)), cublas.takes_lt(*shape, tokens)]
+    attention = list(msgspec.structs.astuple(device.active().decode(tokens)))
+    tile = gated_linear.tile_tokens(tokens, LLAMA_8B["gate_up"][0], 132)
+    return [*products, gated_linear.pays(tokens), tile, attention]
+
+
+def test_choices_for_an_h200_are_the_measured_ones(h200):
+    """A digest of every choice up to 2048 tokens: what changes one should be a measurement."""
+    with device.use(h200):
+        every = [choices(tokens) for tokens in range(1, 2049)]
+        assert choices(16)[0] == [16, 64, 256, 1, 4, 4, True, 32768, True, True]
+    digest = hashlib.sha256(msgspec.json.encode(every)).hexdigest()
+    assert digest.startswith("b7402322cf62a290")
+
+
+def test_a_device_that_nobody_has_measured_takes_cublas():
+    assert tuned.load("NVIDIA H100 80GB HBM3") is None and tuned.load("fallback") is None
+    with device.use(tuned.fallback()):
+        for tokens in (1, 64, 300):
+            assert not gated_linear.pays(tokens)
+            for role, shape in LLAMA_8B.items():
+                assert tilings.choose(role, tokens, torch.empty(shape, device="meta")) is None
+                assert not cublas.takes_lt(*shape, tokens)
+
+
+def test_a_shape_of_its_own_wins_over_the_rule_for_all(h200):
+    own = Product(LLAMA_8B["o"], (Step(8, None), Step(32, Tiling(32, 64, 64))))
+    products = h200.products | {"o": (*h200.products["o"], own)}
+    with device.use(msgspec.structs.replace(h200, products=products)):
+        same, other = (torch.empty(n, 4096, device="meta") for n in (4096, 2048))
+        assert tilings.choose("o", 8, same) is None
+        assert tilings.choose("o", 9, same) == Tiling(32, 64, 64)
+        assert tilings.choose("o", 33, same) is None
+        assert tilings.choose("o", 8, other) == h200.products["o"][0].steps[0].tiling
+    with device.use(h200):  # nothing of the choices before is remembered
+        assert tilings.choose("o", 8, same) == h200.products["o"][0].steps[0].tiling
+
+
+def test_a_tiling_that_does_not_fit_is_left_out(h200):
+    with device.use(h200):
+        assert tilings.choose("qkv", 8, torch.empty(96, 4096, device="meta")) is None
+        assert tilings.choose("down", 8, torch.empty(4096, 256, device="meta")) is None
+        assert tilings.choose("gate_up", 8, torch.empty(64, 256, device="meta")) is None
+        assert tilings.choose("qkv", 8, torch.empty(64, 256, device="meta")) is not None
+
+
+def test_names_of_files():
+    assert tuned.slug("NVIDIA H200") == "nvidia-h200"
+    assert tuned.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_are_as_they_would_be_written(path, tmp_path):
+    numbers = tuned.read(path)
+    assert path.stem in (tuned.FALLBACK, tuned.slug(numbers.device))
+    assert set(numbers.products) <= set(ROLES)
+    assert set(numbers.gated_linear.wave_us) <= set(gated_linear.TILES)
+    tuned.write(tmp_path / "copy.json", numbers)
+    assert (tmp_path / "copy.json").read_text() == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"tokens": 16, "tiling"', '"tokens": 8, "tiling"', "steps should rise"),
+        ('"lt": [208, ', '"lt": [209, ', r"lt should name some of tokens, not \[209\]"),
+        ('"rows": null', '"rows": 200', "should have rows null"),
+        ('"rows": 160', '"rows": 64', "rows of decode_attention should rise"),
+        ('"qkv"', '"wide"', "Invalid enum value 'wide'"),
+        ('"pause_rows"', '"pause_row"', "pause_row"),
+        ('"tile_of_many": 192', '"tile_of_many": 512', "wave_us should have a tile of at least"),
+        ('"shape": null', '"shape": [1]', "length 2"),
+        ("{", "", "Expected `object`"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, old, new, message):
+    text = (tuned.FOLDER / "nvidia-h200.json").read_text()
+    assert old in text
+    path = tmp_path / "nvidia-x.json"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message) as error:
+        tuned.read(path)
+    assert str(path) in str(error.value)
