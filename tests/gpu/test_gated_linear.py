@@ -34,7 +34,7 @@ def relative_error(actual, expected):
 def test_every_tile_writes_all_of_its_output_and_nothing_else(tile, tokens):
     x, weight, expected = inputs(tokens, 1536, 1024)
     out = torch.full((tokens + 300, 1536), float("nan"), device="cuda", dtype=torch.bfloat16)
-    module = gated_linear._module(torch.bfloat16, x.device)
+    module = gated_linear.module(torch.bfloat16, x.device)
     module.gated_linear(out[:tokens], x, weight, tile, 132)
     assert relative_error(out[:tokens], expected) < 5e-3
     assert out[tokens:].isnan().all()
@@ -51,7 +51,7 @@ def test_shapes(tokens, inner, hidden, dtype):
 
 def test_fewer_sms_than_there_are_tiles_and_more():
     x, weight, expected = inputs(500, 1536, 1024)
-    module = gated_linear._module(torch.bfloat16, x.device)
+    module = gated_linear.module(torch.bfloat16, x.device)
     for sms in (1, 7, 132):
         out = torch.empty(500, 1536, device="cuda", dtype=torch.bfloat16)
         module.gated_linear(out, x, weight, 128, sms)

@@ -52,7 +52,7 @@ def takes(weight: Tensor) -> bool:
     rows, inner = weight.shape
     if rows % 128 or inner % 64 or weight.dtype not in _ELEMENTS:
         return False
-    return _module(weight.dtype, weight.device) is not None
+    return module(weight.dtype, weight.device) is not None
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     sms = device.sms()
     tile = tile_tokens(x.shape[0], weight.shape[0], sms)
-    _module(x.dtype, x.device).gated_linear(out, x, weight, tile, sms)
+    module(x.dtype, x.device).gated_linear(out, x, weight, tile, sms)
     return out
 
 
@@ -83,7 +83,7 @@ def tile_tokens(tokens: int, rows: int, sms: int) -> int:
 
 
 @functools.cache
-def _module(dtype: torch.dtype, place: torch.device) -> Any:
+def module(dtype: torch.dtype, place: torch.device) -> Any:
     """The compiled module, or None where there is none."""
     if place.type != "cuda" or torch.cuda.get_device_capability(place) != (9, 0):
         return None

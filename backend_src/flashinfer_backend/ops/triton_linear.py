@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashinfer_backend.core.tuned import Tiling
+from flashinfer_backend.core.tuned import PARTIAL_SUMS, SPLIT_BLOCKS, Tiling
 
 
 @triton.jit
@@ -151,9 +151,9 @@ class _Workspace:
     """Partial sums of split products on one device. Kernels of one stream take turns with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.partial = torch.empty(16 << 20, dtype=torch.float32, device=device)
+        self.partial = torch.empty(PARTIAL_SUMS, dtype=torch.float32, device=device)
         # The kernel leaves the counters at zero.
-        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(SPLIT_BLOCKS, dtype=torch.int32, device=device)
 
 
 _workspaces: dict[torch.device, _Workspace] = {}

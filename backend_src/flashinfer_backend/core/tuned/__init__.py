@@ -18,6 +18,8 @@ import msgspec
 
 FOLDER = Path(__file__).parent
 FALLBACK = "fallback"
+PARTIAL_SUMS = 16 << 20  # float32 sums of a split product's parts, at most
+SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LINE = 130  # characters of a line in a file, at most, where values share one
 
 # What a product is for: queries, keys and values; attention's output; gate and up projections; down
@@ -54,10 +56,14 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     early: bool = True
     fuse_norm: bool = True
 
-    def fits(self, shape: Shape, gated: bool) -> bool:
-        """Whether weight[N, K] divides into these blocks. gated: its rows are two halves."""
+    def fits(self, shape: Shape, gated: bool, tokens: int) -> bool:
+        """Whether weight[N, K] divides into these blocks, and the parts of a split product of so many tokens
+        have room. gated: the weight's rows are two halves."""
         rows = shape[0] // 2 if gated else shape[0]
-        return rows % self.rows == 0 and shape[1] % (self.inner * self.split) == 0
+        if rows % self.rows or shape[1] % (self.inner * self.split):
+            return False
+        blocks = rows // self.rows * -(-tokens // self.tokens)
+        return self.split == 1 or (tokens * rows * self.split <= PARTIAL_SUMS and blocks <= SPLIT_BLOCKS)
 
 
 class Step(_Data, frozen=True):
@@ -184,7 +190,7 @@ class Tuned(_Data, frozen=True):
         for step in self.steps(role, shape):
             if tokens <= step.tokens:
                 tiling = step.tiling
-                return tiling if tiling and tiling.fits(shape, gated=role == "gate_up") else None
+                return tiling if tiling and tiling.fits(shape, role == "gate_up", tokens) else None
         return None
 
     def takes_lt(self, shape: Shape, tokens: int) -> bool:

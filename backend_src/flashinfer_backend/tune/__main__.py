@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
+
+    python -m flashinfer_backend.tune --model DIR --output FILE [--quick]
+
+DIR needs a config.json only: weights are random. FILE is read first if it is there, so that the numbers of
+several shapes gather in it; else the numbers of this device that come with the package, or those for devices
+that nobody has measured, are where it begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.tuned import Tuned
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.tune.search import FULL, QUICK, Bench, changes, search
+
+QUICK_LAYERS = 4  # enough for their weights not to fit the cache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 without a GPU, 2 with wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashinfer_backend.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
+    parser.add_argument("--output", required=True, metavar="FILE", type=Path, help="written, and read before")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, few sizes and no search: a minute or so"
+    )
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    try:
+        name = torch.cuda.get_device_name()
+        config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
+        base = starting_point(options.output, name)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    tune(base, make_bench(config, options.quick), options.quick, options.output, with_what(options.model))
+    return 0
+
+
+def starting_point(output: Path, device: str) -> Tuned:
+    """The numbers that `output` has, or the package. Raises ValueError where the file is another device's."""
+    if output.exists():
+        numbers = tuned.read(output)
+        if tuned.slug(numbers.device) != tuned.slug(device):
+            raise ValueError(
+                f"{output} has the numbers of {numbers.device}, and this is {device}; name another"
+            )
+        return numbers
+    numbers = tuned.load(device) or tuned.fallback()
+    return msgspec.structs.replace(numbers, device=device)
+
+
+def tune(base: Tuned, bench: Bench, quick: bool, output: Path, measured: dict[str, str]) -> Tuned:
+    """Measure, write, and print what is chosen otherwise now."""
+    found = search(base, bench, QUICK if quick else FULL, say=lambda line: print(line, flush=True))
+    shapes = dict.fromkeys([*filter(None, base.measured.get("shape", "").split("; ")), measured["shape"]])
+    found = msgspec.structs.replace(found, measured=measured | {"shape": "; ".join(shapes)})
+    tuned.write(output, found)
+    assert tuned.read(output) == found
+    lines = changes(base, found, bench.shapes)
+    print("\n".join(["", "chosen otherwise than before:", *lines] if lines else ["", "chosen as before"]))
+    print(f"{output}: the numbers of {found.device}")
+    return found
+
+
+def with_what(model: str) -> dict[str, str]:
+    """What a reader wants to know of a measurement."""
+    import triton
+
+    versions = {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "triton": triton.__version__}
+    return {"shape": Path(model).name, **versions, "by": "python -m flashinfer_backend.tune"}
+
+
+def make_bench(config: ModelConfig, quick: bool) -> Bench:
+    """The model on the GPU, with random weights."""
+    from flashinfer_backend.models.transformer import Transformer
+    from flashinfer_backend.models.weights import load_weights
+    from flashinfer_backend.ops import cuda_ops
+    from flashinfer_backend.tune.measure import ModelBench
+
+    if quick:
+        config = replace(config, num_layers=min(QUICK_LAYERS, config.num_layers))
+    dtype = torch.float16 if config.dtype == "float16" else torch.bfloat16
+    model = Transformer(config, cuda_ops, dtype, "cuda", max_seq_len=config.longest_seq_len)
+    load_weights(model, "", "dummy")
+    return ModelBench(model)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to measure, and what follows from it. The times come from a `Bench`; nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from msgspec.structs import astuple, replace
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import Interfaces, Product, Role, Shape, Step, Tiling, Tuned
+
+NORMED: tuple[Role, ...] = ("qkv", "gate_up", "head")  # the products that a norm can be part of
+MANY = 1024  # tokens, for which no tiling is measured
+BY_CUBLAS: tuple[Role, ...] = ("qkv", "o", "down")  # without an activation
+LT_FASTER = 0.985  # of cuBLAS's time: less of a gain is within what repeats differ by
+STEP_FASTER = 0.998  # the same of a whole step's, of which one product is a part
+# What a search tries in each field of a tiling: the neighbours of its value.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "rows": (32, 64, 128),
+    "inner": (64, 128, 256),
+    "split": (1, 2, 4),
+    "stages": (2, 3, 4, 5, 6),
+    "warps": (4, 8),
+    "swap": (False, True),
+    "prefetch": (0, 32768, 65536, 131072),
+    "fuse_norm": (False, True),
+}
+
+
+class Bench(Protocol):
+    """Measures on one device with one model's shapes."""
+
+    shapes: dict[Role, Shape]
+
+    def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
+        """Time of the products of a step of so many tokens by the choices of each candidate, in
+        microseconds; infinite where they cannot run."""
+        ...
+
+    def interfaces(self, role: Role, tokens: int) -> tuple[float, float]:
+        """Time of one product with cuBLAS and with cublasLt, in microseconds."""
+        ...
+
+    def waves(self) -> dict[int, float]:
+        """Tokens of a tile of the gated kernel -> microseconds of a wave; empty where there is no kernel."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    tokens: of steps for which tilings are chosen, rising. interface_tokens: for which cuBLAS's interfaces are
+    compared, the first for those above `above`. rounds: of neighbours, for each tiling. seconds: after which
+    what is left keeps its numbers.
+    """
+
+    tokens: tuple[int, ...]
+    interface_tokens: tuple[int, ...]
+    rounds: int
+    seconds: float = math.inf
+    above: int = 64
+
+
+FULL = Plan((8, 16, 32, 64, 128, 256), (*range(80, 513, 16), *range(544, 1025, 32)), rounds=3)
+QUICK = Plan((8, 64), (80, 96, 128, 192, 256, 384, 512, 1024), rounds=0, seconds=60)
+
+
+def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = print) -> Tuned:
+    """`base` with what is faster by `bench`: the gated kernel's waves, cuBLAS's interfaces, the tilings of
+    the model's shapes, and from how many tokens on the gated kernel is used. The rest stays."""
+    end = time.monotonic() + plan.seconds
+    numbers = base
+    waves = bench.waves()
+    if waves:
+        numbers = replace(numbers, gated_linear=replace(numbers.gated_linear, wave_us=waves))
+        say("gated kernel: " + ", ".join(f"{tile} tokens {us:.1f} us" for tile, us in waves.items()))
+    else:
+        say("gated kernel: none, as this is no Hopper GPU or it could not be compiled")
+    numbers = replace(numbers, interfaces=_interfaces(numbers, bench, plan, end, say))
+    # Tilings are compared with cuBLAS: the gated kernel is compared with the better of them.
+    without = replace(numbers, gated_linear=replace(numbers.gated_linear, fewest_tokens=None))
+    for tokens in plan.tokens:
+        for role in tuned.ROLES:
+            if time.monotonic() > end:
+                say(f"{role}, {tokens} tokens: out of time, as before")
+                continue
+            without = _best_tiling(without, role, tokens, bench, plan.rounds, say)
+    return _with_gated_kernel(without, bench, (*plan.tokens, MANY), say) if waves else without
+
+
+def _interfaces(
+    numbers: Tuned, bench: Bench, plan: Plan, end: float, say: Callable[[str], None]
+) -> tuple[Interfaces, ...]:
+    entries = {entry.shape: entry for entry in numbers.interfaces}
+    for role in BY_CUBLAS:
+        if time.monotonic() > end:
+            say(f"{role}, cuBLAS: out of time, as before")
+            continue
+        shape = bench.shapes[role]
+        times = {tokens: bench.interfaces(role, tokens) for tokens in plan.interface_tokens}
+        entries[shape] = faster_interfaces(shape, plan.above, times)
+        say(f"{role} {list(shape)}: cublasLt is faster for {list(entries[shape].lt)} tokens")
+    return tuple(entries.values())
+
+
+def faster_interfaces(shape: Shape, above: int, times: dict[int, tuple[float, float]]) -> Interfaces:
+    """The entry that follows from times: tokens -> microseconds with cuBLAS and with cublasLt."""
+    sizes = sorted(times)
+    lt = tuple(tokens for tokens in sizes if times[tokens][1] < LT_FASTER * times[tokens][0])
+    return Interfaces(shape, above, tuple(sizes), lt)
+
+
+def _best_tiling(
+    numbers: Tuned, role: Role, tokens: int, bench: Bench, rounds: int, say: Callable[[str], None]
+) -> Tuned:
+    shape = bench.shapes[role]
+
+    def times(tilings: Sequence[Tiling | None]) -> list[float]:
+        return bench.steps(tokens, [with_tiling(numbers, role, shape, tokens, t) for t in tilings])
+
+    now = numbers.tiling(role, tokens, shape)
+    known = [now, None, *_seeds(role, tokens)]
+    known = [t for t in known if t is None or possible(t, role, shape, tokens)]
+    best, us = descend(known, times, role, shape, tokens, rounds)
+    say(f"{role} {list(shape)}, {tokens} tokens: {best or 'cuBLAS'}, step {us:.1f} us")
+    return with_tiling(numbers, role, shape, tokens, best)
+
+
+def descend(
+    known: Iterable[Tiling | None],
+    times: Callable[[Sequence[Tiling | None]], list[float]],
+    role: Role,
+    shape: Shape,
+    tokens: int,
+    rounds: int,
+) -> tuple[Tiling | None, float]:
+    """The fastest of `known`, the first unless another is faster by more than repeats differ, then of its
+    neighbours, and so on for some rounds. With it, its time."""
+    tried = list(dict.fromkeys(known))
+    best, us = fastest(tried, times(tried))
+    for _ in range(rounds):
+        new = [] if best is None else [t for t in neighbours(best, role, shape, tokens) if t not in tried]
+        if not new:
+            break
+        tried += new
+        found, us = fastest([best, *new], times([best, *new]))
+        if found == best:
+            break
+        best = found
+    return best, us
+
+
+def fastest(tilings: Sequence[Tiling | None], times: Sequence[float]) -> tuple[Tiling | None, float]:
+    """The fastest, and its time; the first unless it is slower by more than repeats differ."""
+    index = min(range(len(times)), key=times.__getitem__)
+    if math.isinf(times[index]):
+        return None, math.inf
+    index = index if times[index] < STEP_FASTER * times[0] else 0
+    return tilings[index], times[index]
+
+
+def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int) -> list[Tiling]:
+    """Tilings that differ in one field, by one step."""
+    found = []
+    for name, values in FIELDS.items():
+        now = getattr(tiling, name)
+        less, more = [v for v in values if v < now], [v for v in values if v > now]
+        for other in (*less[-1:], *more[:1]):
+            found.append(replace(tiling, **{name: other}))
+    return [other for other in found if possible(other, role, shape, tokens)]
+
+
+def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int) -> bool:
+    """Whether ops.triton_linear can compute a product of so many tokens so."""
+    gated, fused = role == "gate_up", role in NORMED and tiling.fuse_norm
+    if role not in NORMED and not tiling.fuse_norm:  # without a norm the field means nothing
+        return False
+    return tiling.fits(shape, gated, tokens) and (tiling.split == 1 or not (gated or fused))
+
+
+def _seeds(role: Role, tokens: int) -> list[Tiling]:
+    """What other devices take for so many tokens, and a plain tiling."""
+    files = [tuned.read(path) for path in sorted(tuned.FOLDER.glob("*.json"))]
+    steps = [step for file in files for product in file.products.get(role, ()) for step in product.steps]
+    known = [step.tiling for step in steps if step.tokens == tokens and step.tiling]
+    return [*known, Tiling(min(max(tokens, 16), 128), 64, 128)]
+
+
+def with_tiling(numbers: Tuned, role: Role, shape: Shape, tokens: int, tiling: Tiling | None) -> Tuned:
+    """`numbers` with this tiling for up to so many tokens, and beyond the step before. A shape without an
+    entry gets one, which begins as the rule for all shapes."""
+    steps = {step.tokens: step for step in numbers.steps(role, shape)} | {tokens: Step(tokens, tiling)}
+    own = Product(shape, tuple(steps[key] for key in sorted(steps)))
+    others = tuple(product for product in numbers.products.get(role, ()) if product.shape != shape)
+    return replace(numbers, products=numbers.products | {role: (*others, own)})
+
+
+def _with_gated_kernel(
+    numbers: Tuned, bench: Bench, sizes: Sequence[int], say: Callable[[str], None]
+) -> Tuned:
+    """`numbers`, which do without the gated kernel, with it from where it is the faster one: above the
+    largest of `sizes` at which it is not."""
+    for index in reversed(range(len(sizes))):
+        tokens = sizes[index]
+        gated = _ready_for_gated_kernel(numbers, bench.shapes["gate_up"], tokens)
+        fewest = sizes[index - 1] + 1 if index else 1
+        gated = replace(gated, gated_linear=replace(numbers.gated_linear, fewest_tokens=fewest))
+        without, with_it = bench.steps(tokens, [numbers, gated])
+        say(f"gate_up, {tokens} tokens: step {without:.1f} us, with the gated kernel {with_it:.1f} us")
+        if not with_it < without:
+            break
+        numbers = gated
+    return numbers
+
+
+def _ready_for_gated_kernel(numbers: Tuned, shape: Shape, tokens: int) -> Tuned:
+    """A tiling with the norm in it wins over the gated kernel, and one without stands in for it where it
+    cannot be compiled."""
+    tiling = numbers.tiling("gate_up", tokens, shape)
+    if tiling is None or not tiling.fuse_norm:
+        return numbers
+    return with_tiling(numbers, "gate_up", shape, tokens, replace(tiling, fuse_norm=False))
+
+
+def changes(before: Tuned, after: Tuned, shapes: dict[Role, Shape], most: int = 2048) -> list[str]:
+    """What is chosen otherwise for up to `most` tokens, one line a run of tokens."""
+    lines = []
+    for role, shape in shapes.items():
+        runs: list[tuple[int, int, str]] = []
+        for tokens in range(1, most + 1):
+            old, new = ((n.tiling(role, tokens, shape), n.takes_lt(shape, tokens)) for n in (before, after))
+            if old == new:
+                continue
+            text = f"{_shown(*old)} -> {_shown(*new)}"
+            if runs and runs[-1][1] == tokens - 1 and runs[-1][2] == text:
+                runs[-1] = (runs[-1][0], tokens, text)
+            else:
+                runs.append((tokens, tokens, text))
+        lines += [f"{role}, {first}..{last} tokens: {text}" for first, last, text in runs]
+    return lines
+
+
+def _shown(tiling: Tiling | None, lt: bool) -> str:
+    return str(astuple(tiling)) if tiling else "cublasLt" if lt else "cuBLAS"

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that measures tuned numbers: what it makes of times, which are recorded or made up here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.tuned import Product, Role, Step, Tiling, Tuned
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.tune import __main__ as command
+from flashinfer_backend.tune import search as s
+from flashinfer_backend.tune.measure import ModelBench
+
+LLAMA_8B: dict[Role, tuned.Shape] = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+# Microseconds of one product on an H200: tokens -> with cuBLAS, with cublasLt (docs/performance.md).
+RECORDED: dict[Role, dict[int, tuple[float, float]]] = {
+    "qkv": {80: (16.1, 16.2), 128: (16.7, 16.7), 208: (21.4, 20.6), 272: (28.1, 22.8), 512: (35.7, 35.7)},
+    "o": {80: (13.0, 12.7), 128: (14.3, 14.4), 208: (18.6, 16.8), 272: (21.8, 19.6), 512: (24.7, 24.6)},
+    "down": {80: (37.6, 33.0), 128: (37.5, 40.0), 208: (48.2, 48.2), 272: (53.9, 55.3), 512: (83.5, 83.6)},
+}
+CUBLAS: dict[Role, float] = {"qkv": 16.0, "o": 13.2, "gate_up": 66.4, "down": 31.7, "head": 250.0}
+PLAN = s.Plan((8, 64, 256), (80, 128, 208, 272, 512), rounds=3)
+
+
+class Recorded:
+    """A Bench whose products take `tilings` microseconds by role and tiling, cuBLAS's time without one, and
+    do not run with any other; the gated kernel takes `gated` by tokens."""
+
+    def __init__(self, tilings: dict[tuple[Role, Tiling], float], gated: dict[int, float]) -> None:
+        self.shapes = LLAMA_8B
+        self.tilings, self.gated = tilings, gated
+        self.asked: set[tuple[Role, Tiling]] = set()
+
+    def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
+        return [sum(self._product(role, tokens, numbers) for role in tuned.ROLES) for numbers in candidates]
+
+    def _product(self, role: Role, tokens: int, numbers: Tuned) -> float:
+        tiling = numbers.tiling(role, tokens, LLAMA_8B[role])
+        fewest = numbers.gated_linear.fewest_tokens
+        fused = tiling is not None and tiling.fuse_norm
+        if role == "gate_up" and fewest is not None and tokens >= fewest and not fused:
+            return self.gated[tokens]
+        if tiling is None:
+            return CUBLAS[role]
+        self.asked.add((role, tiling))
+        return self.tilings.get((role, tiling), math.inf)
+
+    def interfaces(self, role: Role, tokens: int) -> tuple[float, float]:
+        return RECORDED[role][tokens]
+
+    def waves(self) -> dict[int, float]:
+        return {64: 18.0, 256: 47.0} if self.gated else {}
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def steps_of(numbers: Tuned, role: Role) -> dict[int, Tiling | None]:
+    return {step.tokens: step.tiling for step in numbers.steps(role, LLAMA_8B[role])}
+
+
+START, BETTER, BEST = Tiling(16, 64, 128), Tiling(16, 64, 256), Tiling(16, 64, 256, stages=3)
+
+
+def test_a_search_goes_from_neighbour_to_neighbour():
+    bench = Recorded({("qkv", START): 15.9, ("qkv", BETTER): 15.0, ("qkv", BEST): 14.0}, {})
+    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    assert steps_of(found, "qkv") == {8: BEST, 64: None, 256: None}
+    assert steps_of(found, "down") == {8: None, 64: None, 256: None}  # nothing else runs
+    assert found.scheduling == tuned.fallback().scheduling
+    assert found.decode_attention == tuned.fallback().decode_attention
+    without_rounds = s.search(tuned.fallback(), bench, s.Plan((8,), (80,), rounds=0), quiet)
+    assert steps_of(without_rounds, "qkv")[8] == BEST  # which an H200's file has for these tokens
+
+
+def test_a_gain_within_what_repeats_differ_by_changes_nothing():
+    total = sum(CUBLAS.values())
+    for gain, expected in ((0.001 * total, None), (0.003 * total, BEST)):
+        bench = Recorded({("qkv", BEST): CUBLAS["qkv"] - gain}, {})
+        assert steps_of(s.search(tuned.fallback(), bench, PLAN, quiet), "qkv")[8] == expected
+
+
+def test_only_tilings_that_the_kernel_can_have_are_tried():
+    bench = Recorded({(role, START): 1.0 for role in tuned.ROLES}, {})
+    s.search(tuned.fallback(), bench, PLAN, quiet)
+    assert len(bench.asked) > 50
+    for role, tiling in bench.asked:
+        assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8)
+        assert tiling.split == 1 or role in ("o", "down") or (role != "gate_up" and not tiling.fuse_norm)
+    head = Tiling(64, 64, 128, split=4, fuse_norm=False)  # 33 million sums, and there is room for 17
+    assert not s.possible(head, "head", LLAMA_8B["head"], 64) and s.possible(head, "qkv", (6144, 4096), 64)
+
+
+def test_interfaces_follow_from_recorded_times():
+    found = s.search(tuned.fallback(), Recorded({}, {}), PLAN, quiet)
+    by_shape = {entry.shape: entry.lt for entry in found.interfaces}
+    assert by_shape == {(6144, 4096): (208, 272), (4096, 4096): (80, 208, 272), (4096, 14336): (80,)}
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
+    for entry in found.interfaces:  # as the whole measurement said of the same sizes
+        assert all(h200.takes_lt(entry.shape, t) == (t in entry.lt) for t in entry.tokens)
+    assert not found.takes_lt((4096, 4096), 64) and found.takes_lt((4096, 4096), 65)
+
+
+@pytest.mark.parametrize(
+    ("gated", "fewest"),
+    [
+        ({8: 60.0, 64: 70.0, 256: 60.0, 1024: 60.0}, 65),
+        ({8: 60.0, 64: 60.0, 256: 60.0, 1024: 60.0}, 1),
+        ({8: 60.0, 64: 60.0, 256: 70.0, 1024: 60.0}, 257),
+        ({8: 60.0, 64: 60.0, 256: 60.0, 1024: 70.0}, None),
+        ({}, None),
+    ],
+)
+def test_the_gated_kernel_is_used_above_the_last_size_at_which_it_is_slower(gated, fewest):
+    found = s.search(tuned.fallback(), Recorded({}, gated), PLAN, quiet)
+    assert found.gated_linear.fewest_tokens == fewest
+    waves = {64: 18.0, 256: 47.0} if gated else tuned.fallback().gated_linear.wave_us
+    assert found.gated_linear.wave_us == waves
+
+
+def test_a_tiling_with_the_norm_in_it_does_not_hide_the_gated_kernel():
+    fused = Tiling(128, 64, 128)
+    bench = Recorded({("gate_up", fused): 65.0, ("gate_up", replace(fused, fuse_norm=False)): 66.0}, {})
+    assert steps_of(s.search(tuned.fallback(), bench, PLAN, quiet), "gate_up")[256] == fused
+    bench.gated = {8: 70.0, 64: 70.0, 256: 60.0, 1024: 60.0}
+    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    assert steps_of(found, "gate_up")[256] == replace(fused, fuse_norm=False)
+    assert found.gated_linear.fewest_tokens == 65
+
+
+def test_when_time_is_up_the_rest_stays():
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
+    lines: list[str] = []
+    found = s.search(h200, Recorded({}, {}), replace_seconds(PLAN), lines.append)
+    assert (found.products, found.interfaces) == (h200.products, h200.interfaces)
+    assert sum("out of time" in line for line in lines) == 3 + 5 * len(PLAN.tokens)
+
+
+def replace_seconds(plan: s.Plan) -> s.Plan:
+    return s.Plan(plan.tokens, plan.interface_tokens, plan.rounds, seconds=-1.0)
+
+
+def test_a_shape_without_an_entry_begins_as_the_rule():
+    rule = Product(None, (Step(8, START), Step(64, BETTER)))
+    numbers = replace(tuned.fallback(), products={"o": (rule,)})
+    one = s.with_tiling(numbers, "o", (4096, 4096), 16, BEST)
+    assert steps_of(one, "o") == {8: START, 16: BEST, 64: BETTER}
+    assert one.steps("o", (2048, 2048)) == rule.steps
+    two = s.with_tiling(one, "o", (4096, 4096), 64, None)
+    assert steps_of(two, "o") == {8: START, 16: BEST, 64: None}
+
+
+def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
+    output = tmp_path / "nvidia-x.json"
+    bench = Recorded({("qkv", BEST): 14.0}, {8: 60.0, 64: 70.0, 1024: 60.0})
+    bench.interfaces = lambda role, tokens: (20.0, 19.0 if tokens == 192 else 20.0)  # type: ignore[method-assign]
+    base = command.starting_point(output, "NVIDIA X")
+    assert base == replace(tuned.fallback(), device="NVIDIA X")
+    command.tune(base, bench, quick=True, output=output, measured={"shape": "a", "torch": "1"})
+    printed = capsys.readouterr().out
+    assert "qkv, 1..8 tokens: cuBLAS -> (16, 64, 256, 1, 3" in printed
+    assert "o, 129..192 tokens: cuBLAS -> cublasLt" in printed
+    found = command.starting_point(output, "NVIDIA X")
+    assert found.tiling("qkv", 8, LLAMA_8B["qkv"]) == BEST and found.gated_linear.fewest_tokens == 65
+    bench.shapes = LLAMA_8B | {"qkv": (5120, 4096)}
+    command.tune(found, bench, quick=True, output=output, measured={"shape": "b", "torch": "2"})
+    both = tuned.read(output)
+    assert [product.shape for product in both.products["qkv"]] == [(6144, 4096), (5120, 4096)]
+    assert both.measured == {"shape": "a; b", "torch": "2"}
+    with pytest.raises(ValueError, match="has the numbers of NVIDIA X, and this is NVIDIA Y; name another"):
+        command.starting_point(output, "NVIDIA Y")
+
+
+def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):
+    assert command.starting_point(tmp_path / "new.json", "NVIDIA H200") == tuned.load("NVIDIA H200")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+def test_the_command_needs_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--model", "bundled", "--output", str(tmp_path / "new.json")])
+    assert end.value.code == 1
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_a_step_of_the_model():
+    config = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+    model = Transformer(config, torch_ops, "float32", "cpu", max_seq_len=64)
+    load_weights(model, "", "dummy")
+    bench = ModelBench(model)
+    layer = model.layers[0]
+    weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+    weights["head"] = model.lm_head
+    assert {role: tuple(weight.data.shape) for role, weight in weights.items()} == bench.shapes
+    torch.manual_seed(0)
+    body = bench.step(5)
+    logits = body()
+    assert logits.shape == (5, config.vocab_size) and logits.isfinite().all()
+    assert torch.equal(body(), logits)  # a replay computes the same: nothing is added up
