@@ -7,6 +7,7 @@ must stay well under that. Text and streams are timed per chunk of one token.
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.triton.watch import ClientWatch
 from tests.unit import small_tokenizers
 
 ROWS = 256
@@ -106,3 +109,16 @@ def test_read_a_recorded_stream(benchmark):
     reads = [(float(i), data) for i, data in enumerate(stream(256))]
     summary = benchmark(read_stream, "triton", reads, 256, True)
     assert summary.error is None and len(summary.chunk_times) == 256
+
+
+@pytest.mark.parametrize("open_requests", [256, 17_000])
+def test_look_for_departed_clients(benchmark, tmp_path, open_requests):
+    """One check of an llm instance: no response is sent while it computes."""
+    table = SeenTable(tmp_path, 1)
+    sequences = [
+        SimpleNamespace(handle=protocol.make_handle(1, n), ended=False, sent_at=0)
+        for n in range(open_requests)
+    ]
+    requests = [SimpleNamespace(in_ensemble=True, sequences=[sequence]) for sequence in sequences]
+    watch = ClientWatch(lambda: list(requests), lambda _: None, table, lambda: True, 0)
+    benchmark.pedantic(watch.check, rounds=200)

@@ -11,7 +11,7 @@ import pytest
 from flashinfer_backend.transport.protocol import make_handle
 from flashinfer_backend.transport.seen import SLOTS, SeenMarker, SeenTable
 from flashinfer_backend.triton.departed import DepartedClients
-from flashinfer_backend.triton.watch import ClientWatch
+from flashinfer_backend.triton.watch import MOST_LOOKS, ClientWatch
 
 PID = 4321
 
@@ -154,3 +154,65 @@ def test_only_a_request_of_which_nothing_was_seen_is_unread(table, marker, seen)
         watch.check()
     assert cancelled == [sequence.handle for sequence in sequences]
     assert request.unread == (not seen)
+
+
+class DirectRequest:
+    """An open request of a direct client, which counts how often the server is asked about it."""
+
+    def __init__(self):
+        self.in_ensemble, self.sequences = False, [SimpleNamespace(handle=1, ended=False, sent_at=0)]
+        self.left, self.asked, self.cancelled = False, 0, False
+
+    def is_cancelled(self):
+        self.asked += 1
+        return self.left
+
+    def cancel_all(self):
+        self.cancelled = True
+
+
+def test_a_check_looks_at_so_many_direct_clients_and_the_next_goes_on(table):
+    requests = [DirectRequest() for _ in range(17_000)]
+    watch = ClientWatch(lambda: list(requests), lambda _: None, table, lambda: True, 0)
+    for request in requests[::1000]:
+        request.left = True
+    asked = 0
+    for _ in range(-(-len(requests) // MOST_LOOKS)):
+        watch.check()
+        now_asked = sum(request.asked for request in requests)
+        assert 0 < now_asked - asked <= MOST_LOOKS
+        asked = now_asked
+    assert all(request.asked == 1 for request in requests)
+    assert [request.cancelled for request in requests] == [request.left for request in requests]
+    requests[:] = requests[:50]  # few again: all at every check
+    for _ in range(2):
+        watch.check()
+    assert all(request.asked == 3 for request in requests)
+
+
+def test_departed_clients_of_the_ensemble_are_found_among_many(table, marker):
+    sequences = [SimpleNamespace(handle=make_handle(PID, n), ended=False, sent_at=1) for n in range(5000)]
+    gone = {sequence.handle for sequence in sequences[::700]}
+    for sequence in sequences:
+        if sequence.handle not in gone:
+            marker.mark(sequence.handle, 1)
+    pairs = zip(sequences[::2], sequences[1::2], strict=True)
+    requests = [SimpleNamespace(in_ensemble=True, sequences=list(pair), unread=False) for pair in pairs]
+    looked, cancelled = [], []
+    last = table.last
+
+    class Table:
+        def last(self, handle):
+            looked.append(handle)
+            return last(handle)
+
+    watch = ClientWatch(lambda: list(requests), cancelled.append, Table(), lambda: True, 0)
+    checks = -(-len(sequences) // MOST_LOOKS)
+    for _ in range(checks):
+        watch.check()
+    assert cancelled == [], "each chunk is given a round"
+    for _ in range(checks):
+        looked.clear()
+        watch.check()
+        assert len(set(looked)) <= MOST_LOOKS + 1
+    assert set(cancelled) == gone and len(cancelled) == len(gone)

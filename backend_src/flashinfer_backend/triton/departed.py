@@ -16,25 +16,30 @@ from flashinfer_backend.transport.seen import SeenTable
 
 
 class DepartedClients:
-    """Compares what was sent with what was seen, from one check to the next."""
+    """Compares what was sent with what was seen, from one round of checks to the next."""
 
     def __init__(self, seen: SeenTable, probe: Callable[[], bool]) -> None:
         """probe: sends postprocessing a request through the server and waits for the answer; False
         when that failed, which proves nothing."""
         self._seen = seen
         self._probe = probe
-        self._sent_before: dict[int, int] = {}  # what the previous check was told
+        self._sent_before: dict[int, int] = {}  # what the checks of the previous round were told
+        self._sent_now: dict[int, int] = {}  # and those of this round
 
-    def check(self, sent: Mapping[int, int]) -> list[int]:
-        """Handles whose client has left.
+    def check(self, sent: Mapping[int, int], round_ends: bool = True) -> list[int]:
+        """Handles of `sent` whose client has left.
 
         sent: by handle, for each open sequence that answers to the ensemble, the time.monotonic_ns()
         taken just before its latest chunk that has been handed to the server; 0 before the first.
-        Only chunks that the previous check already knew are missed, so that those on their way are
+        round_ends: False if `sent` has only some of the open sequences, and the next check has others.
+        Only chunks that the previous round already knew are missed, so that those on their way are
         given one period.
         """
-        missed = {h: t for h, t in self._sent_before.items() if h in sent and self._seen.last(h) < t}
-        self._sent_before = dict(sent)
+        before = self._sent_before
+        missed = {h: before[h] for h in sent if h in before and self._seen.last(h) < before[h]}
+        self._sent_now.update(sent)
+        if round_ends:
+            self._sent_before, self._sent_now = self._sent_now, {}
         if not missed or not self._probe():
             return []
         return [handle for handle, time in missed.items() if self._seen.last(handle) < time]

@@ -16,12 +16,18 @@ from flashinfer_backend.triton.departed import DepartedClients
 if TYPE_CHECKING:
     from flashinfer_backend.triton.responder import OpenRequest
 
+# Sequences that one check looks at. More would keep the interpreter from the sender threads for too long, and
+# asking about a direct client takes a round trip to the server.
+MOST_LOOKS = 1024
 CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
 
 
 class ClientWatch:
-    """Every period, asks the server about each direct client, and finds those of the ensemble, of
-    which the server says nothing, by the chunks that postprocessing did not get."""
+    """Asks the server about each direct client, and finds those of the ensemble, of which the server says
+    nothing, by the chunks that postprocessing did not get.
+
+    Up to MOST_LOOKS open sequences are looked at every period; with more a round takes several periods.
+    """
 
     def __init__(
         self,
@@ -35,23 +41,30 @@ class ClientWatch:
         self._open_requests, self._cancel = open_requests, cancel
         self._seen, self._departed = seen, DepartedClients(seen, probe)
         self._period_s = period_s
+        self._round: list[OpenRequest] = []  # those that this round has not come to, the next one last
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="client watch", daemon=True)
         if period_s:
             self._thread.start()
 
     def check(self) -> None:
-        """One look at every open request."""
+        """One look at every open request, or at the next MOST_LOOKS sequences of them."""
         sent: dict[int, int] = {}
         requests: dict[int, OpenRequest] = {}
-        for request in self._open_requests():
+        if not self._round:
+            self._round = self._open_requests()
+            self._round.reverse()
+        looks = 0
+        while self._round and looks < MOST_LOOKS:
+            request = self._round.pop()
+            looks += len(request.sequences) or 1
             if request.in_ensemble:
                 running = [s for s in request.sequences if s.handle and not s.ended]
                 sent.update({s.handle: s.sent_at for s in running})
                 requests.update(dict.fromkeys((s.handle for s in running), request))
             elif request.is_cancelled():
                 request.cancel_all()
-        for handle in self._departed.check(sent):
+        for handle in self._departed.check(sent, round_ends=not self._round):
             request = requests[handle]
             request.unread = not any(self._seen.last(s.handle) for s in request.sequences if s.sent_at)
             self._cancel(handle)
