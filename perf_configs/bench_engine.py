@@ -41,7 +41,7 @@ class LocalSocket:
         self.inbox: list[protocol.ToEngine] = []
         self.output_tokens = 0
 
-    def receive(self, timeout_ms: int) -> list[protocol.ToEngine]:
+    def receive(self, timeout_ms: int, until: float) -> list[protocol.ToEngine]:
         messages, self.inbox = self.inbox, []
         if not messages:
             time.sleep(timeout_ms / 1000)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.harness import start_core
+from engine.harness import Client, serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport import engine_socket, protocol
 from perf_configs.bench_engine import LocalSocket
 
 
@@ -84,3 +85,55 @@ def test_a_step_that_has_ended_is_not_waited_for(loop: EngineLoop):
     loop.step()
     assert recorder.log == [[1]]
     assert loop.pacer._duration[kind] < 3600.0
+
+
+def test_a_step_does_not_wait_until_all_that_has_come_is_taken_in(tmp_path, monkeypatch):
+    """However much comes at once, and nothing of it is lost."""
+    core = start_core(Path("bundled"), device="cpu", max_num_seqs=8, max_num_tokens=64)
+    order: list[str] = []
+    handle, launch = EngineLoop._handle, core.runner.launch
+
+    def slow(loop: EngineLoop, message: protocol.ToEngine) -> None:
+        order.append("message")
+        time.sleep(2 * engine_socket.LEAST_RECEIVE_S)
+        handle(loop, message)
+
+    def logged(*args: Any) -> Any:
+        order.append("step")
+        return launch(*args)
+
+    monkeypatch.setattr(EngineLoop, "_handle", slow)
+    monkeypatch.setattr(core.runner, "launch", logged)
+    with serve(core, tmp_path) as client:
+        stream = client.submit([65] * 8, SamplingParams(max_tokens=240, temperature=0.0))
+        while not client.tokens[stream]:
+            client.receive()
+        del order[:]
+        others = [client.submit([66] * 4, SamplingParams(max_tokens=1)) for _ in range(60)]
+        client.wait([stream, *others])
+        assert not client.failure
+    taken = [len(run) for run in "".join("m" if o == "message" else "s" for o in order).split("s")]
+    assert sum(taken) == len(others)
+    assert max(taken) <= 2
+
+
+def test_what_is_left_in_the_socket_comes_with_the_next_call(tmp_path):
+    socket = engine_socket.EngineSocket(tmp_path, os.getpid())
+    client = Client(tmp_path, None)  # type: ignore[arg-type]
+    try:
+        sent = [client.submit([65], SamplingParams(max_tokens=1)) for _ in range(100)]
+        client.goodbye()
+        got: list[Any] = []
+        calls = 0
+        while not got or not isinstance(got[-1], protocol.Goodbye):
+            before, calls = len(got), calls + 1
+            for message in socket.receive(1000, until=0.0):
+                got.append(message)
+                time.sleep(2 * engine_socket.LEAST_RECEIVE_S)
+            assert len(got) == before + 1
+        assert [protocol.split_handle(m.handle)[1] for m in got if isinstance(m, protocol.Submit)] == sent
+        assert calls == len(sent) + 2, "and a greeting"
+        assert not list(socket.receive(0, until=time.monotonic() + 60)), "which ends when nothing is left"
+    finally:
+        client.close()
+        socket.close()

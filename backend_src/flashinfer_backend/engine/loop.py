@@ -79,15 +79,16 @@ class EngineLoop:
             timeout_ms = GRAMMAR_POLL_MS if len(self.grammars) else self.config.stats_check_period_ms
         while not self.socket.closed:
             left_s = self._time_to_plan()
+            until = time.monotonic() + left_s
             wait_ms = min(int(left_s * 1000), self._poll_ms)
             rest_s = left_s - wait_ms / 1000
             if 0.0 < rest_s < 0.001:  # the socket waits for whole milliseconds
                 time.sleep(rest_s)
             idle = True
-            for message in self.socket.receive(max(timeout_ms, wait_ms)):
+            for message in self.socket.receive(max(timeout_ms, wait_ms), until):
                 self._handle(message)
                 idle = False  # a prompt may want to be planned earlier
-            if left_s <= 0.0 or (idle and rest_s < 0.001):
+            if time.monotonic() >= until or (idle and rest_s < 0.001):
                 break
 
     @property

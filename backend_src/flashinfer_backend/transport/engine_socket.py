@@ -19,6 +19,7 @@ from flashinfer_backend.transport.orphans import Stub, find_stub
 log = logging.getLogger(__name__)
 
 LARGE_PART = 1 << 20  # bytes from which zmq sends a frame without copying it
+LEAST_RECEIVE_S = 0.001  # of taking in messages when a step is due: cancellations should arrive
 LONELY_SECONDS = 10.0  # how long an engine whose stubs have all gone waits for another
 
 
@@ -47,14 +48,21 @@ class EngineSocket:
         self._watching: set[int] = set()  # stubs that want the status
         self._lonely_since = time.monotonic()
 
-    def receive(self, timeout_ms: int) -> Iterator[protocol.ToEngine]:
-        """Messages that are here; waits up to `timeout_ms` for the first."""
+    def receive(self, timeout_ms: int, until: float) -> Iterator[protocol.ToEngine]:
+        """Messages that are here; waits up to `timeout_ms` for the first.
+
+        Ends at the time.monotonic() `until`, though not within LEAST_RECEIVE_S: what is left comes with the
+        next call.
+        """
         events = dict(self._poller.poll(timeout_ms))
         if self._server in events:
             self.closed = True
             return
         if self._socket in events:
+            until = max(until, time.monotonic() + LEAST_RECEIVE_S)
             while True:
+                if time.monotonic() > until:
+                    return  # a stub's Goodbye comes after all that it has sent
                 try:
                     identity, body = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
