@@ -207,3 +207,32 @@ def test_sequences_of_one_request_share_prompt_pages(checkpoint, tmp_path):
         single = client.generate([prompt], SamplingParams(max_tokens=16, temperature=1.0, seed=2))
         assert single[0] == client.tokens[ids[2]]
         assert core.scheduler.prompt_tokens_reused == 2 * 96
+
+
+def test_the_end_token_that_only_the_tokenizer_names_ends_a_sequence(tmp_path, checkpoint, expected):
+    """With a tokenizer_dir it is that one's; a request that asks for another end has it alone."""
+    prompt, ids = max(expected.items(), key=lambda item: len(set(item[1])))
+    ended_by = next(token for token in ids[3:] if token not in ids[:3])
+    model_dir, tokenizer_dir = tmp_path / "model", tmp_path / "tokenizer"
+    shutil.copytree(checkpoint, model_dir)
+    tokenizer_dir.mkdir()
+    for folder, end_id in ((model_dir, 255), (tokenizer_dir, ended_by)):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+        vocabulary = {"added_tokens": [{"id": end_id, "content": "<end>"}]}
+        (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    of_config = json.loads((model_dir / "config.json").read_text())["eos_token_id"]
+    core = start_core(model_dir, tokenizer_dir=str(tokenizer_dir))
+    with serve(core, tmp_path / "run") as client:
+        one = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=of_config))
+        other = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=254))
+        client.wait([one, other])
+        assert client.tokens[one] == ids[: ids.index(ended_by)]
+        assert client.code[one] == protocol.FINISHED_END_ID
+        assert client.tokens[other] == (ids[: ids.index(254)] if 254 in ids else ids)
+
+
+def test_beyond_its_window_a_checkpoint_is_refused_by_the_windows_name(tmp_path):
+    folder = make_checkpoint("mistral", tmp_path, sliding_window=40)
+    with pytest.raises(ValueError, match=r"max_seq_len 41 .* sliding_window 40"):
+        start_core(folder, max_seq_len=41)
+    assert start_core(folder, max_seq_len=0).config.max_seq_len == 40

@@ -8,14 +8,17 @@ import math
 from pathlib import Path
 
 import pytest
+import small_tokenizers
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import make_checkpoint
-from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
+from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError, tokenizer_end_id
 from flashinfer_backend.models.transformer import Transformer, rope_cos_sin, rope_inv_freq
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.text.tokenizer import TextTokenizer
 
 # As Llama 3.1 8B was published, with the keys of transformers 4.
 LLAMA31 = {
@@ -94,6 +97,15 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
         ({"intermediate_size": ...}, "has no 'intermediate_size'"),
+        (
+            {"rope_scaling": {"full_attention": LLAMA31["rope_scaling"]}},
+            "by kind of layer .'full_attention'.",
+        ),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked_attention'"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            "layer_types has sliding_attention, but sliding_window is not",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, changes, message):
@@ -154,3 +166,97 @@ def test_rope_table_holds_cosines_then_sines(tmp_path):
     angle = 49 * 500000.0 ** (-2 * 3 / 128)
     assert table[49, 3].item() == pytest.approx(math.cos(angle), abs=1e-5)
     assert table[49, 64 + 3].item() == pytest.approx(math.sin(angle), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}, "rope_theta": ...},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10.0}, "rope_scaling": None},
+        {"original_max_position_embeddings": 4096},
+        {
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {k: v for k, v in LLAMA31["rope_scaling"].items() if "original" not in k},
+        },
+    ],
+)
+def test_rope_keys_that_contradict_each_other_mean_what_they_mean_to_transformers(tmp_path, changes):
+    config = parse(tmp_path, **changes)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    expected, _ = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
+    torch.testing.assert_close(rope_inv_freq(config), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 64}, 64),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 32}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 16}, 64),
+    ],
+)
+def test_llama_with_a_window_is_served_up_to_its_length(tmp_path, changes, window):
+    """transformers gives it full attention, others the window: up to its length the two agree."""
+    config = parse(tmp_path, **changes)
+    assert config.sliding_window == window
+    if window:
+        with pytest.raises(UnsupportedModelError, match=r"take the key out of config\.json"):
+            config.check_max_seq_len(65)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sliding_window": ...},
+        {"max_window_layers": 1},
+        {"max_window_layers": 1, "sliding_window": ...},
+        {"max_window_layers": 1, "sliding_window": None},
+        {"max_window_layers": 2},
+        {"max_window_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        {"max_window_layers": 1, "layer_types": ["full_attention", "full_attention"]},
+    ],
+)
+def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, changes):
+    path = make_checkpoint("qwen3", tmp_path)
+    written = json.loads((path / "config.json").read_text())
+    for key in ("layer_types", "max_window_layers"):
+        written.pop(key, None)
+    written |= {"use_sliding_window": True, "sliding_window": 40} | changes
+    written = {key: value for key, value in written.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(path)
+    expected = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
+    assert ModelConfig.from_pretrained(path).sliding_window == expected
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "unigram"])
+@pytest.mark.parametrize(
+    "token", ["</s>", "<|turn|>", {"content": "<tool>", "special": False}, "a", "no such"]
+)
+def test_the_tokenizers_end_id_is_read_from_its_files(tmp_path, kind, token):
+    if kind == "unigram":
+        backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0))
+    else:
+        backend = getattr(small_tokenizers, kind)()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert tokenizer_end_id(tmp_path) == TextTokenizer(tmp_path).eos_id
+
+
+def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
+    model_dir, tokenizer_dir = tmp_path / "model", tmp_path / "tokenizer"
+    model_dir.mkdir()
+    tokenizer_dir.mkdir()
+    small_tokenizers.byte_level().save(str(model_dir / "tokenizer.json"))
+    small_tokenizers.sentencepiece().save(str(tokenizer_dir / "tokenizer.json"))
+    for folder, token in ((model_dir, "<|turn|>"), (tokenizer_dir, "<tool>")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    config = parse(model_dir, generation={"eos_token_id": 7}, eos_token_id=8)
+    assert config.eos_token_ids == (7, 8, TextTokenizer(model_dir).eos_id)
+    config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
+    assert config.eos_token_ids == (7, 8, TextTokenizer(tokenizer_dir).eos_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine needs to know of a checkpoint, read from its config.json."""
+"""What the engine needs to know of a checkpoint, read from its JSON files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ARCHITECTURES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
-MISTRAL_WINDOW = 4096  # of a config.json without the key; null is no window
+# What transformers takes where config.json has no such key; a sliding_window of null is no window.
+DEFAULT_WINDOW = 4096
+QWEN_FULL_LAYERS = 28
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -54,8 +57,9 @@ class ModelConfig:
     initializer_range: float
 
     @classmethod
-    def from_pretrained(cls, model_dir: str | Path) -> ModelConfig:
-        """Read config.json and, where present, generation_config.json of a checkpoint folder.
+    def from_pretrained(cls, model_dir: str | Path, tokenizer_dir: str | Path | None = None) -> ModelConfig:
+        """Read config.json and, where present, generation_config.json of a checkpoint folder, and which
+        token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
 
         Raises FileNotFoundError without a config.json, UnsupportedModelError for an architecture, rotary
         embedding or layer variant that is not implemented, and ValueError for a key that is missing
@@ -68,8 +72,9 @@ class ModelConfig:
         raw = _read_json(path)
         generation_path = model_dir / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
+        end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
         try:
-            return _parse(raw, generation)
+            return _parse(raw, generation, end_id)
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]!r}") from None
         except (TypeError, AttributeError, OverflowError) as error:
@@ -93,8 +98,29 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"max_seq_len {max_seq_len} is above the checkpoint's sliding_window {self.sliding_window}; "
                 "sliding-window attention is not implemented, so set max_seq_len to at most "
-                f"{self.sliding_window}"
+                f"{self.sliding_window}, or take the key out of config.json if the model was trained without"
             )
+
+
+def tokenizer_end_id(folder: Path) -> int | None:
+    """The id of the token that ends a text by the tokenizer's own files; None if they name none.
+
+    Read without the tokenizer itself, which takes a while and much memory. Raises ValueError for a file
+    that is not JSON.
+    """
+    files = [folder / name for name in TOKENIZER_FILES]
+    config, special, tokenizer = (_read_json(path) if path.is_file() else {} for path in files)
+    names = [token.get("content") if isinstance(token, dict) else token for token in
+             (config.get("eos_token"), special.get("eos_token"))]  # fmt: skip
+    if not any(names):
+        return None
+    vocabulary = tokenizer.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # of [piece, score]
+        vocabulary = {piece: i for i, (piece, *_) in enumerate(vocabulary)}
+    added = tokenizer.get("added_tokens") or ()
+    ids = {token["content"]: int(i) for i, token in config.get("added_tokens_decoder", {}).items()}
+    ids |= vocabulary | {token["content"]: token["id"] for token in added}
+    return next((ids[name] for name in names if name in ids), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -107,7 +133,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) -> ModelConfig:
     model_type = _model_type(raw)
     _refuse_variants(raw, model_type)
     window = _sliding_window(raw, model_type)
@@ -126,7 +152,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         )
     if head_dim % 2:
         raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
-    eos = dict.fromkeys(_ids(generation.get("eos_token_id")) + _ids(raw.get("eos_token_id")))
+    eos = _ids(generation.get("eos_token_id")) + _ids(raw.get("eos_token_id")) + _ids(end_id)
     return ModelConfig(
         model_type=model_type,
         vocab_size=raw["vocab_size"],
@@ -145,7 +171,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         max_position_embeddings=raw["max_position_embeddings"],
         sliding_window=window,
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=tuple(eos),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(raw),
         initializer_range=float(raw.get("initializer_range", 0.02)),
     )
@@ -184,8 +210,14 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and the scaling, from transformers 5's rope_parameters or the older two keys."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    """rope_theta and the scaling, from transformers 5's rope_parameters or the older two keys. Where both are
+    there, transformers takes rope_scaling, whatever the other says."""
+    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    for key, value in scaling.items():
+        if isinstance(value, dict):
+            raise UnsupportedModelError(
+                f"rotary embedding by kind of layer ({key!r}) is not supported; supported: one for all layers"
+            )
     theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     old_name = scaling.pop("type", None)
     rope_type = scaling.setdefault("rope_type", old_name or "default")
@@ -200,6 +232,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
         return theta, None
     needed = ["factor"]
     if rope_type == "llama3":
+        if "original_max_position_embeddings" in raw:  # goes first in transformers
+            scaling["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
         needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     for key in needed:
         if key not in scaling:
@@ -208,14 +242,34 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _sliding_window(raw: dict[str, Any], model_type: str) -> int | None:
-    """The attention window in tokens, or None where every layer sees the whole sequence."""
+    """The attention window in tokens, or None where every layer sees the whole sequence.
+
+    As in transformers; but that gives Llama full attention whatever its keys say, and others a window: up to
+    that many tokens both are the same.
+    """
+    layer_types = raw.get("layer_types")
+    other = set(layer_types or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UnsupportedModelError(
+            f"layer_types has {', '.join(map(repr, sorted(other)))}; supported: full_attention, and"
+            " sliding_attention up to the window's length"
+        )
     if model_type == "mistral":  # whatever its layer_types
-        return raw.get("sliding_window", MISTRAL_WINDOW)
-    if "layer_types" in raw and "sliding_attention" not in (raw["layer_types"] or []):
+        return raw.get("sliding_window", DEFAULT_WINDOW)
+    window = raw.get("sliding_window", DEFAULT_WINDOW if model_type != "llama" else None)
+    if model_type != "llama" and not raw.get("use_sliding_window", False):
+        window = None
+    if layer_types is not None:
+        if "sliding_attention" not in layer_types:
+            return None
+        if window is None:
+            raise ValueError(
+                "layer_types has sliding_attention, but sliding_window is not set or not used; set it"
+                " (and use_sliding_window), or name full_attention for every layer"
+            )
+    elif model_type != "llama" and raw["num_hidden_layers"] <= raw.get("max_window_layers", QWEN_FULL_LAYERS):
         return None
-    if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
-        return None
-    return raw.get("sliding_window") if model_type != "llama" else None
+    return window
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
