@@ -194,7 +194,16 @@ def test_a_token_that_does_not_follow_the_guide_is_not_sent(tmp_path, monkeypatc
         ("json_schema", '{"type": "nonsense"}', 'Unsupported type "nonsense"'),
         ("ebnf_grammar", 'root ::= "a" b', 'Rule "b" is not defined'),
         ("yaml", "a", "one of json, json_schema, regex, ebnf_grammar"),
+        ("json_schema", '{"type": "array", "contains": {}}', "'contains' is not supported (at #)"),
+        ("json_schema", '{"$ref": "#/$defs/a"}', "names nothing (at #)"),
+        ("regex", "a^b", "not a valid regex: ^ at character 2"),
+        ("regex", "a{3000000000}", "not a valid regex: the repetition at character 2 is beyond"),
+        ("json_schema", "[" + "1," * 100_000, "Failed to parse JSON"),
+        ("json_schema", '{"type": "' + "x" * 100_000 + '"}', "Unsupported type"),
+        ("ebnf_grammar", 'root ::= "a" ' + "b" * 100_000, "not a valid ebnf_grammar: EBNF parser error"),
+        ("x" * 100_000, "a", "it should be one of"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_invalid_guides_say_why(tmp_path, kind, text, message):
     core = start_bundled()
@@ -203,6 +212,7 @@ def test_invalid_guides_say_why(tmp_path, kind, text, message):
         bad = client.submit([0], guided(kind, text))
         client.wait([good, bad])
         assert message in client.failure[bad].message and client.failure[bad].refused
+        assert len(client.failure[bad].message) < 500 and "/project/" not in client.failure[bad].message
         assert good in client.code
 
 

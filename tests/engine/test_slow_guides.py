@@ -207,6 +207,21 @@ def test_the_memory_of_guides_is_bounded(bench, monkeypatch):
     assert bench.compiled == ["ab", "cd", "([", "cd"]
 
 
+def test_the_memory_of_grammars_is_bounded_by_bytes(bench, monkeypatch):
+    kept = bench.queue._maker
+    assert bench.wait(bench.submit("ab"), bench.submit("cd")) == [None, None]
+    both = kept._bytes
+    assert both == sum(len(key[1]) + grammar.memory_size_bytes for key, grammar in kept._known.items()) > 1000
+    monkeypatch.setattr(maker, "CACHED_BYTES", both)  # a third one does not fit
+    for guide in ("cd", "ef", "cd", "ab"):
+        assert bench.wait(bench.submit(guide)) == [None]
+    assert bench.compiled[2:] == ["ef", "ab"] and kept._bytes <= both
+    monkeypatch.setattr(maker, "CACHED_BYTES", 1)  # the newest stays
+    for guide in ("gh", "gh", "ab"):
+        assert bench.wait(bench.submit(guide)) == [None]
+    assert bench.compiled[4:] == ["gh", "ab"] and len(kept._known) == 1
+
+
 def test_a_guide_is_made_beside_the_loop(tmp_path, monkeypatch):
     advance, proceed = Grammar._advance, threading.Event()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from functools import cached_property
@@ -12,12 +13,15 @@ from typing import Any
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES
 from flashinfer_backend.structured.grammar import GrammarError
+from flashinfer_backend.structured.json_schema import prepare_schema
+from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, check_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
 MOST_BLANKS = 20
 # "[12:00:00] /project/cpp/x.cc:1: Check failed: (ok) is false: " in front of xgrammar's messages
-SOURCE_POSITION = r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
+SOURCE_POSITION = r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
+MOST_REASON = 300  # characters of a message: some repeat the guide
 
 
 class GrammarCompiler:
@@ -39,16 +43,21 @@ class GrammarCompiler:
             if grammar_type == "json":
                 return compiler.compile_builtin_json_grammar()
             if grammar_type == "json_schema":
-                return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_BLANKS)
+                schema = prepare_schema(text, is_safe_pattern)
+                return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
             if grammar_type == "regex":
+                check_regex(text)
                 return compiler.compile_regex(text)
             if grammar_type == "ebnf_grammar":
                 return compiler.compile_grammar(text)
         except Exception as error:  # xgrammar raises RuntimeError with a source position in front
-            reason = re.sub(SOURCE_POSITION, "", str(error).strip())
+            reason = re.sub(SOURCE_POSITION, "", str(error)[: 2 * MOST_REASON].strip())
+            if len(reason) > MOST_REASON:
+                reason = reason[: MOST_REASON - 3] + "..."
             raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
         raise GrammarError(
-            f"guided_decoding_guide_type is {grammar_type!r}; it should be one of {', '.join(GRAMMAR_TYPES)}"
+            f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
+            f" {', '.join(GRAMMAR_TYPES)}"
         )
 
     @cached_property
@@ -65,6 +74,17 @@ class GrammarCompiler:
         except (OSError, ValueError) as error:
             raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def is_safe_pattern(pattern: str) -> bool:
+    """Whether all that xgrammar makes of a JSON schema's pattern, in ASCII, is a JSON string. Where it has no
+    automaton for it, it takes the characters as they are."""
+    import xgrammar
+
+    grammar = str(xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern})))
+    return bool(
+        re.search(r"^root_1 ::= Regex\(", grammar, re.MULTILINE) or WITHOUT_ESCAPES.fullmatch(pattern)
+    )
 
 
 def tokenizer_info(folder: Path, vocab_size: int) -> Any:

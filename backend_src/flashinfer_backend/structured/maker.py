@@ -18,6 +18,7 @@ from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, SlowGrammarError
 
 CACHED_GRAMMARS = 128
+CACHED_BYTES = 128 << 20  # of compiled grammars: a large one takes tens of MB
 COMPILING_THREADS = 2
 MOST_WAIT_SECONDS = 30.0  # of a request for its guide, and of a guide from its turn on
 UNWANTED_SECONDS = 1.0  # what a guide that nobody waits for any more may take of its turn
@@ -61,6 +62,7 @@ class GrammarMaker:
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         self._lock = threading.Lock()  # of all below and of the jobs
         self._known: OrderedDict[Key, Any] = OrderedDict()  # xgrammar.CompiledGrammar, or an exception
+        self._bytes = 0  # of them
         self._jobs: dict[Key, _Job] = {}
         self._queue: deque[_Job] = deque()  # those of them that wait for a turn
         self._turns = COMPILING_THREADS
@@ -231,9 +233,17 @@ class GrammarMaker:
 
     def _remember(self, key: Key, compiled: Any) -> list[Any]:
         """Returns what is not kept any more."""
-        dropped = [self._known.get(key)]
+        dropped = [self._known.pop(key)] if key in self._known else []
+        self._bytes -= sum(_bytes(key, old) for old in dropped)
         self._known[key] = compiled
-        self._known.move_to_end(key)
-        while len(self._known) > CACHED_GRAMMARS:
-            dropped.append(self._known.popitem(last=False)[1])
+        self._bytes += _bytes(key, compiled)
+        while len(self._known) > CACHED_GRAMMARS or (self._bytes > CACHED_BYTES and len(self._known) > 1):
+            old_key, old = self._known.popitem(last=False)
+            self._bytes -= _bytes(old_key, old)
+            dropped.append(old)
         return dropped
+
+
+def _bytes(key: Key, compiled: Any) -> int:
+    """About how much memory is kept for a guide."""
+    return len(key[1]) + int(getattr(compiled, "memory_size_bytes", 0))

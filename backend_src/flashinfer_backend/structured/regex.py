@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What xgrammar reads in a regular expression without honouring it is refused here."""
+
+from __future__ import annotations
+
+import re
+
+from flashinfer_backend.structured.grammar import GrammarError
+
+MOST_REPEATS = 2**31 - 1  # xgrammar counts with 32 bits
+QUANTIFIERS = "*+?{"
+LETTER_ESCAPES = (
+    "dDwWsStnrfv0xuc"  # of the others xgrammar refuses some, and takes the rest for the letter itself
+)
+REFUSED_BY_XGRAMMAR = "bBpPk"
+AROUND, MODIFIER = re.compile(r"\((\?<?[=!])"), re.compile(r"\(\?(:|P?<\w*>)?")
+REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
+# Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
+WITHOUT_ESCAPES = re.compile(
+    r"(?:\\[dw.+*?()\[\]{}|/-]|\[(?:[A-Z]-[A-Z]|[a-z]-[a-z]|\d-\d|[\w.:@-])+\]|[\w (){}|*+?,:;@^$-])*"
+)
+
+
+def check_regex(regex: str) -> None:
+    """Raise GrammarError for assertions, anchors that are not at an end of the text, escapes of unknown
+    letters and repetitions beyond 2^31. Whatever else is wrong xgrammar finds itself."""
+    # Of each open group: is its begin the text's, is the current place, has an earlier alternative its $.
+    groups = [[True, True, False]]
+    anchored = [False]  # of each: has ^ or $ within, so that it cannot be repeated
+    ended = [False]  # has the current alternative of each had its $
+    place = 0
+    while place < len(regex):
+        char, size, atom = regex[place], 1, True
+        if char == "\\":
+            size = 2
+            letter = regex[place + 1 : place + 2]
+            if letter.isascii() and letter.isalpha() and letter not in LETTER_ESCAPES + REFUSED_BY_XGRAMMAR:
+                raise GrammarError(f"\\{letter} at character {place + 1} is not supported; leave it out")
+        elif char == "[":
+            size = _class_length(regex, place)
+        elif char == "(":
+            if found := AROUND.match(regex, place):
+                raise GrammarError(
+                    f"({found[1]} at character {place + 1} is not supported: a guide cannot look around"
+                )
+            modifier = MODIFIER.match(regex, place)
+            size = len(modifier[0]) if modifier else 1
+            _refuse_after_end(ended[-1], place)
+            begin = groups[-1][1]
+            groups.append([begin, begin, False])
+            anchored.append(False)
+            ended.append(False)
+            atom = False
+        elif char == ")" and len(groups) > 1:
+            _, _, any_ended = groups.pop()
+            inner_anchored, inner_ended = anchored.pop(), ended.pop()
+            groups[-1][1] = False
+            anchored[-1] |= inner_anchored
+            ended[-1] |= inner_ended or any_ended
+            if inner_anchored and regex[place + 1 : place + 2] in tuple(QUANTIFIERS):
+                raise GrammarError(f"the anchor in the group that ends at character {place + 1} is repeated")
+            atom = False
+        elif char == "|":
+            groups[-1][1] = groups[-1][0]
+            groups[-1][2] |= ended[-1]
+            ended[-1] = False
+            atom = False
+        elif char == "^":
+            if not groups[-1][1]:
+                raise GrammarError(
+                    f"^ at character {place + 1} is not at the beginning, where it is supported"
+                )
+            anchored[-1], atom = True, False
+        elif char == "$":
+            ended[-1] = anchored[-1] = True
+            atom = False
+        elif char in QUANTIFIERS:
+            atom = False
+            repetition = REPETITION.match(regex, place)
+            for number in repetition.groups() if repetition else ():
+                if len(number) > 10 or int(number or 0) > MOST_REPEATS:
+                    raise GrammarError(
+                        f"the repetition at character {place + 1} is beyond {MOST_REPEATS}; give no limit"
+                    )
+            size = len(repetition[0]) if repetition else 1
+        if atom:
+            _refuse_after_end(ended[-1], place)
+            groups[-1][1] = False
+        place += size
+
+
+def _refuse_after_end(ended: bool, place: int) -> None:
+    if ended:
+        raise GrammarError(f"$ before character {place + 1} is not at the end, where it is supported")
+
+
+def _class_length(regex: str, place: int) -> int:
+    end = place + 1
+    while end < len(regex) and regex[end] != "]":
+        if regex[end] == "\\":
+            letter = regex[end + 1 : end + 2]
+            if letter.isascii() and letter.isalpha() and letter not in LETTER_ESCAPES + "b":
+                raise GrammarError(f"\\{letter} at character {end + 1} is not supported; leave it out")
+            end += 1
+        end += 1
+    return end + 1 - place
+
+
+def ascii_regex(regex: str) -> str:
+    """The same in ASCII: xgrammar keeps a JSON string whole only then."""
+    return "".join(
+        c if c.isascii() else f"\\u{ord(c):04x}" if ord(c) < 65536 else f"\\u{{{ord(c):x}}}" for c in regex
+    )

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON schemas as guides: what their grammars admit satisfies them, by the package jsonschema; the rest is
+refused by the keyword's name and place."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+
+from flashinfer_backend.structured.compiler import MOST_BLANKS, is_safe_pattern
+from flashinfer_backend.structured.grammar import GrammarError
+from flashinfer_backend.structured.json_schema import MOST_DEPTH, prepare_schema
+from flashinfer_backend.structured.regex import check_regex
+
+xgrammar = pytest.importorskip("xgrammar")
+
+X = {"const": "x"}
+Y = {"const": "y"}
+NUMBERS = {"type": "integer"}
+CLOSED = {"type": "object", "properties": {"a": NUMBERS}, "additionalProperties": False}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": NUMBERS}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}, "s": {"type": "string"}}}
+
+# Schemas, values that satisfy them, values that do not.
+HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
+    (True, [1, "a", None, [{}]], []),
+    ({}, [1, "a"], []),
+    ({"description": "whatever", "x-other": 1}, [1, "a"], []),
+    ({"type": "integer"}, [0, -7, 10**12], ["a", 1.5, True]),
+    ({"type": ["integer", "null"], "minimum": 3}, [3, None], [2, "a"]),
+    ({"type": "integer", "minLength": 9}, [1], ["a"]),
+    ({"enum": ["a", None, 3], "type": ["string", "null"]}, ["a", None], [3]),
+    ({"enum": [1, 2.0, 2.5, True], "type": "integer"}, [1, 2], [2.5, True]),
+    ({"enum": ["a", "b"], "const": "b"}, ["b"], ["a"]),
+    ({"enum": [1, "1"], "allOf": [{"enum": [1.0, True]}]}, [1], ["1", True]),
+    ({"const": {"a": [1, "é\n"]}}, [{"a": [1, "é\n"]}], [{}, 1]),
+    ({"enum": ["a"], "minimum": 3}, ["a"], [4]),
+    ({"minimum": 3}, [3, 4.5], [2]),
+    ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 3.5}, [1, 3], [0, 4]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, [0.5, 1.5], [0, 1.6]),
+    ({"type": "integer", "multipleOf": 3}, [0, -3, 300], [1]),
+    ({"type": "integer", "multipleOf": 3, "minimum": 5, "maximum": 20}, [6, 18], [3, 7, 21]),
+    ({"minLength": 2}, ["ab", "schön"], ["a"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "a b", "😀é"], ["a", "abcd"]),
+    ({"type": "string", "maxLength": 2**40}, ["ab"], [1]),
+    ({"type": "string", "pattern": "^a+$"}, ["aa"], ["b", ""]),
+    ({"type": "string", "pattern": "^(?:a|b$)$"}, ["a", "b"], ["ab"]),
+    ({"type": "string", "pattern": "^[^é]ü$"}, ["aü"], ["éü", "aé"]),
+    ({"type": "string", "pattern": "^[а-я]{2,2000}$"}, ["где"], ["abc"]),
+    ({"type": "string", "format": "date"}, ["2020-01-31"], ["2020-13-01", "x"]),
+    ({"type": "string", "format": "custom"}, ["x"], [1]),
+    ({"items": NUMBERS, "maxItems": 2}, [[], [1, 2]], [["a"], [1, 2, 3]]),
+    ({"type": "array", "minItems": 1, "maxItems": 2}, [["a"], [1, None]], [[], [1, 2, 3]]),
+    ({"type": "array", "items": NUMBERS, "uniqueItems": False}, [[1, 1]], [["a"]]),
+    ({"type": "array", "prefixItems": [NUMBERS, True], "items": False}, [[1, "a"]], [["a", 1], [1, 2, 3]]),
+    ({"type": "array", "prefixItems": [NUMBERS], "unevaluatedItems": X}, [[1, "x"]], [[1, 2]]),
+    ({"type": "array", "minContains": 2, "items": NUMBERS}, [[], [1]], [["a"]]),
+    (CLOSED, [{}, {"a": 1}], [{"a": "x"}, {"b": 1}]),
+    ({"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
+    ({"required": ["b"], "properties": {"a": {}}}, [{"a": 1, "b": 2}], [{"a": 1}, {}]),
+    (
+        {"required": ["b"], "additionalProperties": NUMBERS},
+        [{"b": 2}, {"b": 1, "c": 2}],
+        [{"b": "x"}, {"c": 1}],
+    ),
+    ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"a": 1}], [{}, {"a": 1, "b": 2, "c": 3}]),
+    ({"type": "object", "patternProperties": {"^x.$": NUMBERS}}, [{"xy": 1}, {}], [{"xy": "a"}]),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
+    ({"type": "object", "propertyNames": {"enum": ["a", 1]}}, [{"a": 1}], [{"b": 1}]),
+    ({"properties": {"a": X}, "unevaluatedProperties": NUMBERS}, [{"a": "x", "b": 1}], [{"b": "x"}]),
+    ({"allOf": [NUMBERS]}, [1], ["a"]),
+    ({"allOf": [{"type": "number", "minimum": 1}, {"type": "integer", "minimum": 3}]}, [3], [2, 3.5]),
+    (
+        {
+            "allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": X}}],
+            "$defs": {"n": {"properties": {"a": NUMBERS}}},
+        },
+        [{"a": 1, "b": "x"}],
+        [{"a": "x"}, {"b": 1}],
+    ),
+    (
+        {"properties": {"a": NUMBERS}, "allOf": [{"properties": {"a": {"minimum": 3}}}]},
+        [{"a": 3}],
+        [{"a": 2}],
+    ),
+    (
+        {"allOf": [{"properties": {"a": X}}, {"properties": {"b": Y}}], "unevaluatedProperties": False},
+        [{"a": "x", "b": "y"}],
+        [{"a": "y"}, {"c": 1}],
+    ),
+    ({"$ref": "#/$defs/n", "$defs": {"n": NUMBERS}, "description": "n"}, [1], ["a"]),
+    ({"$ref": "#/$defs/n", "$defs": {"n": NUMBERS}, "minimum": 3}, [3], [2, "a"]),
+    ({"$ref": "#/$defs/a~1b%20c/allOf/1", "$defs": {"a/b c": {"allOf": [X, NUMBERS]}}}, [1], ["x"]),
+    ({"type": "object", "properties": {"n": {"$ref": "#"}}}, [{"n": {"n": {}}}], [{"n": 1}]),
+    ({"$defs": {"unused": {"not": {}}}, "type": "integer"}, [1], ["a"]),
+    ({"anyOf": [X, NUMBERS]}, ["x", 1], ["y"]),
+    ({"type": "integer", "anyOf": [{"maximum": 3}, {"minimum": 7}]}, [2, 8], [5, "a"]),
+    (
+        {"properties": {"a": X, "b": Y}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": "x"}, {"b": "y"}],
+        [{}, {"a": 1}],
+    ),
+    ({"oneOf": [NUMBERS, {"type": "string"}]}, [1, "a"], [None]),
+    ({"oneOf": [{"const": 1}, {"enum": [2, True]}]}, [1, 2, True], [3]),
+    (
+        {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": {"cat": CAT, "dog": DOG}},
+        [{"kind": "cat", "n": 1}, {"kind": "dog", "s": "a"}],
+        [{"kind": "cat", "n": "a"}, {"kind": "cow"}],
+    ),
+    ({"if": X}, ["x", 1], []),
+    ({"then": X}, ["y"], []),
+]
+
+# Schemas, the keyword that is refused, its place.
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"not": X}, "'not'", "#"),
+    ({"properties": {"a": {"if": X, "then": Y}}}, "'if'", "#/properties/a"),
+    ({"$dynamicRef": "#a"}, "'$dynamicRef'", "#"),
+    ({"type": "array", "contains": X}, "'contains'", "#"),
+    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "'uniqueItems'", "#/items"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'", "#"),
+    ({"type": "object", "dependentSchemas": {"a": X}}, "'dependentSchemas'", "#"),
+    ({"dependencies": {"a": ["b"]}}, "'dependencies'", "#"),
+    ({"type": "string", "pattern": "a", "minLength": 3}, "'pattern' beside minLength", "#"),
+    ({"type": "string", "format": "date", "maxLength": 3}, "'format' beside minLength", "#"),
+    ({"type": "string", "format": "date", "pattern": "a"}, "'format' beside pattern", "#"),
+    ({"type": "string", "format": "iri"}, "format 'iri'", "#"),
+    ({"type": "string", "pattern": "a(?=b)"}, "?= at character 2", "#/pattern"),
+    ({"type": "string", "pattern": "a^b"}, "^ at character 2", "#/pattern"),
+    ({"type": "string", "pattern": "a{1,99999999999}"}, "beyond 2147483647", "#/pattern"),
+    ({"type": "string", "pattern": '^a"b$'}, "an escape in JSON", "#/pattern"),
+    ({"type": "string", "pattern": "^.{0,100000}$"}, "an escape in JSON", "#/pattern"),
+    ({"type": "number", "multipleOf": 0.5}, "'multipleOf' 0.5", "#"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "'multipleOf'", "#"),
+    ({"type": "integer", "multipleOf": 2000}, "'multipleOf' 2000", "#"),
+    ({"type": "string", "minLength": 2**31}, "'minLength' 2147483648", "#"),
+    ({"type": "integer", "exclusiveMinimum": True}, "'exclusiveMinimum' is True", "#"),
+    ({"properties": {"a": X}, "propertyNames": {"maxLength": 2}}, "'propertyNames' beside 'properties'", "#"),
+    ({"propertyNames": {"maxLength": 2}, "additionalProperties": False}, "'propertyNames' beside", "#"),
+    ({"properties": {"x": X}, "patternProperties": {"^x": NUMBERS}}, "'patternProperties'", "#"),
+    ({"patternProperties": {"^x": NUMBERS, "y$": X}}, "'patternProperties'", "#"),
+    ({"additionalProperties": False, "required": ["a"]}, "required 'a'", "#"),
+    ({"type": "object", "minProperties": 2}, "'minProperties'", "#"),
+    ({"enum": ["a", "bc"], "minLength": 2}, "'minLength' beside 'enum'", "#"),
+    ({"enum": ["a"], "anyOf": [X]}, "'anyOf' beside 'enum'", "#"),
+    ({"enum": ["a"], "type": "integer"}, "no value of 'enum'", "#"),
+    ({"enum": [2**63 + 1]}, "more than 64 bits", "#"),
+    ({"allOf": [{"type": "string"}, NUMBERS]}, "no type", "#"),
+    ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'pattern' in several schemas", "#"),
+    ({"allOf": [CLOSED, {"properties": {"b": X}}]}, "'additionalProperties' apart", "#"),
+    ({"anyOf": [X], "oneOf": [Y]}, "'oneOf' beside 'enum'", "#/anyOf/0"),
+    ({"anyOf": [X], "allOf": [{"anyOf": [Y]}]}, "'anyOf' in several schemas", "#"),
+    ({"oneOf": [NUMBERS, {"minimum": 3}]}, "'oneOf'", "#"),
+    ({"oneOf": [{"type": "number"}, NUMBERS]}, "'oneOf'", "#"),
+    ({"oneOf": [{"enum": [1, 2]}, {"required": ["a"]}]}, "'oneOf'", "#"),
+    ({"$ref": "http://example.org/schema"}, "$ref 'http://example.org/schema'", "#"),
+    ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$ref '#/$defs/b' names nothing", "#/properties/a"),
+    ({"$ref": "#anchor", "$defs": {"a": {"$anchor": "anchor"}}}, "$ref '#anchor'", "#"),
+    ({"items": {"$id": "http://a", "type": "integer"}}, "'$id'", "#/items"),
+    ({"type": "nonsense"}, 'Unsupported type "nonsense"', "#"),
+    ({"properties": {"a": False}}, "'false'", "#/properties/a"),
+    ([], "a schema is list", "#"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Any:
+    info = xgrammar.TokenizerInfo(
+        [bytes([i]) for i in range(256)] + ["<end>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[256]
+    )
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def admits(compiled: Any, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), HONOURED, ids=lambda value: json.dumps(value)[:60])
+def test_what_a_grammar_admits_satisfies_its_schema(compiler, schema, good, bad):
+    valid = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).is_valid
+    assert all(valid(value) for value in good) and not any(valid(value) for value in bad), (
+        "of the table itself"
+    )
+    prepared = prepare_schema(json.dumps(schema), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    for value in good:
+        texts = [json.dumps(value, ensure_ascii=False, separators=s) for s in ((",", ":"), (", ", ": "))]
+        assert any(admits(compiled, text) for text in texts), value
+    for value in bad:
+        assert not admits(compiled, json.dumps(value, ensure_ascii=False)), value
+
+
+@pytest.mark.parametrize(("schema", "what", "place"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_what_would_be_dropped_is_refused_by_name_and_place(schema, what, place):
+    with pytest.raises(GrammarError) as refused:
+        prepare_schema(json.dumps(schema), is_safe_pattern)
+    message = str(refused.value)
+    assert what in message and f"(at {place})" in message and len(message) < 300
+
+
+@pytest.mark.parametrize("text", ['"\t"', '"\x01"', '"a"b"', '"\\"', '"\n"'])
+@pytest.mark.parametrize(
+    "string",
+    [
+        {"maxLength": 9},
+        {"minLength": 1},
+        {"pattern": "^.*$"},
+        {"pattern": "^[^é]+$"},
+        {"pattern": "^[ -~]+$"},
+    ],
+)
+def test_strings_are_json(compiler, string, text):
+    prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared)
+    assert admits(compiled, '"a b"') and not admits(compiled, text)
+
+
+def test_the_older_form_of_tuples(compiler):
+    schema = {"type": "array", "items": [NUMBERS, X], "additionalItems": Y}
+    compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
+    valid = jsonschema.Draft7Validator(schema).is_valid
+    for value in ([1, "x"], [1, "x", "y"], ["x", 1], [1, "x", "x"]):
+        assert admits(compiled, json.dumps(value)) == valid(value)
+
+
+def deep(levels: int) -> str:
+    return '{"items":' * levels + "{}" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (deep(MOST_DEPTH + 1), "too large"),
+        (deep(10 * sys.getrecursionlimit()), "nested too deeply"),
+        (json.dumps({"properties": {str(n): {} for n in range(60_000)}}), "too large"),
+        (json.dumps({"properties": {str(n): {} for n in range(9999)}, "anyOf": [X] * 9999}), "too large"),
+        (
+            json.dumps(
+                {"$ref": "#/a0", **{f"a{n}": {"allOf": [{"$ref": f"#/a{n + 1}"}] * 2} for n in range(40)}}
+            ),
+            "names nothing",
+        ),
+        ('{"allOf": [{"$ref": "#"}, {}]}', "too large"),
+        ('{"enum": [1e999]}', "a number that is too large"),
+        ('{"minimum": 1e999, "type": "integer"}', "a number that is too large"),
+        ('{"const": NaN}', "NaN is not JSON"),
+        ("[1,", "Failed to parse JSON"),
+    ],
+)
+def test_what_is_too_large_or_no_json_is_refused(text, message):
+    with pytest.raises(GrammarError, match=message) as refused:
+        prepare_schema(text, is_safe_pattern)
+    assert len(str(refused.value)) < 300
+
+
+def test_the_deepest_schema_is_taken():
+    assert json.loads(prepare_schema(deep(MOST_DEPTH), is_safe_pattern))["type"] == "array"
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "^a$",
+        "^a|b$",
+        "(^a|b$)",
+        "a{2,2147483647}",
+        r"\^\$",
+        "[$^]a",
+        "(?<n>a)$",
+        "^^a$$",
+        "",
+        "^$|a",
+        "(a|b)c",
+    ],
+)
+def test_regular_expressions_that_are_taken(regex):
+    check_regex(regex)
+
+
+@pytest.mark.parametrize(
+    ("regex", "message"),
+    [
+        ("a^b", r"\^ at character 2"),
+        ("a(b|^c)", r"\^ at character 5"),
+        ("^(?:^a)+", "group that ends at character 7 is repeated"),
+        ("a$b", r"\$ before character 3"),
+        ("(a$|b)c", r"\$ before character 7"),
+        ("(a$)+", "group that ends at character 4 is repeated"),
+        ("(?=a)b", r"\?= at character 1"),
+        ("a(?!b)", r"\?! at character 2"),
+        ("(?<=a)b", r"\?<= at character 1"),
+        ("(?<!a)b", r"\?<! at character 1"),
+        ("a{2147483648}", "beyond 2147483647"),
+        ("a{1,4294967298}", "beyond 2147483647"),
+        ("a{" + "9" * 50_000 + "}", "beyond 2147483647"),
+        (r"\Aa", r"\\A at character 1"),
+        (r"a\z", r"\\z at character 2"),
+        (r"[\q]", r"\\q at character 2"),
+    ],
+)
+def test_regular_expressions_that_xgrammar_would_change_are_refused(regex, message):
+    with pytest.raises(GrammarError, match=message):
+        check_regex(regex)
+
+
+CLOSING, PLAIN = {256, *b'"}]'}, set(b"abc0123,:{[ ")
+
+
+class Schemas:
+    """Random schemas whose keywords get in each other's way."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def some(self, **choices: Any) -> dict[str, Any]:
+        names = self.random.sample(list(choices), self.random.randint(0, min(3, len(choices))))
+        return {name: choices[name]() for name in names}
+
+    def schema(self, depth: int = 3) -> Any:
+        pick, number = self.random.choice, lambda: self.random.choice([-2, 0, 1, 2.5, 3])
+        count = lambda: self.random.randint(0, 3)  # noqa: E731
+        inner = lambda: self.schema(depth - 1)  # noqa: E731
+        names = lambda: self.random.sample("abc", self.random.randint(0, 2))  # noqa: E731
+        several = lambda: [inner() for _ in range(self.random.randint(1, 2))]  # noqa: E731
+        groups = [
+            self.some(
+                minimum=number, maximum=number, exclusiveMinimum=number, multipleOf=lambda: pick([1, 2, 3])
+            ),
+            self.some(
+                minLength=count, maxLength=count, pattern=lambda: pick(["^a*$", "[^é]", "^a|b$", "^(b$|c)$"])
+            ),
+            {"enum": self.random.sample([1, 2.0, "a", "bc", None, True, [1], {"a": 1}], 4)},
+            {"$ref": pick(["#/$defs/d", "#/$defs/e"])},
+        ]
+        if depth:
+            children = lambda: {name: inner() for name in names()}  # noqa: E731
+            groups += [
+                self.some(items=inner, prefixItems=several, minItems=count, maxItems=count, contains=inner),
+                self.some(
+                    properties=children, required=names, additionalProperties=inner, minProperties=count
+                ),
+                self.some(properties=children, maxProperties=count, unevaluatedProperties=lambda: False),
+                self.some(
+                    patternProperties=lambda: {pick(["^a$", "b"]): inner()},
+                    propertyNames=inner,
+                    required=names,
+                ),
+                self.some(allOf=several, anyOf=several, oneOf=several, properties=children),
+            ]
+        schema = dict(pick(groups) | pick(groups)) if self.random.random() < 0.3 else dict(pick(groups))
+        if self.random.random() < 0.5:
+            schema["type"] = pick(
+                ["integer", "string", "object", "array", ["number", "null"], ["object", "string"]]
+            )
+        return schema if self.random.random() < 0.95 else self.random.random() < 0.7
+
+    def root(self) -> Any:
+        schema = self.schema()
+        return (
+            {**schema, "$defs": {"d": self.schema(1), "e": self.schema(2)}}
+            if isinstance(schema, dict)
+            else schema
+        )
+
+    def text(self, compiled: Any, longest: int = 120) -> str | None:
+        """One that the grammar admits; None if it did not come to an end."""
+        matcher = xgrammar.GrammarMatcher(compiled)
+        mask = xgrammar.allocate_token_bitmask(1, 257)
+        text = b""
+        while len(text) < longest:
+            matcher.fill_next_token_bitmask(mask)
+            bits = mask.numpy().view("uint8")
+            allowed = [i for i in range(257) if bits[0, i >> 3] >> (i & 7) & 1]
+            if not allowed:
+                return None
+            closing = [i for i in allowed if i in CLOSING]
+            plain = [i for i in allowed if i in PLAIN] or allowed
+            token = self.random.choice(closing if closing and self.random.random() < 0.4 else plain)
+            if token == 256:
+                return text.decode()
+            assert matcher.accept_token(token)
+            text += bytes([token])
+        return None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_random_schemas_grammars_admit_satisfies_them(compiler, seed):
+    schemas = Schemas(seed)
+    taken = 0
+    for _ in range(20):
+        schema = schemas.root()
+        try:
+            compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
+        except (GrammarError, RuntimeError):
+            continue
+        taken += 1
+        validator = jsonschema.Draft202012Validator(schema)
+        for _ in range(4):
+            text = schemas.text(compiled)
+            assert text is None or validator.is_valid(json.loads(text)), (schema, text)
+    assert taken, "most are refused, not all"
