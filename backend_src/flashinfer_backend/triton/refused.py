@@ -59,9 +59,24 @@ def refuse_unsupported(tensors: Mapping[str, np.ndarray]) -> None:
                 f"{name} is {value:g}, which is not supported: this backend has no {_MEANING[name]};"
                 f" it should be {_NEUTRAL[name]:g} or left out"
             )
-    lengths = tensors.get("decoder_input_lengths")
-    decoder_ids = tensors.get("decoder_input_ids")
-    if decoder_ids is not None and decoder_ids.size and (lengths is None or lengths.any()):
+    _refuse_decoder_prompt(tensors)
+
+
+def _refuse_decoder_prompt(tensors: Mapping[str, np.ndarray]) -> None:
+    """One id a row passes: that is what preprocessing makes of a prompt for a decoder-only model."""
+    ids, lengths = tensors.get("decoder_input_ids"), tensors.get("decoder_input_lengths")
+    longest = 0
+    if lengths is not None and lengths.size:
+        longest = int(lengths.max())
+        if lengths.min() < 0:
+            raise ValueError(
+                f"decoder_input_lengths is {int(lengths.min())}; it should be 0 or 1, or left out"
+            )
+    elif ids is not None and ids.size:
+        longest = ids.shape[-1]
+    if longest > 1:
+        name = "decoder_input_ids" if ids is not None else "decoder_input_lengths"
         raise ValueError(
-            "decoder_input_ids is not supported: this backend has no encoder-decoder models; leave it out"
+            f"{name} is not supported: this backend has no encoder-decoder models, and a row has"
+            f" {longest} ids where at most the one of preprocessing's DECODER_INPUT_ID passes; leave it out"
         )
