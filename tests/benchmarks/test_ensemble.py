@@ -47,7 +47,11 @@ def test_chunks_of_a_stub(benchmark):
             sequence.on_token(5, protocol.RUNNING, None)
             chunk = sequence.take()
             context = sequence.context_ids
-            made.append(chunk_outputs(row, sequence.place, 9 << 32, 1, chunk, context, 0.0, {"chunk"}))
+            made.append(
+                chunk_outputs(
+                    row, sequence.place, 9 << 32, 1, chunk, context, 0.0, {"chunk"}, sequence.reported
+                )
+            )
             sequence.sent(chunk, 1)
         return made
 

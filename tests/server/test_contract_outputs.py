@@ -76,13 +76,26 @@ def test_log_probs_equal_those_of_transformers(contract: Server) -> None:
     answer = generate(contract, N, return_log_probs=True)
     np.testing.assert_allclose(answer["output_log_probs"], expected, atol=1e-4)
     np.testing.assert_allclose(answer["cum_log_probs"], expected.sum(), atol=1e-3)
-    chunks = events(contract, N, return_log_probs=True)
-    streamed: list[float] = []
-    for chunk in chunks:  # each covers its own tokens, the sum covers all so far
-        part = chunk["output_log_probs"]
-        streamed += part if isinstance(part, list) else [part]
-        np.testing.assert_allclose(chunk["cum_log_probs"], expected[: len(streamed)].sum(), atol=1e-3)
-    np.testing.assert_allclose(streamed, expected, atol=1e-4)
+
+
+def flat(value: float | list[float]) -> list[float]:
+    """An output of a JSON answer: one number is no list there."""
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("so_far", [True, False])
+def test_log_probs_of_a_stream(contract: Server, server: Server, so_far: bool) -> None:
+    """Under TensorRT-LLM's name for the token model each chunk has those of all tokens so far, as its clients
+    read the last chunk; else those of its own tokens. The sum always covers all so far."""
+    expected = log_probs(encode(PROMPT), greedy(PROMPT, N))
+    chunks = events(contract if so_far else server, N, return_log_probs=True, return_num_output_tokens=True)
+    tokens = 0
+    assert len(chunks) > 1
+    for chunk in chunks:
+        first, tokens = 0 if so_far else tokens, tokens + chunk["num_output_tokens"]
+        np.testing.assert_allclose(flat(chunk["output_log_probs"]), expected[first:tokens], atol=1e-4)
+        np.testing.assert_allclose(chunk["cum_log_probs"], expected[:tokens].sum(), atol=1e-3)
+    assert tokens == N
 
 
 def sampled_ids(result: Any, vocabulary: int) -> list[int]:
@@ -107,9 +120,32 @@ def test_logits_equal_those_of_transformers(contract: Server) -> None:
     assert result.as_numpy("cum_log_probs").shape == (1, 1)
     chunks = answers(contract, "ensemble", {**values, "stream": flag(True)})
     assert [token for chunk in chunks for token in sampled_ids(chunk, vocabulary)] == plain
-    assert ["context_logits" in output_names(chunk) for chunk in chunks] == [True] + [False] * (
-        len(chunks) - 1
-    )
+    assert len(chunks) > 2
+    first, *between, last = (output_names(chunk) for chunk in chunks)
+    assert "context_logits" in first & last and not any("context_logits" in names for names in between)
+    assert (chunks[-1].as_numpy("context_logits") == chunks[0].as_numpy("context_logits")).all()
+    np.testing.assert_allclose(chunks[0].as_numpy("context_logits"), context, atol=1e-3)
+
+
+def test_a_last_chunk_without_a_token_has_what_was_asked_for(contract: Server) -> None:
+    """TensorRT-LLM's clients read every output in every chunk, and keep those of the last."""
+    asked = ("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics")
+    plain = greedy(PROMPT, N)
+    values = {
+        "text_input": strings(PROMPT),
+        "max_tokens": int32(N),
+        "end_id": int32(plain[4]),
+        "stream": flag(True),
+    }
+    chunks = answers(contract, "ensemble", values | {name: flag(True) for name in asked})
+    count = plain.index(plain[4])
+    assert len(chunks) > 1 and chunks[-1].as_numpy("finish_reason").item() == b"stop"
+    every = PERF | ASKED["return_log_probs"] | ASKED["return_generation_logits"]
+    assert all(every <= output_names(chunk) for chunk in chunks)
+    assert "context_logits" in output_names(chunks[-1])
+    last = chunks[-1]
+    assert last.as_numpy("generation_logits").shape[-1] == last.as_numpy("context_logits").shape[-1]
+    assert last.as_numpy("output_log_probs").shape == (1, 1, count)
 
 
 def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
@@ -120,8 +156,13 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
         asked = {"text_input": prompt, "return_perf_metrics": True}
         if not stream:
             return generate(contract, 4, **asked)
-        *earlier, last = events(contract, 4, **asked)
-        assert not any(PERF & {*chunk} for chunk in earlier)  # with the last chunk only
+        chunks = events(contract, 4, **asked)
+        assert len(chunks) > 1 and all({*chunk} >= PERF for chunk in chunks)
+        *_, before, last = chunks
+        for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
+            assert before[name] == last[name]
+        # Until the last chunk they are those of the first token.
+        assert before["last_token_time_ns"] == before["first_token_time_ns"] < last["last_token_time_ns"]
         return last
 
     first, second, third = perf(False), perf(False), perf(True)
@@ -146,10 +187,10 @@ def test_perf_metrics_of_an_answer_that_a_stop_word_ends(contract: Server, strea
     word = whole.split()[5]
     asked = {"stop_words": f" {word}", "return_perf_metrics": True, "return_num_output_tokens": True}
     chunks = events(contract, 40, **asked) if stream else [generate(contract, 40, **asked)]
-    *earlier, last = chunks
+    last = chunks[-1]
     assert last["finish_reason"] == "stop" and sum(c["num_output_tokens"] for c in chunks) < 40
     assert "".join(c[TEXT] for c in chunks).removeprefix(PROMPT) == whole[: whole.index(word) + len(word)]
-    assert {*last} >= PERF and not any(PERF & {*chunk} for chunk in earlier)
+    assert all({*chunk} >= PERF for chunk in chunks)
     assert 0 < last["first_token_time_ns"] <= last["last_token_time_ns"]
     assert last["kv_cache_alloc_total_blocks"] > 0
 

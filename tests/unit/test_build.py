@@ -192,6 +192,21 @@ def test_ensemble_without_report_outputs(build, tmp_path):
     assert llm.input_map == template.ensemble_scheduling.step[1].input_map
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "chunk"),
+        (["--llm-name", "tensorrt_llm"], "all"),
+        (["--llm-name", "tensorrt_llm", "--set", "streamed_log_probs=chunk"], "chunk"),
+        (["--set", "streamed_log_probs=all"], "all"),
+    ],
+)
+def test_log_probs_of_streams_follow_the_name_of_the_llm_model(build, tmp_path, arguments, expected):
+    assert build(*arguments)[0] == 0
+    name = "tensorrt_llm" if "tensorrt_llm" in arguments else "llm"
+    assert get_field(read(tmp_path / "repo", name), "parameters.streamed_log_probs") == expected
+
+
 def test_names_and_spellings_of_tensorrt_llm(build, tmp_path, checkpoint):
     status, _, err = build(
         "--set", "decoupled_mode=False", "enable_kv_cache_reuse=0", "exclude_input_in_output=TRUE",

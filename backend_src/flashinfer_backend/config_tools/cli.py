@@ -116,7 +116,7 @@ def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
         from_file = settings.read_profile(args.profile, problems)
         chosen = settings.parse_pairs(from_file, f"profile {args.profile}", problems)
     chosen |= settings.parse_pairs(pairs, "--set", problems)
-    values = settings.complete(chosen)
+    values = settings.complete(chosen, args.llm_name)
     problems += checks.check(values)
     return values
 

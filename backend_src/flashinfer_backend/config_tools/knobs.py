@@ -20,6 +20,7 @@ MODELS = ("ensemble", PRE, LLM, POST)
 
 BATCHING = "dynamic_batching"
 REPORT_OUTPUTS = "report_outputs"
+TRT_LLM = "tensorrt_llm"  # TensorRT-LLM's name of the llm model
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ KNOBS: tuple[Knob, ...] = (
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
         meaning="false = the ensemble lacks the outputs of log probs, logits and perf metrics, and requests "
         "that ask for one are refused: each costs tritonserver time and memory in every chunk, there or not",
+    ),
+    _llm(
+        "streamed_log_probs", "auto", "choice", words=("auto", "chunk", "all"),
+        meaning="output_log_probs in each chunk of a stream: chunk = of its own tokens; all = of all tokens "
+        "so far, as TensorRT-LLM sends them, whose clients read the last chunk; auto = all with --llm-name "
+        "tensorrt_llm, else chunk",
     ),
     Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, TRT_LLM
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 
 if sys.version_info >= (3, 11):
@@ -91,8 +91,9 @@ def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[st
     return values
 
 
-def complete(chosen: dict[str, str]) -> dict[str, str]:
-    """A value for every knob: the chosen ones, defaults, and for three knobs what follows from others."""
+def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
+    """A value for every knob: the chosen ones, defaults, and for four knobs what follows from others or from
+    the llm model's name."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
     if values["tokenizer_dir"] == "auto":
         values["tokenizer_dir"] = values["model_dir"]
@@ -100,6 +101,8 @@ def complete(chosen: dict[str, str]) -> dict[str, str]:
         values["preferred_batch_size"] = values["triton_max_batch_size"]
     if values["llm_preferred_batch_size"] == "auto":
         values["llm_preferred_batch_size"] = values["preferred_batch_size"]
+    if values["streamed_log_probs"] == "auto":
+        values["streamed_log_probs"] = "all" if llm_name == TRT_LLM else "chunk"
     return values
 
 

@@ -118,6 +118,9 @@ def row_reports(
         if request.context_logits is not None:
             report(index).context_logits = memoryview(request.context_logits).cast("B")
             request.context_logits = None
+        if request.params.perf_metrics:
+            request.last_token_ns = request.first_token_ns
+            report(index).perf = perf_of(request)
     for index in (outcome.codes != protocol.RUNNING).nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]
         if request is not None and request.params.perf_metrics:
@@ -137,7 +140,7 @@ def queue_ns(request: Request) -> int:
 
 
 def perf_of(request: Request) -> protocol.Perf:
-    """Times and block counts of a request whose last token has been read."""
+    """Times and block counts of a request whose first or last token has been read."""
     return protocol.Perf(
         arrival_ns=request.arrival_ns,
         first_scheduled_ns=request.first_scheduled_ns,

@@ -94,7 +94,8 @@ class Failure(msgspec.Struct):
 
 
 class Perf(msgspec.Struct):
-    """Times in nanoseconds since the epoch, and KV block counts of one finished sequence."""
+    """Times in nanoseconds since the epoch, and KV block counts of one sequence: with its first token as of
+    then, and when it ends."""
 
     arrival_ns: int
     first_scheduled_ns: int

@@ -22,7 +22,7 @@ from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
-from flashinfer_backend.triton.parameters import flag_parameter, read_parameters
+from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
 from flashinfer_backend.triton.reload import reload
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
@@ -42,6 +42,7 @@ class TritonPythonModel:
         self._pb = pb_utils
         self._name = args["model_name"]
         self._parameters = read_parameters(args["model_config"])
+        self._log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(self._parameters)
         server_pid = os.getppid()  # tritonserver starts its stubs itself
@@ -83,6 +84,7 @@ class TritonPythonModel:
             decoupled=model_config.get("model_transaction_policy", {}).get("decoupled", False),
             default_exclude_input=flag_parameter(self._parameters, "exclude_input_in_output", False),
             guided_decoding=config.guided_decoding_backend != "none",
+            log_probs_so_far=self._log_probs == "all",
         )
 
     def is_ready(self) -> bool:

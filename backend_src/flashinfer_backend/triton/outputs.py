@@ -36,6 +36,15 @@ class Chunk:
 
 
 @dataclass
+class Reported:
+    """What the chunks of a stream so far had beside their tokens, for those that have it again."""
+
+    log_probs: list[float] = field(default_factory=list)  # only where each chunk has all so far
+    context_logits: memoryview | None = None  # the last chunk has them once more
+    perf: protocol.Perf | None = None
+
+
+@dataclass
 class Place:
     """Which of a request's sequences a response belongs to; None where the request has only one."""
 
@@ -74,12 +83,13 @@ def chunk_outputs(
     context_ids: list[int],
     cum_log_prob: float,
     wanted: Container[str],
+    reported: Reported,
 ) -> dict[str, np.ndarray]:
     """Tensors by output name, each with a leading batch dimension of 1; only those which are `wanted`.
 
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
     row excludes it. `now`: time.monotonic_ns(). `context_ids`: ids sent before. `cum_log_prob`: sum over the
-    sequence so far.
+    sequence so far. `reported`: of the sequence's chunks before this one; this one is added.
     """
     ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
     if not row.streaming:
@@ -104,29 +114,42 @@ def chunk_outputs(
         outputs["num_input_tokens"] = _integer(len(row.prompt))
     if row.return_num_output_tokens:
         outputs["num_output_tokens"] = _integer(len(chunk.ids))
-    _add_extras(outputs, row, chunk, cum_log_prob)
+    _add_extras(outputs, row, chunk, cum_log_prob, reported)
     return {name: value for name, value in outputs.items() if name in wanted}
 
 
-def _add_extras(outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float) -> None:
+def _add_extras(
+    outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float, reported: Reported
+) -> None:
     params, extras = row.params, chunk.extras
     if params.log_probs:
         log_probs = [e.log_prob for e in extras if e.log_prob is not None][: len(chunk.ids)]
+        if row.log_probs_so_far:
+            reported.log_probs += log_probs
+            log_probs = reported.log_probs
         outputs["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
         outputs["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
     if params.generation_logits:
         rows = [_logits(e.generation_logits, 1)[0] for e in extras if e.generation_logits is not None]
-        if rows:
-            outputs["generation_logits"] = np.stack(rows)[None, None, : len(chunk.ids)]
+        # The last chunk may have no token. Clients read the output in every chunk.
+        stacked = np.stack(rows)[: len(chunk.ids)] if rows else np.empty((0, row.vocab_size), np.float32)
+        outputs["generation_logits"] = stacked[None, None]
     for extra in extras:
+        reported.perf = extra.perf or reported.perf
         if extra.context_logits is not None:
-            outputs["context_logits"] = _logits(extra.context_logits, len(row.prompt))[None]
-        if extra.perf is not None:
-            outputs.update(perf_outputs(extra.perf))
+            reported.context_logits = extra.context_logits
+    if params.context_logits and reported.context_logits is not None:
+        first = any(extra.context_logits is not None for extra in extras)
+        if first or chunk.last:
+            outputs["context_logits"] = _logits(reported.context_logits, len(row.prompt))[None]
+        if chunk.last:
+            reported.context_logits = None  # other sequences of the request may go on for long
+    if params.perf_metrics and reported.perf is not None:
+        outputs.update(perf_outputs(reported.perf))
 
 
 def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
-    """Times and KV page counts of a finished sequence."""
+    """Times and KV page counts of a sequence: until its first token, or all of it."""
     return {
         "kv_cache_alloc_new_blocks": _integer(perf.new_blocks),
         "kv_cache_reused_blocks": _integer(perf.reused_blocks),

@@ -24,6 +24,14 @@ def required_parameter(parameters: dict[str, str], name: str, meaning: str) -> s
     return parameters[name]
 
 
+def choice_parameter(parameters: dict[str, str], name: str, words: tuple[str, ...]) -> str:
+    """A parameter that is one of `words`, the first when unset. Raises ValueError for anything else."""
+    text = parameters.get(name, words[0])
+    if text not in words:
+        raise ValueError(f"parameter {name} is {text!r}; it should be {' or '.join(words)}")
+    return text
+
+
 def flag_parameter(parameters: dict[str, str], name: str, default: bool) -> bool:
     """A boolean parameter: true, false, 1 or 0 in any case. Raises ValueError for anything else."""
     text = parameters.get(name, str(default)).lower()

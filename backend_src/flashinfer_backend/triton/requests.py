@@ -34,6 +34,7 @@ class Limits:
     decoupled: bool = True
     default_exclude_input: bool = False
     guided_decoding: bool = True
+    log_probs_so_far: bool = False  # each chunk of a stream has those of all tokens so far
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Row:
     exclude_stop_words: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
+    log_probs_so_far: bool = False  # of a stream: output_log_probs of all its tokens, not the chunk's own
+    vocab_size: int = 0  # width of its logits
 
 
 def is_stop(tensors: Tensors) -> bool:
@@ -132,6 +135,8 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
         exclude_stop_words=reader.flag(row, "exclude_stop_words_in_output"),
         return_num_input_tokens=reader.flag(row, "return_num_input_tokens"),
         return_num_output_tokens=reader.flag(row, "return_num_output_tokens"),
+        log_probs_so_far=limits.log_probs_so_far,
+        vocab_size=limits.vocab_size,
     )
 
 

@@ -218,6 +218,7 @@ class Responder:
             sequence.context_ids,
             sequence.cum_log_prob,
             request.outputs,
+            sequence.reported,
         )
         tensors = [self._pb.Tensor(name, value) for name, value in outputs.items()]
         if not sequence.sent_at:

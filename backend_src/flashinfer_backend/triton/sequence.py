@@ -12,7 +12,7 @@ from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.metrics import SequenceTiming
-from flashinfer_backend.triton.outputs import Chunk, Place
+from flashinfer_backend.triton.outputs import Chunk, Place, Reported
 from flashinfer_backend.triton.requests import Row
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Sequence:
         self.context_ids: list[int] = []  # the last ids that were sent
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
         self.cum_log_prob = 0.0
+        self.reported = Reported()
         self.failure: str | None = None
         self.timing = SequenceTiming()
         self._schedule = schedule
