@@ -36,9 +36,11 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same without decoupled mode, for two sequences at a time and four that wait."""
+    """The same without decoupled mode, for two sequences at a time and four that wait; ids outside of the
+    vocabulary are folded into it."""
     folder = tmp_path_factory.mktemp("unary")
     knobs = ["decoupled_mode=false", "max_num_seqs=2", "max_queue_size=4", "llm_instance_count=1"]
+    knobs += ["fold_input_ids=true"]
     with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
         yield started
 

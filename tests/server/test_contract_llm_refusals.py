@@ -17,7 +17,7 @@ from test_generate import inputs, int32
 REFUSED: dict[str, np.ndarray] = {
     "encoder_input_features": np.ones((1, 2, 2), np.float16),
     "encoder_output_lengths": int32(1),
-    "decoder_input_ids": int32(1),
+    "decoder_input_ids": np.ones((1, 2), np.int32),
     "cross_attention_mask": np.ones((1, 2, 2), bool),
     "skip_cross_attn_blocks": flag(True),
     "mrope_rotary_cos_sin": np.ones((1, 2), np.float32),
@@ -52,6 +52,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_nothing_else_happens(contrac
     for wrong in (2**31 - 1, -1, len(logits([1])[0])):
         message = refusal(contract, LLM, ids_request([5, wrong], 4))
         assert f"input_ids holds {wrong}; token ids should lie in 0.." in message
+        assert "fold_input_ids" in message
     (result,) = answers(contract, LLM, ids_request(encode(PROMPT), 9, end_id=int32(2**31 - 1)))
     assert result.as_numpy("output_ids")[0, 0].tolist() == encode(PROMPT) + greedy(PROMPT, 9)
 

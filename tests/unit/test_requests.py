@@ -130,6 +130,20 @@ def test_values_that_ask_for_nothing_pass() -> None:
     )
 
 
+@pytest.mark.parametrize("length", [None, int32([0]), int32([1])])
+def test_one_decoder_id_a_row_passes(length: np.ndarray | None) -> None:
+    one(decoder_input_ids=int32([5]), decoder_input_lengths=length)
+
+
+def test_ids_outside_the_vocabulary_can_be_folded_into_it() -> None:
+    limits = Limits(vocab_size=100, max_input_len=20, fold_input_ids=True)
+    wild = tensors(input_ids=int32([7, 2**31 - 1, -1, 100]))
+    (row,) = parse_request(wild, limits)
+    assert row.prompt.tolist() == [7, (2**31 - 1) % 100, 99, 0] and row.prompt.dtype == np.int32
+    with pytest.raises(ValueError, match="build the model repository with fold_input_ids true"):
+        parse_request(wild, LIMITS)
+
+
 def test_sequences_of_one_request_are_bounded_together() -> None:
     prompts = tensors(
         input_ids=int32([1], [2]), input_lengths=int32([1], [1]), request_output_len=int32([5], [5])
@@ -206,7 +220,13 @@ NAN, INFINITY = float("nan"), float("inf")
             "prompt_embedding_table is not supported",
         ),
         ({"draft_input_ids": int32([1])}, "draft_input_ids is not supported: .*no speculative decoding"),
-        ({"decoder_input_ids": int32([1])}, "decoder_input_ids is not supported"),
+        ({"decoder_input_ids": int32([1, 2])}, "decoder_input_ids is not supported: .* a row has 2 ids"),
+        (
+            {"decoder_input_ids": int32([1, 2]), "decoder_input_lengths": int32([2])},
+            "decoder_input_ids is not supported",
+        ),
+        ({"decoder_input_lengths": int32([2])}, "decoder_input_lengths is not supported"),
+        ({"decoder_input_lengths": int32([-1])}, "decoder_input_lengths is -1"),
         ({"encoder_output_lengths": int32([1])}, "encoder_output_lengths is not supported"),
         ({"stop_words_list": int32([7, 8])}, r"stop_words_list holds|stop_words_list has shape"),
         ({"stop_words_list": int32([[7, 8], [3, -1]])}, "Sparse list must not hold offsets beyond its ids"),

@@ -125,6 +125,11 @@ KNOBS: tuple[Knob, ...] = (
         "so far, as TensorRT-LLM sends them, whose clients read the last chunk; auto = all with --llm-name "
         "tensorrt_llm, else chunk",
     ),
+    _llm(
+        "fold_input_ids", "false", "bool",
+        meaning="true = token ids of a prompt outside of the vocabulary are taken modulo its size instead of "
+        "being refused, for benchmarks that draw ids over all of int32 (benchmark_core_model.py)",
+    ),
     Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,
         meaning="put the tokenizer's special tokens (BOS ...) around each prompt",

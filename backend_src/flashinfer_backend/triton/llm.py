@@ -84,6 +84,7 @@ class TritonPythonModel:
             decoupled=model_config.get("model_transaction_policy", {}).get("decoupled", False),
             default_exclude_input=flag_parameter(self._parameters, "exclude_input_in_output", False),
             guided_decoding=config.guided_decoding_backend != "none",
+            fold_input_ids=flag_parameter(self._parameters, "fold_input_ids", False),
             log_probs_so_far=self._log_probs == "all",
         )
 

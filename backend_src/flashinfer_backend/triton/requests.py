@@ -34,6 +34,7 @@ class Limits:
     decoupled: bool = True
     default_exclude_input: bool = False
     guided_decoding: bool = True
+    fold_input_ids: bool = False  # ids outside of the vocabulary are taken modulo its size
     log_probs_so_far: bool = False  # each chunk of a stream has those of all tokens so far
 
 
@@ -111,11 +112,7 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
             f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}). Shorten"
             " the prompt, or raise max_input_len when building the model repository"
         )
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= limits.vocab_size:
-        raise ValueError(
-            f"input_ids holds {low if low < 0 else high}; token ids should lie in 0..{limits.vocab_size - 1}"
-        )
+    prompt = _in_vocabulary(prompt, limits)
     streaming = reader.flag(row, "streaming")
     if streaming and not limits.decoupled:
         raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
@@ -137,6 +134,19 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
         return_num_output_tokens=reader.flag(row, "return_num_output_tokens"),
         log_probs_so_far=limits.log_probs_so_far,
         vocab_size=limits.vocab_size,
+    )
+
+
+def _in_vocabulary(prompt: np.ndarray, limits: Limits) -> np.ndarray:
+    low, high = int(prompt.min()), int(prompt.max())
+    if low >= 0 and high < limits.vocab_size:
+        return prompt
+    if limits.fold_input_ids:
+        return prompt % limits.vocab_size
+    raise ValueError(
+        f"input_ids holds {low if low < 0 else high}; token ids should lie in 0..{limits.vocab_size - 1}. For"
+        " a benchmark which draws ids without regard to the vocabulary, build the model repository with"
+        " fold_input_ids true: they are then taken modulo its size"
     )
 
 
