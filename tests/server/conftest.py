@@ -28,9 +28,10 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The token model under TensorRT-LLM's name for it."""
+    """The token model under TensorRT-LLM's name for it, and the ensemble under its BLS model's too."""
     folder = tmp_path_factory.mktemp("contract")
-    with running(build_repository(folder, "--llm-name", "tensorrt_llm"), folder) as started:
+    repository = build_repository(folder, "tensorrt_llm_bls=true", "--llm-name", "tensorrt_llm")
+    with running(repository, folder) as started:
         yield started
 
 

@@ -112,11 +112,12 @@ def test_openai_frontend(contract: Server) -> None:
     assert whole.as_numpy(TEXT)[0] == b"".join(r.as_numpy(TEXT)[0] for r in found)
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_end_to_end_grpc_client(contract: Server, streaming: bool) -> None:
+def test_end_to_end_grpc_client(contract: Server, streaming: bool, model: str) -> None:
     always = {"beam_width": int32(1), "temperature": number(1.0), "exclude_input_in_output": flag(False)}
     one = {"text_input": strings(PROMPT), "max_tokens": int32(N), "stream": flag(streaming), **always}
-    text = b"".join(r.as_numpy(TEXT)[0] for r in answers(contract, "ensemble", one, request_id="e2e"))
+    text = b"".join(r.as_numpy(TEXT)[0] for r in answers(contract, model, one, request_id="e2e"))
     assert text.decode() == ("" if streaming else PROMPT) + decode(greedy(PROMPT, N))
     # --batch-inputs
     prompts = [PROMPT, "The cat is", "This is a test"]
@@ -128,7 +129,7 @@ def test_end_to_end_grpc_client(contract: Server, streaming: bool) -> None:
         "exclude_input_in_output": flag(*[True] * rows), "return_log_probs": flag(*[True] * rows),
     }  # fmt: skip
     texts = [""] * rows
-    for result in answers(contract, "ensemble", batch):
+    for result in answers(contract, model, batch):
         assert "output_log_probs" in output_names(result)
         texts[result.as_numpy("batch_index")[0][0]] += result.as_numpy(TEXT)[0].decode()
     assert texts == [decode(greedy(prompt, 5)) for prompt in prompts]

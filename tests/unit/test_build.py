@@ -19,11 +19,13 @@ from tritonclient.grpc import model_config_pb2
 
 from flashinfer_backend.config_tools import checks, cli, patch
 from flashinfer_backend.config_tools.knobs import (
+    BLS,
     BY_NAME,
     ENGINE_IN_TRT,
     ENGINE_PLACES,
     KNOBS,
     REPORT_OUTPUTS,
+    SECOND_ENSEMBLE,
     Knob,
     engine_knobs,
 )
@@ -190,6 +192,16 @@ def test_ensemble_without_report_outputs(build, tmp_path):
     assert ensemble.input == template.input
     assert pre == template.ensemble_scheduling.step[0]
     assert llm.input_map == template.ensemble_scheduling.step[1].input_map
+
+
+def test_the_ensemble_under_a_second_name(build, tmp_path):
+    assert build("--set", "tensorrt_llm_bls=true", "ensemble_report_outputs=false")[0] == 0
+    ensemble, second = read(tmp_path / "repo", "ensemble"), read(tmp_path / "repo", BLS)
+    assert (tmp_path / "repo" / BLS / "1").is_dir()
+    assert (ensemble.name, second.name) == ("ensemble", BLS)
+    second.name = "ensemble"
+    assert second == ensemble
+    assert build()[0] == 0 and not (tmp_path / "repo" / BLS).exists()
 
 
 @pytest.mark.parametrize(
@@ -381,7 +393,10 @@ def test_values_are_read_back_and_nothing_else_changes(texts):
     }
     for knob in KNOBS:
         for model, field in knob.places:
-            assert get_field(configs[model], field) == values[knob.name]
+            if field == SECOND_ENSEMBLE:
+                assert (f"{BLS}/config.pbtxt" in files) == (values[knob.name] == "true")
+            else:
+                assert get_field(configs[model], field) == values[knob.name]
     templates = patch.load_templates(MODEL_REPO)
     if values["ensemble_report_outputs"] == "false":  # what was dropped does not come back
         patch.apply(templates, complete({"ensemble_report_outputs": "false"}), "llm")

@@ -180,7 +180,7 @@ def test_refused_profiles(refused, tmp_path, text, message):
     assert message in refused("--profile", tmp_path / "profile.toml")
 
 
-@pytest.mark.parametrize("name", ["ensemble", "a/b", "", ".hidden", "build.json"])
+@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls", "a/b", "", ".hidden", "build.json"])
 def test_refused_llm_names(refused, name):
     assert "should be of letters, digits" in refused("--llm-name", name)
 

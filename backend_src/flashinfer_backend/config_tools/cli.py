@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from flashinfer_backend.config_tools import checks, output, patch, settings
-from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, Knob, engine_knobs
+from flashinfer_backend.config_tools.knobs import BLS, KNOBS, LLM, MODELS, Knob, engine_knobs
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.paths import unservable
 
@@ -122,7 +122,7 @@ def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
 
 
 def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[str]) -> None:
-    taken = [model for model in MODELS if model != LLM] + [output.RECORD]
+    taken = [model for model in MODELS if model != LLM] + [BLS, output.RECORD]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", llm_name) or llm_name in taken:
         problems.append(
             f"--llm-name {llm_name}: should be of letters, digits, _ - and ., and not {' or '.join(taken)}"

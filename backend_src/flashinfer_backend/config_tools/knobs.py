@@ -20,7 +20,8 @@ MODELS = ("ensemble", PRE, LLM, POST)
 
 BATCHING = "dynamic_batching"
 REPORT_OUTPUTS = "report_outputs"
-TRT_LLM = "tensorrt_llm"  # TensorRT-LLM's name of the llm model
+SECOND_ENSEMBLE = "second_ensemble"
+TRT_LLM, BLS = "tensorrt_llm", "tensorrt_llm_bls"  # TensorRT-LLM's names of its models
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Knob:
 
     default: the value as build.py writes it, or "auto" where that is among `words`.
     places: (model, field) pairs; a field is a dotted path into ModelConfig, where `parameters.x` is the
-        string parameter x and a repeated message stands for its first element. REPORT_OUTPUTS is no field:
-        patch.py drops these outputs.
+        string parameter x and a repeated message stands for its first element. REPORT_OUTPUTS and
+        SECOND_ENSEMBLE are no fields: patch.py drops these outputs, or writes the ensemble once more.
     words: values accepted as they are. For a choice, all of them.
     low, high: bounds, both included, of an int, a float or each of sizes.
     aliases: other names that TensorRT-LLM has for it.
@@ -129,6 +130,11 @@ KNOBS: tuple[Knob, ...] = (
         "fold_input_ids", "false", "bool",
         meaning="true = token ids of a prompt outside of the vocabulary are taken modulo its size instead of "
         "being refused, for benchmarks that draw ids over all of int32 (benchmark_core_model.py)",
+    ),
+    Knob(
+        BLS, "false", "bool", (("ensemble", SECOND_ENSEMBLE),),
+        meaning="true = the ensemble a second time under this name, for clients that ask for TensorRT-LLM's "
+        "BLS model",
     ),
     Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,

@@ -11,7 +11,15 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 from tritonclient.grpc import model_config_pb2
 
-from flashinfer_backend.config_tools.knobs import KNOBS, LLM, MODELS, POST, REPORT_OUTPUTS
+from flashinfer_backend.config_tools.knobs import (
+    BLS,
+    KNOBS,
+    LLM,
+    MODELS,
+    POST,
+    REPORT_OUTPUTS,
+    SECOND_ENSEMBLE,
+)
 
 # The ensemble's outputs that say what a response is about; the others report beside the text.
 _ANSWER_OUTPUTS = (
@@ -41,9 +49,9 @@ def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str) -> Non
     """Set every knob of a complete set of values in the ModelConfigs, and the llm model's name, in place."""
     for knob in KNOBS:
         for model, field in knob.places:
-            if field != REPORT_OUTPUTS:
+            if field not in (REPORT_OUTPUTS, SECOND_ENSEMBLE):
                 set_field(configs[model], field, values[knob.name])
-            elif values[knob.name] == "false":
+            elif field == REPORT_OUTPUTS and values[knob.name] == "false":
                 _drop_report_outputs(configs[model])
     configs[LLM].name = llm_name
     set_field(configs[POST], "parameters.llm_model_name", llm_name)
@@ -110,13 +118,19 @@ def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str
     configs = load_templates(model_repo)
     apply(configs, values, llm_name)
     files = {}
-    for model, config in configs.items():
-        folder = llm_name if model == LLM else model
+
+    def add(model: str, config: Any) -> None:
         text = HEADER.format(command=command) + "\n" + to_text(config)
-        files[f"{folder}/config.pbtxt"] = text.encode()
+        files[f"{config.name}/config.pbtxt"] = text.encode()
         for path in sorted((model_repo / model / "1").iterdir()):
             if path.is_file():
-                files[f"{folder}/1/{path.name}"] = path.read_bytes()
+                files[f"{config.name}/1/{path.name}"] = path.read_bytes()
+
+    for model, config in configs.items():
+        add(model, config)
+    if values[BLS] == "true":
+        configs["ensemble"].name = BLS
+        add("ensemble", configs["ensemble"])
     return files
 
 

@@ -35,7 +35,7 @@ _NO_ENCODER = "encoder-decoder models are not supported"
 _NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
 _NO_SPECULATION = "speculative decoding is not supported"
 _NO_MULTIMODAL = "multimodal models are not supported"
-_NO_BLS = "there is no BLS model: clients use the ensemble, which streams deltas"
+_NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
 _NO_OFFLOAD = "the KV cache is not offloaded to host memory"
 _ONE_PROCESS = "the engine is one process on one GPU, which CUDA_VISIBLE_DEVICES chooses"
 _FULL_ATTENTION = "every token attends to the whole sequence: bound it with max_seq_len"
@@ -94,7 +94,7 @@ FOREIGN: dict[str, ForeignKnob] = {
     "multimodal_encoders_name": ForeignKnob((), _NO_MULTIMODAL),
     "max_num_images": ForeignKnob((), _NO_MULTIMODAL),
     "bls_instance_count": ForeignKnob((), _NO_BLS),
-    "accumulate_tokens": ForeignKnob(("false",), _NO_BLS),
+    "accumulate_tokens": ForeignKnob(("false",), "each chunk of a stream has its own text only"),
     "max_batch_size": ForeignKnob(
         (), "set max_num_seqs (sequences that run at a time) or triton_max_batch_size (requests in a call)"
     ),
