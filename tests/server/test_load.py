@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import queue
 import socket
 import subprocess
-import sysconfig
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from running import EngineWatch, Server, wait_for
+from running import ROOT, EngineWatch, Server, wait_for
 from test_generate import PROMPT, inputs, int32, strings
+
+from client import perf_analyzer
 
 STREAMS = 256
 PROMPTS = [
@@ -177,35 +178,25 @@ def test_a_client_that_does_not_request_text_output(server: Server, streaming: b
         assert error is None and result.as_numpy("num_output_tokens").item() == 1900
 
 
-def _perf_analyzer(folder: Path) -> tuple[str, dict[str, str]]:
-    """The binary in tritonclient's wheel, and an environment with two libraries that it expects of the
-    system; the server's wheel has both under other names."""
-    binary = Path(sysconfig.get_path("scripts"), "perf_analyzer")
-    libraries = Path(sysconfig.get_path("purelib"), "nvidia_pytriton.libs")
-    if not binary.exists() or not libraries.exists():
-        pytest.skip(
-            "perf_analyzer is in the wheels of tritonclient up to 2.60 and needs nvidia-pytriton's libraries"
-        )
-    for name, pattern in (("libb64.so.0d", "libb64-*"), ("libcudart.so.12", "libcudart-*")):
-        (folder / name).symlink_to(next(libraries.glob(pattern)))
-    return str(binary), {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-
-
 def test_perf_analyzer_drives_the_ensemble(server: Server, tmp_path: Path) -> None:
-    binary, env = _perf_analyzer(tmp_path)
+    try:
+        perf_analyzer.find_program()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
     prompt = {"content": [PROMPT], "shape": [1]}
     data = [{"text_input": prompt, "max_tokens": {"content": [3], "shape": [1]}}]
     data[0]["stream"] = {"content": [True], "shape": [1]}
     (tmp_path / "in.json").write_text(json.dumps({"data": data}))
     command = [
-        *(binary, "-m", "ensemble", "-i", "grpc", "--streaming", "-u", server.grpc, "-b", "1"),
+        *(sys.executable, "-m", "client.perf_analyzer", "-m", "ensemble", "-i", "grpc", "--streaming"),
+        *("-u", server.grpc, "-b", "1"),
         *("--input-data", str(tmp_path / "in.json"), "--concurrency-range", "4", "--request-count", "8"),
         *("--profile-export-file", str(tmp_path / "out.json")),
     ]
     # Few and short requests: beyond 64 KiB this perf_analyzer sometimes writes broken JSON. On a busy machine
     # it sometimes ends well and leaves the file empty.
     for _ in range(3):
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=35)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=35)
         assert result.returncode == 0, result.stdout + result.stderr
         if exported := (tmp_path / "out.json").read_text():
             break
