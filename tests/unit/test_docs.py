@@ -91,8 +91,12 @@ def source_of(words: list[str]) -> tuple[Path, list[str]] | None:
         return PACKAGE / "config_tools/cli.py", words[2:]
     if words[1:2] == ["-m"] and words[2] != "pytest":
         name = words[2].replace(".", "/")
+        if words[2] == "client.perf_analyzer":
+            return None  # it hands its arguments on
         place = (ROOT / "backend_src" if name.startswith("flashinfer_backend") else ROOT) / name
         return place if place.is_dir() else place.with_suffix(".py"), words[3:]
+    if words[1:2] and words[1].startswith("tensorrtllm_backend/"):
+        return None  # TensorRT-LLM's
     if words[0].rpartition("/")[2].startswith("python") and words[1:2] and words[1].endswith(".py"):
         places = (ROOT, ROOT / "tools/bundled_model")
         return next(place / words[1] for place in places if (place / words[1]).exists()), words[2:]
