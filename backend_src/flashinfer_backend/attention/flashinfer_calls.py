@@ -44,6 +44,14 @@ class Call(NamedTuple):
     table: Tensor | None = None
 
 
+def batch_spec(backend: str, dtype: torch.dtype, head_dim: int) -> Any:
+    """FlashInfer's description of how the module "fa2" or "fa3" is built."""
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    plain = (0, False, False, False)  # no rope, sliding window, soft cap or float16 reduction
+    return gen_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
+
+
 class PagedCalls:
     """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows; xqa."""
 
@@ -142,10 +150,6 @@ class PagedCalls:
 
     def _module(self, backend: str) -> Any:
         if backend not in self._modules:
-            from flashinfer.jit.attention.modules import gen_batch_prefill_module
-
-            dtype, dim = self._shape.dtype, self._shape.head_dim
-            plain = (0, False, False, False)  # no rope, sliding window, soft cap or float16 reduction
-            spec = gen_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, dim, dim, *plain)
+            spec = batch_spec(backend, self._shape.dtype, self._shape.head_dim)
             self._modules[backend] = spec.build_and_load()
         return self._modules[backend]

@@ -17,6 +17,7 @@ from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.worker import prebuild
 from flashinfer_backend.worker.decode_graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
@@ -38,7 +39,10 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     config = resolve_limits(config, model_config.longest_seq_len)
     device = _device(config)
     dtype = _dtype(config, model_config, device)
-    if _plain_torch(config, device, dtype):
+    plain_torch = _plain_torch(config, device, dtype)
+    if device.type == "cuda":
+        prebuild.prepare(config, model_config, dtype)
+    if plain_torch:
         from flashinfer_backend.ops import torch_ops as ops
 
         config = msgspec.structs.replace(config, attention_backend="torch", cuda_graph_batch_sizes="none")

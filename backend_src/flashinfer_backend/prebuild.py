@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the GPU's kernels ahead: `python -m flashinfer_backend.prebuild`, for an image; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
+from flashinfer_backend.models.config import ModelConfig
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashinfer_backend.prebuild",
+        description="Compile the GPU kernels that an engine needs, so that its first start does not. A second"
+        " run compiles nothing.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="a checkpoint (config.json suffices); without it, what models with heads of 128 need",
+    )
+    parser.add_argument(
+        "--arch",
+        type=_arch,
+        help="such as sm_90, for a machine without the GPU; without it, this machine's GPUs",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="copy the libraries there, too, for an image: the engine finds them by"
+        " FLASHINFER_BACKEND_KERNELS=DIR",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="knobs as they will be served; dtype, attention_backend and tokens_per_block count",
+    )
+    options = parser.parse_args(argv)
+    if options.arch:
+        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch  # FlashInfer reads it when it is imported
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[prebuild] %(message)s")
+    # They import what reads that variable.
+    from flashinfer_backend.worker import prebuild
+    from flashinfer_backend.worker.start import _dtype
+
+    try:
+        config = _config(options.model or BUNDLED, options.set)
+        model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
+        if options.model is None:
+            model = dataclasses.replace(model, head_dim=128, hidden_size=4096, intermediate_size=14336)
+        compiled = prebuild.prepare(config, model, _dtype(config, model, torch.device("cuda")))
+        if options.output:
+            print(prebuild.export(options.output))
+    except (ValueError, OSError) as error:
+        print(f"prebuild: {error}", file=sys.stderr)
+        return 1
+    print(f"compiled {compiled} kernel modules" if compiled else "nothing to compile")
+    return 0
+
+
+def _config(model: str, knobs: list[str]) -> EngineConfig:
+    pairs = dict(knob.partition("=")[::2] for knob in knobs)
+    fields = EngineConfig.__struct_fields__
+    if unknown := [name for name in pairs if name not in fields or name == "model_dir"]:
+        raise ValueError(
+            f"--set {' '.join(unknown)}: no knob of the engine; use --set dtype=float16, for example"
+        )
+    return EngineConfig.from_parameters(pairs | {"model_dir": model})
+
+
+def _arch(text: str) -> str:
+    """sm_90 or sm_90a -> 9.0, as FlashInfer wants it."""
+    match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", text)
+    if not match or int(match[1]) < 9:
+        raise argparse.ArgumentTypeError(f"{text!r} should be like sm_90, and at least that (Hopper)")
+    return f"{match[1]}.{match[2]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

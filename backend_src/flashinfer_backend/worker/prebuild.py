@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernel modules that a checkpoint and the knobs need, together and before they are used.
+
+FlashInfer compiles a module when it is first called, one after another, and lets ninja look at it again in
+every process. Here one run of ninja compiles all that are missing, in FlashInfer's own build folder, and the
+libraries are copied to a folder beside it, which becomes FlashInfer's ahead-of-time folder in this process:
+what lies there is only loaded. The folder's path has FlashInfer's version, the GPU architectures and all else
+that the libraries depend on; the name of a module of ours changes with its source.
+
+An image can bring the libraries in a folder that is only read: $FLASHINFER_BACKEND_KERNELS, written by
+`python -m flashinfer_backend.prebuild --output`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
+Kind = Literal["fa3", "gated_linear", "sampling", "fa2", "norm", "xqa", "silu"]
+# Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
+FILE_SECONDS: dict[Kind, float] = {
+    "sampling": 40.0,
+    "fa3": 57.0,
+    "gated_linear": 40.0,
+    "norm": 28.0,
+    "fa2": 10.0,
+    "silu": 4.0,
+    "xqa": 3.0,
+}
+FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
+PROGRESS_S = 10.0  # between two lines of progress
+WAITING_S = 30.0
+ERROR_LINES = 15
+# What the compiler says (a regular expression) -> what is missing.
+HINTS = {
+    "curand": "cuRAND's headers (Debian package libcurand-dev-13-0)",
+    "cuda_runtime": "CUDA's runtime headers (Debian package cuda-cudart-dev-13-0)",
+    r"-lcudart\b": "CUDA's runtime (Debian package cuda-cudart-dev-13-0), or CUDA_HOME, the folder of CUDA",
+    r"-lcuda\b": "the CUDA driver's library to link with (Debian package cuda-driver-dev-13-0)",
+    r"Python\.h": "Python's headers (Debian package python3-dev)",
+    "Killed": "MAX_JOBS, the number of files compiled at a time, as memory ran out",
+    "No space left": "FLASHINFER_WORKSPACE_BASE, a folder with more space",
+}
+_STEP = "@step "  # begins the lines of ninja's that tell of a finished step
+_STATUS = {"NINJA_STATUS": _STEP}
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl  # looked up here: a child between fork and exec should not load anything
+
+
+class KernelBuildError(OSError):
+    """The kernels could not be compiled; the text says what the compiler said and what to install."""
+
+
+def needed(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
+) -> list[Kind]:
+    """The modules that an engine with these settings calls on a GPU of this compute capability."""
+    if config.attention_backend == "torch" or dtype == torch.float32:
+        return ["sampling"]  # top-k and top-p; all else is plain torch
+    kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
+    if capability[0] == 9:
+        kinds.add("fa3")
+    if capability == (9, 0) and model.hidden_size % 64 == 0 and model.intermediate_size % 64 == 0:
+        kinds.add("gated_linear")
+    if config.attention_backend == "xqa":
+        kinds.add("xqa")
+    return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
+
+
+def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Compile what is missing and let FlashInfer load all from one folder; returns how many were compiled.
+
+    For GPUs of the architectures that FlashInfer sees, or FLASHINFER_CUDA_ARCH_LIST names.
+    Raises KernelBuildError.
+    """
+    try:
+        from flashinfer.jit import env
+    except OSError as error:
+        raise KernelBuildError(
+            f"FlashInfer cannot write to its cache folder: {error}; set FLASHINFER_WORKSPACE_BASE (or"
+            " HOME) to a folder that can be written"
+        ) from error
+    kinds = needed(model, config, dtype, _lowest_capability())
+    specs = {kind: _spec(kind, model, config, dtype) for kind in kinds}
+    if all(spec.is_aot for spec in specs.values()):
+        return 0
+    folder = libraries_folder(env.FLASHINFER_WORKSPACE_DIR)
+    compiled = 0
+    if not _link_existing(specs, folder):
+        with _locked(folder):
+            if not _link_existing(specs, folder):  # what another process compiled meanwhile is there
+                missing = {kind: s for kind, s in specs.items() if not library(folder, s.name).exists()}
+                compiled = _compile(missing, folder)
+    env.FLASHINFER_AOT_DIR = folder
+    return compiled
+
+
+def libraries_folder(workspace: Path) -> Path:
+    """Where the libraries lie for what they depend on beside FlashInfer's version and the architectures,
+    which FlashInfer's `workspace` folder is named after."""
+    import tvm_ffi
+
+    parts = [f"cuda{torch.version.cuda or ''}", f"ffi{tvm_ffi.__version__}"]
+    if flags := "\n".join(compiler_flags(os.environ)):
+        parts.append(hashlib.sha256(flags.encode()).hexdigest()[:8])
+    return workspace / "-".join(["libraries", *parts])
+
+
+def compiler_flags(environment: Mapping[str, str]) -> list[str]:
+    """What the environment adds to FlashInfer's compiler flags; not where to search for files, which may
+    differ between the machine that compiles and the one that runs."""
+    names = ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS")
+    words = shlex.split(" ".join(environment.get(name, "") for name in names))
+    kept, previous = [], ""
+    for word in words:
+        if not word.startswith(("-I", "-L", "-isystem")) and previous not in ("-I", "-L", "-isystem"):
+            kept.append(word)
+        previous = word
+    switches = ("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO")
+    return kept + [f"{name}=1" for name in switches if environment.get(name, "0") == "1"]
+
+
+def library(folder: Path, name: str) -> Path:
+    """Where FlashInfer looks for the module `name` in an ahead-of-time folder."""
+    return folder / name / f"{name}.so"
+
+
+def export(output: Path) -> Path:
+    """Copy the libraries that `prepare` found or made to `output`, for $FLASHINFER_BACKEND_KERNELS; returns
+    their folder there."""
+    from flashinfer.jit import env
+
+    source = env.FLASHINFER_AOT_DIR
+    target = output / libraries_folder(env.FLASHINFER_WORKSPACE_DIR).relative_to(env.FLASHINFER_CACHE_DIR)
+    for path in source.glob("*/*.so"):
+        _place(path, library(target, path.stem))
+    return target
+
+
+def _lowest_capability() -> tuple[int, int]:
+    """Of the architectures to compile for: GPUs of several kinds get what each of them has."""
+    from flashinfer.compilation_context import CompilationContext
+
+    found = [(major, int(minor.rstrip("af"))) for major, minor in CompilationContext().TARGET_CUDA_ARCHS]
+    if not found:
+        raise KernelBuildError("there is no GPU to compile for; name an architecture, such as --arch sm_90")
+    return min(found)
+
+
+def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> Any:
+    """FlashInfer's description of how the module is built."""
+    from flashinfer.jit import gen_act_and_mul_module, norm, sampling
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    if kind == "sampling":
+        return sampling.gen_sampling_module()
+    if kind == "norm":
+        return norm.gen_norm_module()
+    if kind == "silu":
+        return gen_act_and_mul_module("silu")
+    if kind == "gated_linear":
+        from flashinfer_backend.ops import gated_linear
+
+        return gated_linear.spec(dtype)
+    if kind == "xqa":
+        group = model.num_heads // model.num_kv_heads
+        return gen_xqa_module(dtype, dtype, config.tokens_per_block, model.head_dim, group, False, dtype)
+    from flashinfer_backend.attention.flashinfer_calls import batch_spec
+
+    return batch_spec(kind, dtype, model.head_dim)
+
+
+def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:
+    """Link the libraries that FlashInfer or an image brings into `folder`; whether all are there then."""
+    from flashinfer.jit import env
+
+    brought = []
+    if read_only := os.environ.get(READ_ONLY):
+        brought.append(Path(read_only) / folder.relative_to(env.FLASHINFER_CACHE_DIR))
+    missing = False
+    for spec in specs.values():
+        target = library(folder, spec.name)
+        if target.exists():
+            continue
+        sources = [spec.aot_path, *(library(place, spec.name) for place in brought)]
+        source = next((path for path in sources if path.exists()), None)
+        if source is None:
+            missing = True
+        else:
+            _place(source, target, link=True)
+    return not missing
+
+
+def _place(source: Path, target: Path, link: bool = False) -> None:
+    """Copy or link, so that others see all of the file or none of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    if link:
+        part.symlink_to(source.resolve())
+    else:
+        shutil.copyfile(source, part)
+    part.replace(target)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time compiles into `folder`; the lock ends with its holder."""
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    began, patience = time.monotonic(), 0.0
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=patience)
+        except Timeout:
+            log.info("another process compiles the kernels: waiting, %.0f s by now", time.monotonic() - began)
+            patience = WAITING_S
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _compile(specs: dict[Kind, Any], folder: Path) -> int:
+    """Build the modules and put their libraries into `folder`; returns how many had to be compiled."""
+    from flashinfer.jit import env
+
+    names = ", ".join(specs)
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        raise KernelBuildError(
+            f"these kernels are not compiled yet: {names}; FLASHINFER_DISABLE_JIT forbids it, unset it"
+        )
+    ninja = _tools()
+    for spec in specs.values():
+        spec.write_ninja()
+    build = env.FLASHINFER_JIT_DIR / f"{folder.name}.ninja"
+    lines = ["ninja_required_version = 1.3", *(f"subninja {spec.ninja_path}" for spec in specs.values())]
+    build.write_text("\n".join(lines) + "\n")
+    command = [ninja, "-f", str(build), "-C", str(env.FLASHINFER_JIT_DIR)]
+    seconds = {spec.name: FILE_SECONDS[kind] for kind, spec in specs.items()}
+    stale = files_to_compile(command)  # FlashInfer, or a start that was ended, may have compiled some
+    jobs = _jobs(len(stale))
+    estimate = Estimate([seconds.get(module, 10.0) for module in stale], jobs)
+    if stale:
+        log.info(
+            "compiling GPU kernels for sm_%s, %d at a time, about %s, files: %s",
+            env.FLASHINFER_WORKSPACE_DIR.name,
+            jobs,
+            _duration(estimate.remaining(0.0)),
+            ", ".join(f"{stale.count(spec.name)} of {kind}" for kind, spec in specs.items()),
+        )
+    began = time.monotonic()
+    run_ninja([*command, "-j", str(jobs)], estimate)
+    for spec in specs.values():
+        _place(spec.jit_library_path, library(folder, spec.name))
+    log.info("GPU kernels ready after %.0f s, kept in %s", time.monotonic() - began, folder)
+    return len(set(stale))
+
+
+def _tools() -> str:
+    """Path of ninja. Raises KernelBuildError where a tool is missing."""
+    from flashinfer.jit.cpp_ext import get_cuda_path
+
+    missing = []
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    if ninja is None:
+        missing.append("ninja (pip install ninja)")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        missing.append("a C++ compiler (Debian package build-essential)")
+    try:
+        nvcc: str | None = os.environ.get("FLASHINFER_NVCC") or f"{get_cuda_path()}/bin/nvcc"
+    except RuntimeError:
+        nvcc = None
+    if nvcc is None or shutil.which(nvcc) is None:
+        version = torch.version.cuda or "13"
+        package = f"cuda-nvcc-{torch.version.cuda.replace('.', '-') if torch.version.cuda else '13-0'}"
+        missing.append(f"nvcc of CUDA {version} on PATH or in CUDA_HOME (Debian package {package})")
+    if missing or ninja is None:
+        raise KernelBuildError("the GPU's kernels are not compiled yet, which needs " + " and ".join(missing))
+    return ninja
+
+
+def _jobs(files: int) -> int:
+    """How many files to compile at a time: as many as there are cores and memory for."""
+    if os.environ.get("MAX_JOBS", "").isdigit():
+        return max(1, int(os.environ["MAX_JOBS"]))
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), files, pages // FILE_MEMORY))
+
+
+class Estimate:
+    """How long a build still takes, from the seconds each file was expected to take (in the order that they
+    are started) and from how fast files have been finished."""
+
+    def __init__(self, seconds: Sequence[float], jobs: int) -> None:
+        workers = [0.0] * jobs
+        ends = []
+        for each in seconds:
+            first = workers.index(min(workers))
+            workers[first] += each
+            ends.append(workers[first])
+        self.files = len(ends)
+        self._ends = sorted(ends)  # when so many files were expected to be finished
+        self._finished, self._scale = 0, 1.0
+
+    def finish(self, files: int, elapsed: float) -> None:
+        """So many files are finished after so many seconds."""
+        if files > self._finished:
+            self._finished = min(files, self.files)
+            self._scale = elapsed / self._ends[self._finished - 1]
+
+    def remaining(self, elapsed: float) -> float:
+        """Seconds from now on."""
+        if self._finished == self.files:
+            return 0.0
+        late = elapsed / self._ends[self._finished]  # the next file has not come yet
+        return max(self._scale, late) * self._ends[-1] - elapsed
+
+
+def files_to_compile(command: list[str]) -> list[str]:
+    """The module of each file that ninja would compile, in the order that it would start them."""
+    dry = subprocess.run([*command, "-n"], env=os.environ | _STATUS, capture_output=True, text=True)
+    if dry.returncode:
+        raise KernelBuildError(describe_failure((dry.stdout + dry.stderr).splitlines(), dry.returncode))
+    outputs = [re.search(r" -c .* -o (\S+)", line) for line in dry.stdout.splitlines()]
+    return [Path(output[1]).parent.name for output in outputs if output]
+
+
+def run_ninja(command: list[str], estimate: Estimate) -> None:
+    """Run ninja and log its progress. Raises KernelBuildError with the last lines of what failed."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | _STATUS,
+        preexec_fn=_end_with_parent,
+    )
+    assert process.stdout is not None
+    began = shown = time.monotonic()
+    failure: deque[str] = deque(maxlen=400)
+    compiled = 0
+    for line in _lines(process.stdout.fileno()):
+        now = time.monotonic()
+        if line.startswith(_STEP):
+            compiled += " -c " in line
+            estimate.finish(compiled, now - began)
+        elif failure or line.startswith(("FAILED:", "ninja: error", "ninja: fatal")):
+            failure.append(line)
+        if now - shown >= PROGRESS_S:
+            shown = now
+            left = _duration(estimate.remaining(now - began))
+            log.info("compiled %d of %d files, about %s left", compiled, estimate.files, left)
+    if process.wait():
+        raise KernelBuildError(describe_failure(list(failure), process.returncode))
+
+
+def _lines(descriptor: int) -> Iterator[str]:
+    """Lines that come from a pipe until it is closed, and an empty one when none came for PROGRESS_S."""
+    rest = b""
+    while True:
+        if not select.select([descriptor], [], [], PROGRESS_S)[0]:
+            yield ""
+            continue
+        chunk = os.read(descriptor, 1 << 16)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip()
+        if not chunk:
+            return
+
+
+def describe_failure(lines: list[str], status: int) -> str:
+    """What to tell of ninja's output from the first failed step on."""
+    # Behind each FAILED line is the command, with all of nvcc's flags.
+    commands = {i + 1 for i, line in enumerate(lines) if line.startswith("FAILED:")}
+    said = [line[:300] for i, line in enumerate(lines) if line and i not in commands]
+    said = [line for line in said if not line.startswith(("FAILED:", "ninja: build stopped"))]
+    first = next((i for i, line in enumerate(said) if re.search(r"\berror\b|cannot find|Killed", line)), 0)
+    told = said[max(0, first - 1) :][:ERROR_LINES]
+    hints = [hint for word, hint in HINTS.items() if any(re.search(word, line) for line in told)]
+    advice = f"; install or set {' and '.join(hints)}" if hints else ""
+    return "\n  ".join(
+        [f"the GPU's kernels could not be compiled (ninja ended with {status}){advice}:", *told]
+    )
+
+
+def _end_with_parent() -> None:
+    """In the child: ninja, and with it the compilers, ends when this process does."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

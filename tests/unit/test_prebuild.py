@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel modules are compiled ahead, and how: with a real ninja, and FlashInfer where it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.prebuild import main
+from flashinfer_backend.worker import prebuild
+
+MODEL = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+NINJA = shutil.which("ninja") or ""
+needs_ninja = pytest.mark.skipif(not NINJA, reason="needs ninja")
+
+
+def kinds(capability=(9, 0), dtype=torch.bfloat16, model=MODEL, **knobs):
+    return set(prebuild.needed(model, EngineConfig(model_dir="", **knobs), dtype, capability))
+
+
+def test_modules_follow_from_checkpoint_knobs_and_gpu():
+    common = {"sampling", "norm", "silu", "fa2"}
+    assert kinds() == common | {"fa3", "gated_linear"}
+    assert kinds((10, 0)) == kinds((12, 0)) == common
+    assert kinds(attention_backend="xqa") == kinds() | {"xqa"}
+    assert kinds(attention_backend="torch") == kinds(dtype=torch.float32) == {"sampling"}
+    odd = dataclasses.replace(MODEL, intermediate_size=96)  # which gated_linear does not take
+    assert kinds(model=odd) == common | {"fa3"}
+
+
+def test_long_modules_come_first():
+    order = prebuild.needed(MODEL, EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
+    assert order[0] == "fa3" and order[-1] == "silu"
+
+
+def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():
+    def flags(**environment):
+        return prebuild.compiler_flags({f"FLASHINFER_{name}": text for name, text in environment.items()})
+
+    assert flags(EXTRA_CUDAFLAGS="-isystem /a/include -I/b -I /c", EXTRA_LDFLAGS="-L/d -L /e") == []
+    assert flags(EXTRA_CUDAFLAGS="-I /c -lineinfo", EXTRA_CFLAGS="-g") == ["-g", "-lineinfo"]
+    assert flags(JIT_DEBUG="1") != flags(JIT_DEBUG="0") == []
+
+
+def test_estimate_follows_from_how_fast_files_come():
+    estimate = prebuild.Estimate([40, 10, 10, 10, 10], jobs=2)  # ends expected after 10, 20, 30, 40, 40 s
+    assert estimate.remaining(0) == 40
+    assert estimate.remaining(5) == 35
+    assert estimate.remaining(20) == 60  # the first took twice its time, and is not here yet
+    estimate.finish(1, 20)
+    assert estimate.remaining(20) == 60
+    estimate.finish(4, 80)
+    assert estimate.remaining(80) == 0
+    estimate.finish(5, 90)
+    assert estimate.remaining(90) == 0
+
+
+@pytest.fixture
+def small_build(tmp_path):
+    """A ninja file of two "modules" whose compiler is a shell script, and the command that runs it."""
+    (tmp_path / "one.cu").write_text("good")
+    (tmp_path / "two.cu").write_text("good")
+    (tmp_path / "compile").write_text(
+        'grep -q bad $2 && { echo "two.cu(7): error: expected a semicolon"; exit 1; }; cp $2 $4\n'
+    )
+    rules = [
+        "rule cc",
+        "  command = sh compile -c $in -o $out",
+        "build one/a.o: cc one.cu",
+        "build two/b.o: cc two.cu",
+    ]
+    (tmp_path / "build.ninja").write_text("\n".join(rules) + "\n")
+    return tmp_path, [NINJA, "-C", str(tmp_path), "-j", "1"]
+
+
+@needs_ninja
+def test_progress_counts_files_and_only_those_that_are_stale(small_build, caplog, monkeypatch):
+    _, command = small_build
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(prebuild, "PROGRESS_S", 0.0)
+    assert prebuild.files_to_compile(command) == ["one", "two"]
+    prebuild.run_ninja(command, prebuild.Estimate([1, 1], 1))
+    lines = [record.message for record in caplog.records]
+    counts = list(dict.fromkeys(line.split(",")[0] for line in lines))  # lines come without progress, too
+    assert counts[-2:] == ["compiled 1 of 2 files", "compiled 2 of 2 files"]
+    assert all("left" in line for line in lines)
+    assert prebuild.files_to_compile(command) == []
+
+
+@needs_ninja
+def test_a_failure_ends_with_what_the_compiler_said(small_build):
+    folder, command = small_build
+    (folder / "two.cu").write_text("bad")
+    with pytest.raises(
+        prebuild.KernelBuildError, match=r"two.cu\(7\): error: expected a semicolon"
+    ) as caught:
+        prebuild.run_ninja(command, prebuild.Estimate([1, 1], 1))
+    assert "sh compile" not in str(caught.value)  # nobody wants to read nvcc's flags
+    (folder / "build.ninja").write_text("build a: none b\n")
+    with pytest.raises(prebuild.KernelBuildError, match="unknown build rule"):
+        prebuild.files_to_compile(command)
+
+
+def test_failures_name_what_to_install():
+    said = ["FAILED: x.o", "nvcc -fPIC x.cu", "in x.cu:1:", "x.cu:1:10: fatal error: curand.h: No such file"]
+    text = prebuild.describe_failure(said, 1)
+    assert "libcurand-dev" in text and "curand.h: No such file" in text and "nvcc -fPIC" not in text
+    assert "cuda-driver-dev" in prebuild.describe_failure(["ld: cannot find -lcuda: No such file"], 1)
+    assert "cuda-driver-dev" not in prebuild.describe_failure(["ld: cannot find -lcudart"], 1)
+
+
+@needs_ninja
+def test_compilers_end_with_their_engine(tmp_path):
+    (tmp_path / "build.ninja").write_text(
+        "rule cc\n  command = echo $$$$ >started && mv started pid && exec sleep 300\nbuild a: cc\n"
+    )
+    code = (
+        "import sys; from flashinfer_backend.worker import prebuild\n"
+        "prebuild.run_ninja(sys.argv[1:], prebuild.Estimate([1], 1))"
+    )
+    engine = subprocess.Popen([sys.executable, "-c", code, NINJA, "-C", str(tmp_path)])
+    try:
+        while not (tmp_path / "pid").exists():
+            assert engine.poll() is None
+            time.sleep(0.05)
+        compiler = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    finally:
+        engine.kill()
+        engine.wait()
+    assert select.select([compiler], [], [], 20)[0], "the compiler goes on"
+    os.close(compiler)
+
+
+def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
+    pytest.importorskip("filelock")
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(prebuild, "WAITING_S", 0.1)
+    code = (
+        "import sys; from pathlib import Path; from flashinfer_backend.worker import prebuild\n"
+        "with prebuild._locked(Path(sys.argv[1])): print('locked', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline() == "locked\n"
+        waits = []
+
+        def log(text: str, *values: object) -> None:
+            waits.append(text)
+            if len(waits) == 2:
+                other.stdin.write("\n")
+                other.stdin.flush()
+
+        monkeypatch.setattr(prebuild.log, "info", log)
+        with prebuild._locked(tmp_path):
+            assert len(waits) >= 2 and "another process" in waits[0]
+    # One that is killed leaves no lock behind.
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline() == "locked\n"
+        other.kill()
+    with prebuild._locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [["--arch", "sm_80"], ["--arch", "hopper"]])
+def test_wrong_architectures_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert "sm_90" in capsys.readouterr().err
+
+
+def test_wrong_knobs_and_models_are_refused(capsys):
+    assert main(["--arch", "sm_90", "--set", "head_size=3"]) == 1
+    assert "head_size" in capsys.readouterr().err
+    assert main(["--arch", "sm_90", "--model", "/nowhere"]) == 1
+    assert "/nowhere" in capsys.readouterr().err
+
+
+BUILD = """
+import sys
+from flashinfer_backend.worker import prebuild
+prebuild.needed = lambda *_: ["silu"]  # one small file
+from flashinfer_backend import prebuild as command
+status = command.main(sys.argv[1:])
+from flashinfer.jit import gen_act_and_mul_module
+spec = gen_act_and_mul_module("silu")
+assert status or spec.is_aot, "FlashInfer would compile it again"
+sys.exit(status)
+"""
+
+
+def build(workspace: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = os.environ | {"FLASHINFER_WORKSPACE_BASE": str(workspace)} | environment
+    command = [sys.executable, "-c", BUILD, "--arch", "sm_90", *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.timeout(600)
+def test_a_second_run_compiles_nothing(tmp_path):
+    """A module of FlashInfer's, really compiled, without a GPU."""
+    pytest.importorskip("flashinfer")
+    if not NINJA or not shutil.which("nvcc"):
+        pytest.skip("needs ninja and nvcc")
+    first = build(tmp_path / "workspace", "--output", str(tmp_path / "image"))
+    assert first.returncode == 0, first.stderr
+    assert "compiled 1 kernel modules" in first.stdout and "about 4 s" in first.stderr
+    no_compiler = {"FLASHINFER_NVCC": "/nowhere/nvcc"}
+    assert "nothing to compile" in build(tmp_path / "workspace", **no_compiler).stdout
+    # Another machine's first start, with the libraries that an image brings, in a folder it cannot write to.
+    missing = build(tmp_path / "other", **no_compiler)
+    assert missing.returncode == 1 and "nvcc" in missing.stderr and "cuda-nvcc" in missing.stderr
+    brought = build(tmp_path / "other", **no_compiler, FLASHINFER_BACKEND_KERNELS=str(tmp_path / "image"))
+    assert "nothing to compile" in brought.stdout, brought.stderr
+    # What FlashInfer compiled itself is taken over; other flags are other libraries.
+    shutil.rmtree(next((tmp_path / "workspace").rglob("libraries-*/")))
+    assert "nothing to compile" in build(tmp_path / "workspace").stdout
+    assert "compiled 1" in build(tmp_path / "workspace", FLASHINFER_EXTRA_CUDAFLAGS="-DUNUSED").stdout
