@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import re
@@ -56,7 +57,8 @@ WAITING_S = 30.0
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
 HINTS = {
-    "curand": "cuRAND's headers (Debian package libcurand-dev-13-0)",
+    "curand": "cuRAND's headers (Debian package libcurand-dev-13-0, or pip install nvidia-curand)",
+    "cublas": "cuBLAS's headers (Debian package libcublas-dev-13-0, or pip install nvidia-cublas)",
     "cuda_runtime": "CUDA's runtime headers (Debian package cuda-cudart-dev-13-0)",
     r"-lcudart\b": "CUDA's runtime (Debian package cuda-cudart-dev-13-0), or CUDA_HOME, the folder of CUDA",
     r"-lcuda\b": "the CUDA driver's library to link with (Debian package cuda-driver-dev-13-0)",
@@ -256,8 +258,9 @@ def _compile(specs: dict[Kind, Any], folder: Path) -> int:
             f"these kernels are not compiled yet: {names}; FLASHINFER_DISABLE_JIT forbids it, unset it"
         )
     ninja = _tools()
-    for spec in specs.values():
-        spec.write_ninja()
+    with _headers_of_wheels():
+        for spec in specs.values():
+            spec.write_ninja()
     build = env.FLASHINFER_JIT_DIR / f"{folder.name}.ninja"
     lines = ["ninja_required_version = 1.3", *(f"subninja {spec.ninja_path}" for spec in specs.values())]
     build.write_text("\n".join(lines) + "\n")
@@ -303,6 +306,26 @@ def _tools() -> str:
     if missing or ninja is None:
         raise KernelBuildError("the GPU's kernels are not compiled yet, which needs " + " and ".join(missing))
     return ninja
+
+
+@contextmanager
+def _headers_of_wheels() -> Iterator[None]:
+    """Let FlashInfer also look for headers where torch's wheels bring cuBLAS's and cuRAND's, behind CUDA's
+    own folder: an installation of nvcc alone does not have them."""
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (wheels.submodule_search_locations if wheels else None) or ()]
+    headers = [path.parent for root in roots for path in sorted(root.glob("*/include/cu*.h"))]
+    name = "FLASHINFER_EXTRA_CUDAFLAGS"
+    before = os.environ.get(name)
+    options = [f"-isystem {shlex.quote(str(folder))}" for folder in dict.fromkeys(headers)]
+    os.environ[name] = " ".join([before or "", *options])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _jobs(files: int) -> int:
