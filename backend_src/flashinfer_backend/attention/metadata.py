@@ -13,6 +13,8 @@ from torch import Tensor
 
 from flashinfer_backend.attention.split import ITEM_WORDS
 
+_GATHERED = 256  # pages of a program; one size, so that a long sequence does not compile another
+
 
 @triton.jit
 def _gather_pages(
@@ -139,8 +141,7 @@ class PagedMetadata:
 
     def gather(self, block_table: Tensor, entry: PinnedEntry, packed: bool) -> None:
         """Write the uploaded rows' pages from block_table[slots, columns] (int32) to `indices`."""
-        block = min(1024, max(64, triton.next_power_of_2(entry.max_pages)))
-        _gather_pages[(self._rows, triton.cdiv(entry.max_pages, block))](
+        _gather_pages[(self._rows, triton.cdiv(entry.max_pages, _GATHERED))](
             block_table,
             self._device[4 * self._segment :],
             self._device[3 * self._segment :],
@@ -150,7 +151,7 @@ class PagedMetadata:
             self.max_pages,
             PAGE=self.page_size,
             PACKED=packed,
-            BLOCK=block,
+            BLOCK=_GATHERED,
             num_warps=2,
         )
 

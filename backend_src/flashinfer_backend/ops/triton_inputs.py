@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_BLOCK = 128
 
-@triton.jit
+
+# One variant for graphs of all sizes: the columns of a graph's input are aligned as its number of rows is.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions", "new_pages"])
 def _decode_inputs(
     slots,
     positions,
@@ -51,8 +54,7 @@ def decode_inputs(
     rows = slots.shape[0]
     input_ids = torch.empty(rows, dtype=torch.int32, device=slots.device)
     cache_locations = torch.empty(rows, dtype=torch.int32, device=slots.device)
-    block = min(128, triton.next_power_of_2(rows))
-    _decode_inputs[(triton.cdiv(rows, block),)](
+    _decode_inputs[(triton.cdiv(rows, _BLOCK),)](
         slots,
         positions,
         new_pages,
@@ -63,7 +65,7 @@ def decode_inputs(
         rows,
         block_table.stride(0),
         PAGE=page_size,
-        BLOCK=block,
+        BLOCK=_BLOCK,
         num_warps=1,
     )
     return input_ids, cache_locations

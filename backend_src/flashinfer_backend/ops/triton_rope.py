@@ -24,7 +24,8 @@ def _head_norm(first, second, weight, offsets, mask, eps, HEAD_DIM: tl.constexpr
     return first, second
 
 
-@triton.jit
+# Positions are a part of the step's upload: their alignment depends on what comes before them.
+@triton.jit(do_not_specialize_on_alignment=["positions", "cache_locations"])
 def _rope_and_store(
     qkv,
     positions,

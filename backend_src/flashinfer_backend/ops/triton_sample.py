@@ -22,7 +22,8 @@ def _mix(x):
     return x
 
 
-@triton.jit
+# What is read per row is a part of the step's upload: its alignment depends on the number of rows.
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position", "suppressed"])
 def _block_best(
     logits,
     temperature,
@@ -62,7 +63,7 @@ def _block_best(
     tl.store(best_id + row * BLOCKS + block, tl.min(tl.where(score == best, token, vocab - 1), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _row_best(
     best_score,
     best_id,
