@@ -64,6 +64,11 @@ class PagedCalls:
         self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
         self._modules: dict[str, Any] = {}
 
+    def load(self, backends: list[str]) -> None:
+        """Load the modules now rather than in the step that first calls them."""
+        for backend in backends:
+            self._module(backend)
+
     def plan(
         self, backend: str, causal: bool, entry: PinnedEntry, tokens: int, rows: int, graph: bool
     ) -> Any:

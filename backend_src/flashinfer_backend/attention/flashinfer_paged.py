@@ -73,6 +73,7 @@ class FlashInferAttention:
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(device)
         self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # FA3 is for no other
+        self._calls.load(["fa2", "fa3"] if self._hopper else ["fa2"])
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
