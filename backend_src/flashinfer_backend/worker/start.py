@@ -17,7 +17,7 @@ from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
-from flashinfer_backend.worker import prebuild
+from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.decode_graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
@@ -48,6 +48,8 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
         config = msgspec.structs.replace(config, attention_backend="torch", cuda_graph_batch_sizes="none")
     else:
         from flashinfer_backend.ops import cuda_ops as ops  # type: ignore[no-redef]
+
+        prebuild_triton.prepare(config, model_config, dtype)
     model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
     log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the Triton kernels of a checkpoint in parallel, before the engine's warm-up would one by one.
+
+The operations are called with tensors that have a shape and no memory (device meta). Triton's hook takes down
+which variants they would compile, and nothing is launched; then threads compile them. A variant that is
+forgotten here is compiled when the warm-up first runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.tuned import Role
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.ops import device
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 10.0
+
+
+def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Compile what is not in Triton's cache, and load the rest from it, for the current device; returns how
+    many variants that were. config has its limits resolved.
+
+    What fails is only logged: the warm-up runs all kernels, and shows an error that matters.
+    """
+    began = time.monotonic()
+    try:
+        count = _prepare(config, model, dtype, began)
+    except Exception as error:  # Triton's compiler raises what its passes raise
+        log.warning("Triton kernels are compiled one by one, not ahead: %s: %s", type(error).__name__, error)
+        return 0
+    log.info("%d variants of Triton kernels are ready after %.1f s", count, time.monotonic() - began)
+    return count
+
+
+def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began: float) -> int:
+    variants = collect(lambda: call_operations(config, model, dtype))
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def choose_device() -> None:
+        if index is not None:
+            torch.cuda.set_device(index)
+
+    workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
+        pending = {threads.submit(kernel.preload, data) for kernel, data in variants}
+        while pending:
+            done, pending = wait(pending, PROGRESS_S)
+            for future in done:
+                future.result()
+            if pending:
+                finished, elapsed = len(variants) - len(pending), time.monotonic() - began
+                log.info("compiled %d of %d Triton kernels in %.0f s", finished, len(variants), elapsed)
+    return len(variants)
+
+
+def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
+    """The kernels that `calls` would compile, each with what Triton's preload wants. Launches nothing, also
+    not those that are there; no other thread may launch any meanwhile."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    found: dict[tuple[Any, str], str] = {}
+
+    def take_down(key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        found[fn.jit_function, key] = compile["specialization_data"]
+        return True  # do not compile
+
+    run = JITFunction.run
+
+    def run_without_launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook, JITFunction.run = take_down, run_without_launch
+    try:
+        calls()
+    finally:
+        knobs.runtime.jit_cache_hook, JITFunction.run = before, run
+    return [(kernel, data) for (kernel, _), data in found.items()]
+
+
+def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Every Triton operation of a step, in every variant that depends on the number of tokens or rows."""
+    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.ops.triton_inputs import decode_inputs
+    from flashinfer_backend.ops.triton_rope import rope_and_store
+    from flashinfer_backend.ops.triton_sample import sample
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def words(*shape: int) -> Tensor:
+        return empty(*shape, of=torch.int32)
+
+    _call_products(model, dtype, empty)
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    block = config.tokens_per_block
+    norm = empty(dim) if model.qk_norm else None
+    cache = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
+    cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
+    qkv = empty(4, (heads + 2 * kv_heads) * dim)
+    rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.rms_norm_eps, heads, kv_heads)
+    table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
+    last_token = words(config.max_num_seqs + 1)
+    decode_inputs(words(4), words(4), words(4), last_token, table, block)
+    heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, words(4))
+    sample(empty(4, model.vocab_size), heat, seed, words(4), words(4), record)
+    sample(empty(4, model.vocab_size, of=torch.float32), heat, seed, words(4), None, record)
+    if config.attention_backend in ("auto", "triton"):
+        most = config.max_num_seqs
+        for rows in sorted({min(entry.rows or most, most) for entry in device.active().decode_attention}):
+            items = split.max_items(rows, kv_heads)
+            workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
+            q = empty(rows, heads, dim)
+            triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)
+
+
+def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
+    """As ops.cuda_ops does."""
+    from flashinfer_backend.ops.triton_linear import linear
+
+    numbers = device.active()
+    hidden, attended = model.hidden_size, model.num_heads * model.head_dim
+    shapes: dict[Role, tuple[int, int]] = {
+        "qkv": (attended + 2 * model.num_kv_heads * model.head_dim, hidden),
+        "o": (hidden, attended),
+        "gate_up": (2 * model.intermediate_size, hidden),
+        "down": (hidden, model.intermediate_size),
+        "head": (model.vocab_size, hidden),
+    }
+    for role, (rows, inner) in shapes.items():
+        weight = empty(rows, inner)
+        for step in numbers.steps(role, (rows, inner)):
+            tokens = step.tokens
+            tiling = numbers.tiling(role, tokens, (rows, inner))
+            if tiling is None:
+                continue
+            adds = role in ("o", "down")
+            linear(
+                empty(tokens, inner),
+                weight,
+                tiling,
+                norm_weight=empty(inner) if tiling.fuse_norm and not adds else None,
+                eps=model.rms_norm_eps if tiling.fuse_norm and not adds else 0.0,
+                bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
+                residual=empty(tokens, rows) if adds else None,
+                gated=role == "gate_up",
+            )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which variants of Triton's kernels there are, and that compiling them ahead gives those that steps run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.ops import device
+from flashinfer_backend.worker import prebuild_triton
+
+pytest.importorskip("triton")
+
+BUNDLED = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+LLAMA = dataclasses.replace(
+    BUNDLED,
+    head_dim=128,
+    num_heads=32,
+    num_kv_heads=8,
+    hidden_size=4096,
+    intermediate_size=14336,
+    vocab_size=128256,
+)
+CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
+VOCAB = 1000
+
+
+class Hopper:
+    """As much of Triton's driver as its compiler asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    if not torch.cuda.is_available():
+        from triton.runtime import driver
+
+        monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def sample_rows(rows: int) -> None:
+    """As a step samples: all that is said of the rows is one vector."""
+    from flashinfer_backend.ops.triton_sample import sample
+
+    data = torch.zeros(6 * rows, dtype=torch.int32)
+    slots, heat, position, banned = data[2 * rows :].view(4, rows)
+    seed, record = data[: 2 * rows].view(torch.int64), (torch.zeros(257, dtype=torch.int32), slots)
+    logits = torch.empty(rows, VOCAB, dtype=torch.bfloat16)
+    sample(logits, heat.view(torch.float32), seed, position, banned, record)
+
+
+def names(variants: list[tuple[Any, str]]) -> Counter[str]:
+    return Counter(kernel.__name__ for kernel, _ in variants)
+
+
+def test_sampling_has_one_variant_for_any_number_of_rows():
+    found = prebuild_triton.collect(lambda: [sample_rows(rows) for rows in range(1, 40)])
+    assert names(found) == {"_block_best": 1, "_row_best": 1}
+
+
+def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
+    from flashinfer_backend.ops.triton_inputs import decode_inputs
+    from flashinfer_backend.ops.triton_rope import rope_and_store
+
+    cache = torch.empty(2, 16, 2, 64), torch.empty(2, 16, 2, 64)
+    table, last = torch.zeros(33, 8, dtype=torch.int32), torch.zeros(33, dtype=torch.int32)
+
+    def calls() -> None:
+        for tokens in range(1, 33):
+            data = torch.zeros(4 * tokens, dtype=torch.int32)
+            _, slots, positions, blocks = data.view(4, tokens)
+            qkv = torch.empty(tokens, 8 * 64)
+            rope_and_store(qkv, positions, torch.empty(9, 64), *cache, slots, None, None, 1e-5, 4, 2)
+            decode_inputs(slots, positions, blocks, last, table, 16)
+
+    assert names(prebuild_triton.collect(calls)) == {"_rope_and_store": 1, "_decode_inputs": 1}
+
+
+@pytest.mark.parametrize("model", [BUNDLED, LLAMA], ids=["bundled", "llama"])
+def test_operations_are_called_without_compiling_anything(model, tmp_path):
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None
+    with device.use(numbers):
+        variants = prebuild_triton.collect(
+            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
+        )
+    found = names(variants)
+    assert {"_rope_and_store", "_decode_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
+    assert found["_decode"] == 4 and found["_block_best"] == 2
+    assert (found["_linear"] > 15) == (model is LLAMA)  # the small model's products do not fit the tilings
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
+    monkeypatch.setattr(prebuild_triton, "call_operations", lambda *_: sample_rows(3))
+    assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 2
+    assert prebuild_triton.collect(lambda: sample_rows(5)) == []
+
+
+def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(prebuild_triton, "call_operations", fail)
+    assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 0
+    assert "PassManager::run failed" in caplog.text
