@@ -153,7 +153,7 @@ def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
         "with prebuild._locked(Path(sys.argv[1])): print('locked', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
         waits = []
 
@@ -164,13 +164,13 @@ def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
                 other.stdin.flush()
 
         monkeypatch.setattr(prebuild.log, "info", log)
-        with prebuild._locked(tmp_path):
+        with prebuild._locked(tmp_path / "lock"):
             assert len(waits) >= 2 and "another process" in waits[0]
     # One that is killed leaves no lock behind.
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
         other.kill()
-    with prebuild._locked(tmp_path):
+    with prebuild._locked(tmp_path / "lock"):
         pass
 
 

@@ -112,7 +112,8 @@ def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int
     folder = libraries_folder(env.FLASHINFER_WORKSPACE_DIR)
     compiled = 0
     if not _link_existing(specs, folder):
-        with _locked(folder):
+        # The lock that FlashInfer's own common builds take: they write the same log of ninja's.
+        with _locked(env.FLASHINFER_JIT_DIR / "tmp" / "flashinfer_jit.lock"):
             if not _link_existing(specs, folder):  # what another process compiled meanwhile is there
                 missing = {kind: s for kind, s in specs.items() if not library(folder, s.name).exists()}
                 compiled = _compile(missing, folder)
@@ -229,12 +230,12 @@ def _place(source: Path, target: Path, link: bool = False) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time compiles into `folder`; the lock ends with its holder."""
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time compiles; the lock ends with its holder."""
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
     began, patience = time.monotonic(), 0.0
     while not lock.is_locked:
         try:
