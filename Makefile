@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# make serve                 tritonserver with the bundled model, in the foreground
-# make serve MODEL=DIR       the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py
-# make test, make lint
-# make bench                 times of the host's work for every step and chunk, and of the ensemble
+# make serve              tritonserver with the bundled model, in the foreground
+# make serve MODEL=DIR    the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py,
+#                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens
+# make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
+# make lint               ruff, mypy
+# make bench              times of the host's work for every step and chunk, and of the ensemble
+# make clean              removes .venv and served/
 #
-# Each makes .venv first where it is missing. On a machine with an NVIDIA GPU the CUDA extra goes in.
+# Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
+# PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
+variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT PIP_ARGS UV TESTS WORKERS
 PYTHON ?= python3
 MODEL ?= bundled
 KNOBS ?=
@@ -16,6 +21,15 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 PIP_ARGS ?=
 TESTS ?=
+WORKERS ?= 2
+# What pip was told about indexes uv does not read.
+UV ?= $(if $(PIP_ARGS)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv))
+
+given := $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))
+unknown := $(filter-out $(variables) -%,$(given))
+ifneq ($(unknown),)
+$(error unknown variable $(unknown): there are $(variables))
+endif
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,23 +42,34 @@ else
 serve_extras := server,cuda
 endif
 development_extras := $(serve_extras),client,test,lint
+ifneq ($(UV),)
+pip = $(UV) pip install --python $(BIN)/python --only-binary :all:
+else
+pip = $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: $(PIP_ARGS)
+endif
 # xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
 ifeq ($(GPU),0)
-guided = && $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements/guided-cpu.txt
+guided = && $(pip) --no-deps -r requirements/guided-cpu.txt
 endif
-install = $(BIN)/python -m pip install --quiet $(constraints) $(PIP_ARGS) --editable '.[$(1)]' $(guided)
+install = $(pip) $(constraints) --editable '.[$(1)]' $(guided)
+size := $(if $(filter 0,$(GPU)),0.4 GB; 3 GB where torch brings CUDA,4 GB)
+announcement := installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
+listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-.PHONY: serve test lint bench clean
+.PHONY: help serve test lint bench clean
+
+help:
+	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
 
 serve: $(VENV)/for-serve
+	@$(BIN)/python -m flashinfer_backend.serve --check --model-repository served $(listen)
 	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
-	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served --host $(HOST) \
-		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served $(listen)
 
 test: $(VENV)/for-development
-	$(BIN)/python -m pytest $(TESTS)
-	$(if $(TESTS),,$(BIN)/python -m pytest tests/benchmarks --benchmark-disable)  # each once, untimed
+	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadgroup --benchmark-disable \
+		tests/unit tests/engine tests/server tests/gpu tests/benchmarks)  # benchmarks once each, untimed
 
 bench: $(VENV)/for-development
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
@@ -57,12 +82,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/for-serve: $(BIN)/python $(pinned)
-	@echo "installing into $(VENV), this takes a minute or two the first time"
+	@echo "$(announcement)"
 	@$(call install,$(serve_extras))
 	@touch $@
 
 $(VENV)/for-development: $(BIN)/python $(pinned)
-	@echo "installing into $(VENV), this takes a minute or two the first time"
+	@echo "$(announcement)"
 	@$(call install,$(development_extras))
 	@touch $@ $(VENV)/for-serve
 

@@ -15,15 +15,37 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers: checkpoints.py, engin
 sys.path.insert(0, str(Path(__file__).parent.parent))  # build.py, client/
 
 
+SHARED_SERVERS = ("contract", "unary", "server")  # session fixtures of tests/server
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    for item in items:
+        if group := worker_group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def worker_group(item: pytest.Item) -> str | None:
+    """With several workers: the tests that one of them runs, so that no server and no model is made twice.
+    None for tests that each start their own."""
+    folder, file = item.path.parent.name, item.path.stem
+    if folder == "gpu" or "gpu" in item.keywords:
+        return "gpu"
+    if folder == "server":
+        for name in SHARED_SERVERS:
+            if name in getattr(item, "fixturenames", ()):
+                return name
+        if file == "test_recovery":
+            return None
+    return f"{folder}/{file}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,7 +60,7 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
         try:
             output.replace_folder(args.output, output.with_record(files, command, args.llm_name))
         except OSError as error:
-            print(f"build.py: cannot write {args.output}: {error}", file=sys.stderr)
+            print(f"build.py: cannot write {args.output}: {error.strerror or error}", file=sys.stderr)
             return EXIT_REFUSED
         if reason := unservable(args.output):
             print(f"build.py: {reason}", file=sys.stderr)

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +65,34 @@ def _record(output: Path) -> dict[str, Any] | None:
     return record if known and isinstance(record.get("llm_name"), str) else None
 
 
+@contextlib.contextmanager
+def unserved(output: Path) -> Iterator[None]:
+    """While it is open, no server is started on the folder. Raises OSError (EBUSY) where one serves it."""
+    if not output.is_dir():
+        yield
+        return
+    fd = os.open(output, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = "it is being served; stop that server first, or name another folder"
+            raise OSError(errno.EBUSY, busy) from None
+        except OSError:  # some file systems have no locks
+            pass
+        yield
+    finally:
+        os.close(fd)
+
+
 def replace_folder(output: Path, files: dict[str, bytes]) -> None:
-    """Write all files beside `output` and put them in its place by renaming."""
+    """Write all files beside `output` and put them in its place by renaming. Raises OSError, EBUSY where a
+    server serves what is there."""
+    with unserved(output):
+        _replace(output, files)
+
+
+def _replace(output: Path, files: dict[str, bytes]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")

@@ -15,115 +15,31 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
-from importlib import metadata
-from importlib import util as importlib_util
 from pathlib import Path
+
+import numpy as np
 
 from flashinfer_backend.core.paths import run_dir, unservable
 from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, reachable_at, resolve
+from flashinfer_backend.serve.preflight import (
+    Installation,
+    ServeError,
+    check_numpy,
+    check_ordering,
+    environment,
+    find_server,
+    serving,
+)
+from flashinfer_backend.serve.server_log import ServerLog
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
 
-IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 STOP_S = 9.0  # from the first signal until the server is killed
 DRAIN_S = 4  # of these, how long running requests may go on
-# The server's threads build and free hundreds of small objects for each streamed token. By default glibc
-# gives the memory back and asks for it again, thousands of times a second, and caches few objects a thread.
-MALLOC = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "tcache_count": 127,
-        "top_pad": 16 << 20,
-        "trim_threshold": 32 << 20,
-        "mmap_threshold": 32 << 20,  # what it would grow to by itself, but does not beside the others
-    }.items()
-)
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class ServeError(RuntimeError):
-    """The server cannot be started; the text says what to do."""
-
-
-@dataclass(frozen=True)
-class Installation:
-    """Where a tritonserver is. `backends` and `libraries`: None where the server finds them itself."""
-
-    binary: Path
-    backends: Path | None = None
-    libraries: Path | None = None
-
-
-def find_server(backends_copy: Path) -> Installation:
-    """The server of NVIDIA's image when there is one, else the wheel's.
-
-    The wheel has a stub for each Python, and the backend uses the one beside its library: the
-    backend is copied to a folder in `backends_copy` with the right stub. Raises ServeError.
-    """
-    if (IMAGE_ROOT / "bin" / "tritonserver").exists():
-        return Installation(IMAGE_ROOT / "bin" / "tritonserver")
-    spec = importlib_util.find_spec("pytriton")
-    if spec is None or spec.submodule_search_locations is None:
-        raise ServeError(
-            "no tritonserver: neither /opt/tritonserver (NVIDIA's image) nor the wheel nvidia-pytriton is"
-            " here; install the latter with `pip install 'flashinfer-backend[server]'`"
-        )
-    root = Path(spec.submodule_search_locations[0]) / "tritonserver"
-    stub = root / "python_backend_stubs" / PYTHON / "triton_python_backend_stub"
-    if not stub.exists():
-        known = sorted(path.parent.name for path in stub.parents[1].glob("*/triton_python_backend_stub"))
-        raise ServeError(f"tritonserver has no stub for Python {PYTHON}, only for {', '.join(known)}")
-    folder = backends_copy / f"{metadata.version('nvidia-pytriton')}-python{PYTHON}"
-    if not folder.exists():  # never written to again: a running server may have it open
-        backends_copy.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=backends_copy))
-        shutil.copytree(root / "backends", unfinished, dirs_exist_ok=True)
-        shutil.copy(stub, unfinished / "python")
-        with contextlib.suppress(OSError):  # someone else was faster
-            unfinished.rename(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return Installation(
-        binary=root / "bin" / "tritonserver",
-        backends=folder,
-        libraries=root.parents[1] / "nvidia_pytriton.libs",
-    )
-
-
-def environment(server: Installation) -> dict[str, str]:
-    """Environment of the server. Its stubs take the first python3 on PATH for theirs and need libpython."""
-    env = dict(os.environ)
-    env.setdefault("GLIBC_TUNABLES", MALLOC)
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
-    if server.libraries is None:
-        return env
-    folders = [str(server.libraries)]
-    folders += [folder] if (folder := _libpython_folder()) else []
-    folders += [env["LD_LIBRARY_PATH"]] if env.get("LD_LIBRARY_PATH") else []
-    env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-    return env
-
-
-def _libpython_folder() -> str | None:
-    """Folder of libpython, None when the loader finds it by itself. Raises ServeError without one."""
-    name = f"libpython{PYTHON}.so.1.0"
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(name)
-        return None
-    folder = sysconfig.get_config_var("LIBDIR") or ""
-    if Path(folder, name).exists():
-        return folder
-    raise ServeError(
-        f"{name} is missing, which Triton's Python backend is linked with. On Debian or Ubuntu:"
-        f" apt-get install libpython{PYTHON}"
-    )
 
 
 def command(
@@ -164,13 +80,15 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
     """Runs the server until it ends or this process gets SIGINT or SIGTERM; its exit status."""
     # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
     # server leave everything as it is). Whatever ends us ends the server.
-    child = subprocess.Popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
+    log = ServerLog()
+    child = log.popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
     asked_at: list[float] = []
     stubs: set[Stub] = set()  # that ran while the server was ending
 
     def stop(*_: object) -> None:
         if not asked_at:
             asked_at.append(time.monotonic())
+            log.stopping()
             stubs.update(stubs_of(child.pid))
             child.send_signal(signal.SIGTERM)
 
@@ -180,17 +98,22 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
     while child.poll() is None:
         if asked_at and time.monotonic() - asked_at[0] > STOP_S:
             child.kill()
+        if not asked_at and log.cannot_start(child.pid):
+            child.kill()
         if not announced and not asked_at and _ready(url):
             announced = True
+            log.ready()
             widen_thread_pipes(child.pid)
             _announce(url)
         if asked_at:  # a model that is being loaded still starts some
             stubs.update(stubs_of(child.pid))
         time.sleep(0.1)
     end_orphans(child.pid, stubs)
+    if not asked_at and not announced and (reason := log.summary()):
+        print(f"serve: {reason}", file=sys.stderr)
     for folder in run_dir(child.pid, "").parent.glob(f"{child.pid}-*"):
         rundir.remove(folder)  # of an engine whose last stub was ended while it was doing that
-    return 0 if asked_at else child.returncode
+    return 0 if asked_at else abs(child.returncode) or 1
 
 
 def _end_with_parent() -> None:
@@ -227,6 +150,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends", type=Path, help="where to copy the Python backend (default: in ~/.cache)"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only look whether the server could start; the repository need not exist yet",
+    )
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")
     return parser
 
@@ -234,11 +162,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
+    repository: Path = options.model_repository
     try:
-        if not options.model_repository.is_dir():
-            raise ServeError(f"no folder {options.model_repository}: write one with build.py --output")
+        if not options.check and not repository.is_dir():
+            raise ServeError(f"no folder {repository}: write one with build.py --output")
         server = find_server(options.backends or cache / "backends")
-        for place in (options.model_repository, server.backends):
+        for place in (repository, server.backends):
             if place is not None and (reason := unservable(place)):
                 raise ServeError(reason)
         ports = {
@@ -248,9 +177,14 @@ def main(argv: list[str] | None = None) -> int:
         }
         address = resolve(options.host)
         check_ports(address, ports)
-        args = command(server, options.model_repository, address, *ports.values())
+        check_numpy(server, np.__version__)
         env = environment(server)
+        if options.check:
+            return 0
+        check_ordering(server, repository)
+        args = command(server, repository, address, *ports.values())
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
-    return run([*args, *options.server_args], env, reachable_at(address, options.http_port))
+    with serving(repository):
+        return run([*args, *options.server_args], env, reachable_at(address, options.http_port))

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tritonserver's output on its way to the terminal, from which a failed start is told in few lines.
+
+Until the server is ready, what it says several times about a model that did not load is kept back and said
+once, at its end. What a started server says passes unchanged, until it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+STUB_GRACE_S = 3.0  # how long a stub that ended while it was starting may stay uncollected
+_STAMP = r"^[IWE]\d{4} [\d:.]+ \d+ "
+# One model's failure, as each layer of the server says it again.
+_FAILED = re.compile(_STAMP + r"model_lifecycle\.cc:\d+\] \"failed to load '(.+?)' version \d+: (.*)\"$")
+_REPEATED = re.compile(
+    _STAMP + r"(pb_stub\.cc:\d+\] \"Failed to initialize Python stub"
+    r"|backend_model\.cc:\d+\] \"ERROR: Failed to create instance"
+    r"|model_lifecycle\.cc:\d+\] \"failed to load"
+    r"|model_repository_manager\.cc:\d+\] \"Invalid argument: ensemble )"
+)
+_ENGINE_CANNOT = re.compile(r"^\[engine\] ERROR cannot start: ")
+_NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
+# While a server that could not load a model ends: tables, and the counting down.
+_ENDING = re.compile(
+    _STAMP + r"(server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are stopped|$)"
+    r"|tritonserver\.cc:\d+\] $|model_lifecycle\.cc:\d+\] \"successfully unloaded|metrics\.cc)|^[+|]|^$"
+)
+_STOPPING = re.compile(
+    _ENDING.pattern + r"|^Signal \(\d+\) received|Exit timeout expired|Non-graceful termination detected"
+)
+_IN_FLIGHT = re.compile(r"\"Timeout \d+: Found ([1-9]\d*) model versions that have in-flight")
+
+
+class ServerLog:
+    """What one server writes. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, str] = {}  # reason by model that did not load
+        self._kept_back: list[str] = []
+        self._fatal = ""
+        self._last = ""  # line that is not of the server's own log
+        self._ready = self._stopping = self._told_of_requests = False
+        self._threads: list[threading.Thread] = []
+        self._ended_stubs: dict[int, float] = {}  # when each was first seen
+
+    def popen(self, args: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Starts the server, with its two outputs passing through here. It keeps ignoring SIGPIPE, so that
+        its end stays in order should this process be killed."""
+        child = subprocess.Popen(
+            args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, restore_signals=False, **options
+        )
+        for source, target in ((child.stdout, 1), (child.stderr, 2)):
+            thread = threading.Thread(target=self._pass_on, args=(source, target), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return child
+
+    def ready(self) -> None:
+        """From now on all lines pass."""
+        self._ready = True
+
+    def stopping(self) -> None:
+        """From now on the server is ending because it was told to."""
+        self._stopping = True
+
+    def cannot_start(self, server_pid: int) -> str:
+        """Why a server that is not ready yet never will be, empty where nothing says so. It waits for ever
+        for a stub that ended before it could say anything."""
+        if self._ready or self._fatal:
+            return self._fatal
+        now = time.monotonic()
+        ended = _ended_stubs(server_pid)
+        self._ended_stubs = {pid: self._ended_stubs.get(pid, now) for pid in ended}
+        if any(now - since > STUB_GRACE_S for since in self._ended_stubs.values()):
+            said = f": {self._last}" if self._last else ""
+            self._fatal = f"a process of the Python backend ended while it was starting{said}"
+        return self._fatal
+
+    def summary(self) -> str:
+        """Why models did not load, once each; for a server that has ended."""
+        for thread in self._threads:  # stubs and the engine may hold the pipes for a little longer
+            thread.join(0.5)
+        if self._fatal:
+            return f"the server cannot start: {self._fatal}"
+        failures = [f"{model} did not load: {reason}" for model, reason in self._failures.items()]
+        return "\n".join(failures or self._kept_back)
+
+    def _pass_on(self, source: IO[bytes], target: int) -> None:
+        for line in source:
+            shown = self._shown(line.decode(errors="replace").rstrip("\n"))
+            if shown is not None:
+                _write(target, line if shown == "" else shown.encode() + b"\n")
+
+    def _shown(self, line: str) -> str | None:
+        """What becomes of a line: "" as it is, None for nothing, or another text."""
+        if self._stopping:
+            if (found := _IN_FLIGHT.search(line)) and not self._told_of_requests:
+                self._told_of_requests = True
+                return (
+                    "serve: the server waits for requests that are in flight; those whose client left count"
+                    " as well"
+                )
+            return None if _STOPPING.search(line) or found else ""
+        if self._ready:
+            return ""
+        if found := _FAILED.match(line):
+            self._failures.setdefault(found[1], _reason(found[2]))
+        if found := _NOT_LINKED.search(line):
+            self._fatal = found[1]
+        if _REPEATED.match(line) or _ENGINE_CANNOT.match(line):
+            self._kept_back.append(line)
+            return None
+        if self._failures and _ENDING.search(line):
+            return None
+        if line and not re.match(_STAMP, line):
+            self._last = line
+        return ""
+
+
+def _reason(text: str) -> str:
+    """What an exception of a model says: the engine's own line where there is one, else all of it."""
+    lines = text.replace("\\n", "\n").strip().splitlines()
+    for line in reversed(lines):
+        if _ENGINE_CANNOT.match(line):
+            return line
+    if any("EngineStartError" in line for line in lines):
+        return "\n".join(lines[: lines.index("At:")] if "At:" in lines else lines).strip()
+    return "\n".join(lines)
+
+
+def _ended_stubs(server_pid: int) -> list[int]:
+    """Stubs of a server that have ended and that it has not noticed."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            name, fields = _stat(folder) if folder.name.isdigit() else ("", [])
+        except OSError:  # it is gone
+            continue
+        if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]:
+            found.append(int(folder.name))
+    return found
+
+
+def _stat(folder: Path) -> tuple[str, list[str]]:
+    head, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
+    return head.partition("(")[2], rest.split()
+
+
+def _write(target: int, data: bytes) -> None:
+    stream = sys.stdout if target == 1 else sys.stderr
+    try:
+        stream.flush()
+        while data:
+            data = data[os.write(target, data) :]
+    except OSError:  # nobody reads any more; the server must not notice
+        return

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is looked at before a server is started."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from build_support import MODEL_REPO
+
+from flashinfer_backend.config_tools import cli
+from flashinfer_backend.serve import preflight
+from flashinfer_backend.serve.preflight import Installation, ServeError
+
+C_COMPILER = shutil.which("cc")
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """A program in the place of the wheel's stub that needs a library which no loader finds by itself, and
+    that library's folder."""
+    if C_COMPILER is None:
+        pytest.skip("no C compiler")
+    name, place = f"libpython{preflight.PYTHON}.so.1.0", tmp_path / "own"
+    place.mkdir()
+    (tmp_path / "library.c").write_text("int library_says(void) { return 0; }")
+    (tmp_path / "program.c").write_text("int library_says(void); int main(void) { return library_says(); }")
+    library = place / "libunknown-here.so.1.0"
+    subprocess.run(
+        [
+            C_COMPILER,
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{library.name}",
+            "-o",
+            library,
+            tmp_path / "library.c",
+        ],
+        check=True,
+    )
+    (place / name).write_bytes(b"")  # by which LIBDIR is known to be that of a shared Python
+    folder = tmp_path / "backends/python"
+    folder.mkdir(parents=True)
+    program = folder / "triton_python_backend_stub"
+    subprocess.run([C_COMPILER, "-o", program, tmp_path / "program.c", library], check=True)
+    return program, place
+
+
+def wheel(stub: Path) -> Installation:
+    return Installation(stub, backends=stub.parents[1], libraries=stub.parent, version=(2, 51))
+
+
+def test_the_stub_is_given_the_interpreters_own_library(stub, monkeypatch):
+    """Although this process has the library loaded, by which its name is found here and not in the stub."""
+    program, place = stub
+    ctypes.CDLL(str(place / "libunknown-here.so.1.0"))
+    monkeypatch.setattr(sysconfig, "get_config_var", {"LIBDIR": str(place)}.get)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/user")
+    env = preflight.environment(wheel(program))
+    assert env["LD_LIBRARY_PATH"] == f"{program.parent}:{place}:/of/the/user"
+    assert subprocess.run([program], env=env, check=False).returncode == 0
+
+
+def test_a_stub_without_its_libraries_is_refused(stub, monkeypatch):
+    program, _ = stub
+    monkeypatch.setattr(sysconfig, "get_config_var", {}.get)
+    with pytest.raises(ServeError, match=r"libunknown-here\.so\.1\.0 is missing.*apt-get install libpython"):
+        preflight.environment(wheel(program))
+
+
+def test_the_real_stub_finds_its_libraries(tmp_path):
+    server = preflight.find_server(tmp_path)
+    assert not preflight.missing_libraries(server.stub, preflight.environment(server))
+
+
+def test_numpy_2_is_refused_where_the_server_cannot_read_its_strings():
+    for version, numpy in (((2, 51), "1.26.4"), ((2, 72), "2.4.0"), (None, "2.4.0")):
+        preflight.check_numpy(Installation(Path("server"), version=version), numpy)
+    with pytest.raises(ServeError, match=r"numpy 2\.0\.1 is installed.*2\.51.*pip install 'numpy<2'"):
+        preflight.check_numpy(Installation(Path("server"), version=(2, 51)), "2.0.1")
+
+
+@pytest.mark.parametrize(
+    "version, swaps", [((2, 60), False), ((2, 61), True), ((2, 71), True), ((2, 72), False)]
+)
+def test_servers_that_swap_answers_take_one_postprocessing(version, swaps, tmp_path):
+    server = Installation(Path("server"), version=version)
+    for count in (1, 2):
+        arguments = [
+            "--output",
+            str(tmp_path / str(count)),
+            "--set",
+            f"postprocessing_instance_count={count}",
+        ]
+        assert cli.main(MODEL_REPO, arguments) == 0
+    preflight.check_ordering(server, tmp_path / "1")
+    if swaps:
+        with pytest.raises(ServeError, match=r"postprocessing has 2: .*postprocessing_instance_count=1"):
+            preflight.check_ordering(server, tmp_path / "2")
+    else:
+        preflight.check_ordering(server, tmp_path / "2")
+
+
+def test_the_version_of_an_image(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_SERVER_VERSION", raising=False)
+    assert preflight.image_version(tmp_path) is None
+    monkeypatch.setenv("TRITON_SERVER_VERSION", "2.69.0")
+    assert preflight.image_version(tmp_path) == (2, 69)
+    (tmp_path / "TRITON_VERSION").write_text("2.72.0\n")
+    assert preflight.image_version(tmp_path) == (2, 72)
+
+
+def test_the_wheel_that_is_here_has_a_known_version(tmp_path):
+    assert preflight.find_server(tmp_path).version in preflight.WHEEL_SERVERS.values()
+
+
+def test_a_repository_that_is_served_is_not_replaced(tmp_path, capsys):
+    arguments = ["--output", str(tmp_path / "served")]
+    assert cli.main(MODEL_REPO, arguments) == 0
+    before = (tmp_path / "served").stat().st_ino
+    with preflight.serving(tmp_path / "served"), preflight.serving(tmp_path / "served"):
+        assert cli.main(MODEL_REPO, [*arguments, "--set", "max_num_seqs=8"]) == 2
+        assert "is being served" in capsys.readouterr().err
+        assert cli.main(MODEL_REPO, [*arguments, "--set", "max_num_seqs=8", "--diff"]) == 0
+    assert (tmp_path / "served").stat().st_ino == before
+    assert cli.main(MODEL_REPO, [*arguments, "--set", "max_num_seqs=8"]) == 0
+
+
+def test_a_check_needs_no_repository_and_refuses_what_serve_does(tmp_path):
+    def check(*more: str) -> tuple[int, str]:
+        words = [sys.executable, "-m", "flashinfer_backend.serve", "--check", "--http-port", "0", *more]
+        words += ["--grpc-port", "0", "--metrics-port", "0", "--model-repository"]
+        done = subprocess.run(
+            [*words, str(tmp_path / more[-1] if more else tmp_path / "later")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        )
+        return done.returncode, done.stderr
+
+    assert check() == (0, "")
+    assert check("--host", "no.such.host.invalid")[0] == 1

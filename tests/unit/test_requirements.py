@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed comes as wheels, for every Python that pyproject.toml admits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+UNREACHABLE = re.compile(
+    r"error sending request|Failed to fetch|Request failed|dns error|timed out", re.IGNORECASE
+)
+
+
+def advertised_pythons() -> list[str]:
+    low, high = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()
+    return [f"3.{minor}" for minor in range(int(low), int(high))]
+
+
+@pytest.mark.parametrize("python", advertised_pythons())
+def test_every_python_gets_wheels_only(python, tmp_path):
+    """Of every extra at once. torch is left out: its index depends on the machine."""
+    (tmp_path / "overrides.txt").write_text('torch; python_version < "3"\n')
+    words = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-build",
+        "--python-version",
+        python,
+    ]
+    words += ["--python-platform", "x86_64-manylinux_2_35", "--override", str(tmp_path / "overrides.txt")]
+    words += ["--constraint", "requirements/constraints.txt", "--all-extras", "pyproject.toml"]
+    words += ["requirements/guided-cpu.txt"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
+    done = subprocess.run(
+        words, cwd=ROOT, env=env | {"UV_HTTP_TIMEOUT": "20"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode and UNREACHABLE.search(done.stderr):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    assert "nvidia-pytriton==0.7.0" in done.stdout and "\ntorch==" not in done.stdout
+
+
+def test_the_advertised_pythons_are_those_of_the_pages():
+    low, *_, high = advertised_pythons()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"Python {low} to {high}" in (ROOT / page).read_text(encoding="utf-8"), page

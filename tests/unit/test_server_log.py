@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of tritonserver's output reaches the terminal, with stand-in processes for the server."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+STAMP = "E1122 02:02:16.820177 3985 "
+ENGINE = "[engine] ERROR cannot start: no weights"
+REASON = rf"EngineStartError: the engine process ended before it was ready\n{ENGINE}\n\nAt:\n  x.py(1): f\n"
+OTHER = r"KeyError: 'vocab'\n\nAt:\n  y.py(2): g\n"
+TABLE = ["I1122 02:02:16.8 3985 server.cc:604] ", "+-----+", "| Model |", "+-----+", ""]
+
+
+def lines_of_a_failed_load(reason):
+    return [
+        'I1122 02:02:12.3 3985 model_lifecycle.cc:472] "loading: llm:1"',
+        *([ENGINE] if "engine" in reason else []),
+        f'{STAMP}pb_stub.cc:366] "Failed to initialize Python stub: {reason}"',
+        f'{STAMP}backend_model.cc:692] "ERROR: Failed to create instance: {reason}"',
+        f"{STAMP}model_lifecycle.cc:642] \"failed to load 'llm' version 1: Internal: {reason}\"",
+        f"{STAMP}model_lifecycle.cc:777] \"failed to load 'llm'\"",
+        f"{STAMP}model_repository_manager.cc:703] \"Invalid argument: ensemble 'ensemble' depends {reason}\"",
+        *TABLE,
+        f'{STAMP}server.cc:345] "Timeout 4: Found 2 live models and 0 in-flight non-inference requests"',
+        "error: creating server: Internal - failed to load all models",
+    ]
+
+
+def passed_on(lines, before="pass"):
+    """(stdout, what the log says in the end) of a process that follows a server writing these lines."""
+    code = f"""
+import sys
+from flashinfer_backend.serve.server_log import ServerLog
+log = ServerLog()
+{before}
+child = log.popen([sys.executable, "-c", "import sys; print(sys.argv[1])", sys.argv[1]])
+child.wait()
+summary = log.summary()
+sys.stdout.flush()
+print("SUMMARY", summary)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "\n".join(lines)], capture_output=True, text=True, timeout=30, check=True
+    )
+    output, _, summary = done.stdout.partition("SUMMARY ")
+    return output.splitlines(), summary.strip()
+
+
+def test_a_failed_load_is_told_once():
+    output, summary = passed_on(lines_of_a_failed_load(REASON))
+    assert summary == "llm did not load: [engine] ERROR cannot start: no weights"
+    assert len(output) == 2
+    assert "loading" in output[0] and "failed to load all models" in output[1]
+
+
+def test_another_exception_of_a_model_keeps_its_traceback():
+    _, summary = passed_on(lines_of_a_failed_load(OTHER))
+    assert summary == "llm did not load: Internal: KeyError: 'vocab'\n\nAt:\n  y.py(2): g"
+
+
+def test_a_form_of_failure_that_is_not_known_is_not_lost():
+    output, summary = passed_on([ENGINE, *TABLE])
+    assert "cannot start: no weights" in summary and "| Model |" in output
+
+
+def test_a_started_servers_lines_pass_unchanged():
+    lines = lines_of_a_failed_load(REASON)
+    assert passed_on(lines, "log.ready()")[0] == lines
+
+
+def test_the_end_of_a_server_with_requests_in_flight_is_one_line():
+    waiting = [
+        f'{STAMP}server.cc:321] "Timeout {left}: Found 1 model versions that have in-flight'
+        for left in "43210"
+    ]
+    end = [
+        "Signal (15) received.",
+        f'{STAMP}server.cc:305] "Waiting for in-flight requests to complete."',
+        *waiting,
+    ]
+    end += [
+        f'{STAMP}main.cc:535] "failed to stop server: Internal - Exit timeout expired. Exiting immediately."'
+    ]
+    end += [
+        f"{STAMP}pb_stub.cc:2145]  Non-graceful termination detected. ",
+        "[engine] INFO ended after 5 steps",
+    ]
+    output, _ = passed_on(end, "log.stopping()")
+    assert [line.partition(":")[0] for line in output] == ["serve", "[engine] INFO ended after 5 steps"]
+
+
+def test_the_loaders_complaint_about_a_stub_is_fatal_at_once():
+    complaint = "error while loading shared libraries: libpython3.12.so.1.0: cannot open"
+    _, summary = passed_on([f"/x/triton_python_backend_stub: {complaint}"])
+    assert summary == f"the server cannot start: {complaint}"
+
+
+@pytest.mark.parametrize("said", ["Fatal Python error: init_fs_encoding", ""])
+def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, tmp_path):
+    from flashinfer_backend.serve import server_log
+
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.write_text(f"#!/bin/sh\n{f'echo {said}' if said else 'true'}\n")
+    stub.chmod(0o755)
+    server = f"import subprocess, time; stub = subprocess.Popen([{str(stub)!r}]); time.sleep(60)"
+    log = server_log.ServerLog()
+    child = log.popen([sys.executable, "-c", server])
+    try:
+        deadline = time.monotonic() + 20
+        while not (reason := log.cannot_start(child.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert reason.startswith("a process of the Python backend ended while it was starting")
+        assert said in reason
+    finally:
+        child.kill()
+        child.wait()
