@@ -130,8 +130,9 @@ def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path)
     server = Server(build_repository(tmp_path, f"model_dir={checkpoint}"), tmp_path)
     try:
         assert server.launcher.wait(90) != 0
-        reason = "EngineStartError: the engine process ended before it was ready"
-        assert re.search(reason + ".*deserializ", server.log), server.log[-6000:]
+        last = server.log.splitlines()[-1]
+        assert re.match(r"serve: llm did not load: \[engine\] ERROR .*deserializ", last), server.log[-6000:]
+        assert server.log.count("deserializ") == 1 and "+---" not in server.log
         wait_gone(server)
     finally:
         server.close()

@@ -296,7 +296,7 @@ def test_rebuild_replaces_its_own_output_as_a_whole(build, tmp_path):
     cache = tmp_path / "repo" / "preprocessing" / "1" / "__pycache__"
     cache.mkdir()
     (cache / "model.cpython-311.pyc").write_bytes(b"")
-    assert build("--set", "max_num_seqs=9")[0] == 0
+    assert build("--llm-name", "llm", "--set", "max_num_seqs=9")[0] == 0
     build("--set", "max_num_seqs=9", output=tmp_path / "fresh")
     assert snapshot(tmp_path / "repo") == snapshot(tmp_path / "fresh")
 

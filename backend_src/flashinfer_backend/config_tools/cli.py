@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from flashinfer_backend.config_tools import checks, output, patch, settings
-from flashinfer_backend.config_tools.knobs import BLS, KNOBS, LLM, MODELS, Knob, engine_knobs
+from flashinfer_backend.config_tools.knobs import BLS, BY_NAME, KNOBS, LLM, MODELS, Knob, engine_knobs
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.paths import unservable
 
@@ -35,8 +35,9 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     if args.output is None:
         parser.error("--output DIR is needed")
     problems: list[str] = []
+    notes: list[str] = []
     try:
-        values = _values(args, problems)
+        values = _values(args, problems, notes)
         _check_places(args.llm_name, args.output, model_repo, problems)
     except OSError as error:
         problems.append(f"cannot read {error.filename}: {error.strerror}")
@@ -44,6 +45,8 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         print(f"build.py: nothing was written, {len(problems)} to correct:\n{listed}", file=sys.stderr)
         return EXIT_REFUSED
+    if notes:
+        print(f"build.py: {args.output} {'; '.join(notes)}", file=sys.stderr)
     command = _command(args)
     files = patch.render(model_repo, values, args.llm_name, command)
     if args.diff:
@@ -73,7 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="build.py", description="Write a deployable model repository: model_repo with knobs set."
     )
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder, the same as --set model_dir=DIR")
+    parser.add_argument(
+        "--model", metavar="DIR",
+        help="checkpoint folder, the same as --set model_dir=DIR (default: as built before, else bundled)",
+    )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write, new or built before")
     parser.add_argument("--profile", metavar="FILE", type=Path, help="TOML file with a [knobs] table")
     parser.add_argument(
@@ -81,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         help="set knobs; wins over the profile",
     )  # fmt: skip
     parser.add_argument(
-        "--llm-name", metavar="NAME", default=LLM,
-        help="name of the llm model (default: llm); clients of TensorRT-LLM's own model use tensorrt_llm",
+        "--llm-name", metavar="NAME",
+        help="name of the llm model (default: as built before, else llm); clients of TensorRT-LLM's own model"
+        " use tensorrt_llm",
     )  # fmt: skip
     parser.add_argument("--diff", action="store_true", help="show what would change, write nothing")
     parser.add_argument("--list-knobs", action="store_true", help="show all knobs")
@@ -106,8 +113,9 @@ def generated(model_repo: Path) -> dict[Path, str]:
     }
 
 
-def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
-    """A value for every knob; meaningful only while there are no problems."""
+def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> dict[str, str]:
+    """A value for every knob; meaningful only while there are no problems. What an earlier build of the same
+    folder says about the checkpoint stays in force, as if it had been given again; `notes` tells."""
     pairs = settings.split_assignments(args.set, problems)
     if args.model is not None:
         pairs.insert(0, ("model_dir", args.model))
@@ -116,9 +124,36 @@ def _values(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
         from_file = settings.read_profile(args.profile, problems)
         chosen = settings.parse_pairs(from_file, f"profile {args.profile}", problems)
     chosen |= settings.parse_pairs(pairs, "--set", problems)
+    name = output.built_llm_name(args.output)
+    before = patch.read_values(args.output, name) if name else {}
+    kept = {} if "model_dir" in chosen else _checkpoint(before)
+    kept = {knob: value for knob, value in kept.items() if knob not in chosen}
+    args.set += [f"{knob}={value}" for knob, value in kept.items()]
+    shown = [f"{knob}={value}" for knob, value in kept.items()]
+    if args.llm_name is None:
+        args.llm_name = name or LLM
+        shown += [f"--llm-name {name}"] if args.llm_name != LLM else []
+    if shown:
+        notes.append(f"keeps {' '.join(shown)}, unless they are given")
+    chosen |= kept
     values = settings.complete(chosen, args.llm_name)
+    reset = [
+        f"{knob} ({value}, was {before[knob]})"
+        for knob, value in values.items()
+        if knob not in chosen and before.get(knob, value) != value and knob not in settings.FOLLOWING
+    ]
+    if reset:
+        notes.append(f"changes to the default: {', '.join(reset)}")
     problems += checks.check(values)
     return values
+
+
+def _checkpoint(before: dict[str, str]) -> dict[str, str]:
+    """What has to be said to have the same checkpoint as before, none where it is the default."""
+    kept: dict[str, str] = {knob: before[knob] for knob in ("model_dir", "load_format") if knob in before}
+    if before.get("tokenizer_dir", "") not in ("", before.get("model_dir", "")):
+        kept["tokenizer_dir"] = before["tokenizer_dir"]
+    return {knob: value for knob, value in kept.items() if value != BY_NAME[knob].default}
 
 
 def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[str]) -> None:

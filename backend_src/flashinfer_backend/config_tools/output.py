@@ -55,6 +55,12 @@ def obstacle(output: Path) -> str | None:
     return None
 
 
+def built_llm_name(output: Path) -> str | None:
+    """Name of the llm model in a folder that build.py wrote; None for another, or none."""
+    record = _record(output)
+    return str(record["llm_name"]) if record else None
+
+
 def _record(output: Path) -> dict[str, Any] | None:
     """The record that with_record wrote, None where there is none."""
     try:

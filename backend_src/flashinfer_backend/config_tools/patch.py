@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,38 @@ def with_engine_knobs(text: str, values: Mapping[str, str]) -> str:
         for name, value in values.items()
     ]
     return "".join([before, begin, *lines, end, after])
+
+
+def get_field(config: Any, field: str) -> str:
+    """The text that set_field would have to be given. Raises KeyError and IndexError as that does."""
+    *path, name = field.split(".")
+    if path == ["parameters"]:
+        if name not in config.parameters:
+            raise KeyError(f"{config.name} has no parameter {name}")
+        return str(config.parameters[name].string_value)
+    message: Any = config
+    for part in path:
+        message = getattr(message, part)
+        if not isinstance(message, Message):
+            message = message[0]
+    value = getattr(message, name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else ",".join(map(str, value))
+
+
+def read_values(repository: Path, llm_name: str) -> dict[str, str]:
+    """The knobs of a built repository, as far as its files tell them."""
+    values = {}
+    for knob in KNOBS:
+        model, field = knob.places[0]
+        if field == REPORT_OUTPUTS:
+            continue
+        file = repository / (llm_name if model == LLM else model) / "config.pbtxt"
+        with contextlib.suppress(OSError, UnicodeError, text_format.ParseError, KeyError, IndexError):
+            config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+            values[knob.name] = get_field(config, field)
+    return values
 
 
 def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str) -> dict[str, bytes]:

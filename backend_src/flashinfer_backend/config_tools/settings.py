@@ -17,6 +17,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# Knobs whose default follows from another's value.
+FOLLOWING = ("tokenizer_dir", "preferred_batch_size", "llm_preferred_batch_size")
+
 
 def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
     """(knob, value as text) pairs of the [knobs] table of a TOML file."""

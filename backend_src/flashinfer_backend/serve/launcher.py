@@ -33,7 +33,7 @@ from flashinfer_backend.serve.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.serve.server_log import ServerLog
+from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
@@ -99,7 +99,11 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
         if asked_at and time.monotonic() - asked_at[0] > STOP_S:
             child.kill()
         if not asked_at and log.cannot_start(child.pid):
+            memory = memory_of_stubs(child.pid)
             child.kill()
+            child.wait()
+            for region in memory:
+                region.unlink(missing_ok=True)
         if not announced and not asked_at and _ready(url):
             announced = True
             log.ready()

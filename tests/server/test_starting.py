@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that cannot start, and one that is stopped while a client has left a stream behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Server, running, wait_for
+
+from flashinfer_backend.serve import preflight
+
+
+@pytest.mark.parametrize(
+    "script, said",
+    [
+        ("echo the codec is missing >&2; exit 1", "the codec is missing"),
+        ("echo $0: error while loading shared libraries: libx.so.1: no such file >&2; exit 127", "libx.so.1"),
+    ],
+)
+def test_stubs_that_cannot_start_end_the_server(
+    repository: Path, tmp_path: Path, script: str, said: str
+) -> None:
+    """tritonserver itself waits for them for ever."""
+    backends = tmp_path / "backends"
+    found = preflight.find_server(backends)
+    if found.backends is None:
+        pytest.skip("NVIDIA's image has one stub, which is not ours to replace")
+    found.stub.unlink()
+    found.stub.write_text(f"#!/bin/bash\n{script}\n")
+    found.stub.chmod(0o755)
+    words = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
+    words += ["--backends", str(backends)]
+    words += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+    server = Server(repository, tmp_path, words)
+    try:
+        assert server.launcher.wait(60) != 0
+        last = server.log.splitlines()[-1]
+        assert last.startswith("serve: the server cannot start: ") and said in last
+        wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
+
+
+def test_a_stream_left_behind_costs_one_line(repository: Path, tmp_path: Path) -> None:
+    if (curl := shutil.which("curl")) is None:
+        pytest.skip("no curl")
+    with running(repository, tmp_path) as server:
+        body = '{"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 1048576}'
+        url = f"{server.url}/v2/models/ensemble/generate_stream"
+        subprocess.run([curl, "-sN", "-m", "0.5", "-o", "/dev/null", url, "-d", body], check=False)
+        before = len(server.log)
+        assert server.interrupt() == 0
+        lines = [line for line in server.log[before:].splitlines() if not line.startswith("[engine]")]
+        assert len(lines) <= 1, lines
+        assert not lines or lines[0].startswith("serve: "), lines

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""build.py on a folder that it has built before: the checkpoint stays, and what changes is said."""
+
+# ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
+from __future__ import annotations
+
+from build_support import build, checkpoint, snapshot, write_checkpoint
+
+from flashinfer_backend.config_tools import patch
+
+
+def values(tmp_path, name="llm"):
+    return patch.read_values(tmp_path / "repo", name)
+
+
+def test_the_checkpoint_is_kept_without_model(build, checkpoint, tmp_path):
+    other = write_checkpoint(tmp_path / "tokenizer")
+    assert build("--set", f"tokenizer_dir={other}", "load_format=dummy", "max_num_seqs=8")[0] == 0
+    status, _, err = build("--set", "max_queue_size=64", model=None)
+    assert status == 0
+    now = values(tmp_path)
+    assert (now["model_dir"], now["tokenizer_dir"]) == (str(checkpoint), str(other))
+    assert (now["load_format"], now["max_queue_size"]) == ("dummy", "64")
+    assert f"keeps model_dir={checkpoint} load_format=dummy tokenizer_dir={other}" in err
+    assert "changes to the default: max_num_seqs (" in err and "was 8)" in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_given_wins_and_nothing_is_said_where_nothing_is_kept(build, checkpoint, tmp_path):
+    assert build(model=None)[2] == ""
+    assert build() == (0, f"{tmp_path / 'repo'}: ready for tritonserver --model-repository\n", "")
+    assert values(tmp_path)["model_dir"] == str(checkpoint)
+    status, _, err = build("--model", "bundled", model=None)
+    assert (status, err) == (0, "")
+    assert values(tmp_path)["model_dir"] == values(tmp_path)["tokenizer_dir"] == "bundled"
+
+
+def test_the_name_of_the_llm_model_is_kept(build, tmp_path):
+    assert build("--llm-name", "tensorrt_llm")[0] == 0
+    assert "keeps --llm-name tensorrt_llm" in build()[2]
+    assert build("--llm-name", "llm")[2] == ""
+    assert (tmp_path / "repo/llm").is_dir() and not (tmp_path / "repo/tensorrt_llm").exists()
+
+
+def test_the_kept_build_equals_the_whole_command(build, tmp_path):
+    assert build("--set", "load_format=dummy")[0] == 0
+    assert build("--diff", model=None)[1] == ""
+    assert build(model=None)[0] == 0
+    once = snapshot(tmp_path / "repo")
+    assert build(model=None)[0] == 0
+    assert snapshot(tmp_path / "repo") == once
