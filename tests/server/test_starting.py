@@ -45,6 +45,16 @@ def test_stubs_that_cannot_start_end_the_server(
         server.close()
 
 
+def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+    server = Server(repository, tmp_path)
+    try:
+        wait_for(lambda: "TRITONBACKEND_ModelInstanceInitialize" in server.log or server.ready(), "stubs", 60)
+        assert server.interrupt() == 0
+        wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
+
+
 def test_a_stream_left_behind_costs_one_line(repository: Path, tmp_path: Path) -> None:
     if (curl := shutil.which("curl")) is None:
         pytest.skip("no curl")

@@ -84,26 +84,26 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
     child = log.popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
     asked_at: list[float] = []
     stubs: set[Stub] = set()  # that ran while the server was ending
+    memory: set[Path] = set()  # of stubs that have not taken it over
+    announced = False
 
     def stop(*_: object) -> None:
         if not asked_at:
             asked_at.append(time.monotonic())
             log.stopping()
+            if not announced:
+                memory.update(memory_of_stubs(child.pid))
             stubs.update(stubs_of(child.pid))
             child.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    announced = False
     while child.poll() is None:
         if asked_at and time.monotonic() - asked_at[0] > STOP_S:
             child.kill()
         if not asked_at and log.cannot_start(child.pid):
-            memory = memory_of_stubs(child.pid)
+            memory.update(memory_of_stubs(child.pid))
             child.kill()
-            child.wait()
-            for region in memory:
-                region.unlink(missing_ok=True)
         if not announced and not asked_at and _ready(url):
             announced = True
             log.ready()
@@ -113,6 +113,8 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
             stubs.update(stubs_of(child.pid))
         time.sleep(0.1)
     end_orphans(child.pid, stubs)
+    for region in memory:
+        region.unlink(missing_ok=True)
     if not asked_at and not announced and (reason := log.summary()):
         print(f"serve: {reason}", file=sys.stderr)
     for folder in run_dir(child.pid, "").parent.glob(f"{child.pid}-*"):
