@@ -91,10 +91,12 @@ def run(args: list[str], env: dict[str, str], url: str) -> int:
         if not asked_at:
             asked_at.append(time.monotonic())
             log.stopping()
-            if not announced:
+            if not announced:  # it ends at once, and must not make more meanwhile
+                child.send_signal(signal.SIGSTOP)
                 memory.update(memory_of_stubs(child.pid))
             stubs.update(stubs_of(child.pid))
             child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGCONT)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
