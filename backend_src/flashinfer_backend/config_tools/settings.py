@@ -18,7 +18,7 @@ else:
     import tomli as tomllib
 
 # Knobs whose default follows from another's value.
-FOLLOWING = ("tokenizer_dir", "preferred_batch_size", "llm_preferred_batch_size")
+FOLLOWING = ("tokenizer_dir", "preferred_batch_size", "llm_preferred_batch_size", "streamed_log_probs")
 
 
 def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
