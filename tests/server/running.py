@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,15 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT
 class Server:
     """`launcher` is the process of flashinfer_backend.serve, in a session of its own."""
 
-    def __init__(self, repository: Path, folder: Path, command: list[str] | None = None) -> None:
-        """command: what to run instead of the launcher; {http}, {grpc} and {metrics} stand for ports."""
+    def __init__(
+        self,
+        repository: Path,
+        folder: Path,
+        command: list[str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """command: what to run instead of the launcher; {http}, {grpc} and {metrics} stand for ports.
+        options: further ones of the launcher."""
         http, grpc, self.metrics_port = free_ports(3)
         self.url, self.grpc = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         self.shm_prefix = f"fib{uuid.uuid4().hex[:8]}_"
@@ -69,6 +77,7 @@ class Server:
         self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         shm = ["--backend-config", f"python,shm-region-prefix-name={self.shm_prefix}"]
         if command is None:
+            shm = []
             command = [
                 sys.executable,
                 "-m",
@@ -76,7 +85,8 @@ class Server:
                 "--model-repository",
                 str(repository),
             ]
-            command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+            command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}"]
+            command += ["--shm-prefix", self.shm_prefix, *options, "--"]
         ports = {"http": http, "grpc": grpc, "metrics": self.metrics_port}
         env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1"}
         with self.log_path.open("w") as log:
@@ -132,6 +142,20 @@ class Server:
         assert status == 200, answer
         return str(answer["text_output"])
 
+    def answers(self, prompt: str) -> bool:
+        """Whether a request gets its text."""
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            return bool(self.post({"text_input": prompt, "max_tokens": 2})[0] == 200)
+        return False
+
+    def engine_status(self) -> protocol.Status:
+        """The state that the engine tells."""
+        watching = EngineWatch(self)
+        try:
+            return watching.status()
+        finally:
+            watching.close()
+
     def commands(self) -> dict[psutil.Process, str]:
         """tritonserver, its stubs and the engine (with its tee) by command line; zombies do not count."""
         found = {}
@@ -177,9 +201,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(repository: Path, folder: Path, command: list[str] | None = None) -> Iterator[Server]:
+def running(
+    repository: Path, folder: Path, command: list[str] | None = None, options: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server that is ready."""
-    server = Server(repository, folder, command)
+    server = Server(repository, folder, command, options)
     try:
         server.wait_ready()
         yield server

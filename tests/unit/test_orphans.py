@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import subprocess
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer_backend.core.paths import run_dir
-from flashinfer_backend.serve import launcher as serve
+from flashinfer_backend.core.paths import SERVE_PID, run_dir
+from flashinfer_backend.serve.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import orphans
 
 SERVER, OTHER = 4194305, 4194306  # no process has them
@@ -77,7 +78,7 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     (tmp_path / "model.py").write_text(f"touch $5; {ENDLESS}")
     ready, runs = tmp_path / "ready", run_dir(0, "").parent
     (tmp_path / "server").write_text(
-        f"mkdir -p {runs}/$$-llm {runs}/$$0-llm\n"
+        f"mkdir -p {runs}/${SERVE_PID}-llm {runs}/${{{SERVE_PID}}}0-llm\n"
         f"(exec -a {NAME} bash {tmp_path}/model.py left 1 1 $$ {ready}) & stub=$!\n"
         "trap 'kill -9 $stub; wait $stub; exit 0' TERM\n"
         "wait; wait"
@@ -95,7 +96,8 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     stopping.start()
     try:
         command = ["bash", str(tmp_path / "server")]
-        assert serve.run(command, dict(os.environ), "http://127.0.0.1:9") == 0
+        host = ipaddress.ip_address("127.0.0.1")
+        assert Watchdog(command, dict(os.environ), host, 9, Policy()).run() == 0
     finally:
         stopping.join()
         for number, handler in before.items():

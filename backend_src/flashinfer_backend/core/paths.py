@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 BUNDLED = "bundled"
+SERVE_PID = "FLASHINFER_BACKEND_SERVE_PID"  # set by serve for the server and all that comes of it
 
 
 def resolve_model_dir(name: str) -> Path:
@@ -35,8 +36,24 @@ def unservable(path: Path) -> str | None:
     )
 
 
-def run_dir(server_pid: int, llm_model_name: str) -> Path:
-    """Folder of the sockets of one server's engine. Every stub of that server derives the same one;
-    a stub's server is its parent process. The folder need not exist yet."""
+def owner_pid() -> int:
+    """In a stub: the process that the run directory is named by and that the engine ends with. That is serve,
+    which starts tritonserver anew when it has to and keeps the engine meanwhile; without serve it is
+    tritonserver, the stub's parent."""
+    server = os.getppid()
+    serve = os.environ.get(SERVE_PID, "")
+    if serve.isdigit():
+        try:
+            stat = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # tritonserver has just ended
+            return server
+        if int(stat[1]) == int(serve):  # not a variable that a server started by hand has inherited
+            return int(serve)
+    return server
+
+
+def run_dir(owner: int, llm_model_name: str) -> Path:
+    """Folder of the sockets of one server's engine. Every stub of that server derives the same one, from
+    `owner_pid`. The folder need not exist yet."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
-    return Path(base) / f"flashinfer-backend-{os.getuid()}" / f"{server_pid}-{llm_model_name}"
+    return Path(base) / f"flashinfer-backend-{os.getuid()}" / f"{owner}-{llm_model_name}"

@@ -23,9 +23,11 @@ from flashinfer_backend.engine.start import start
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.orphans import end_orphans_in_background
+from flashinfer_backend.transport.supervisor import read_record
 
 log = logging.getLogger("flashinfer_backend.engine")
 
+RECORDED_S = 5.0  # within which the record of this process has to be there
 GRACE_S = 3.0  # for the loop to end by itself when the server has gone
 
 
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for the socket")
     parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
+    parser.add_argument("--stay", action="store_true", help="also while no stub is connected")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[engine] %(levelname)s %(message)s")
     try:
@@ -41,11 +44,14 @@ def main() -> int:
     except ProcessLookupError:
         log.error("cannot start: the server, process %d, has ended", options.server_pid)
         return 1
+    if options.stay and not _is_recorded(options.run_dir):
+        log.error("cannot start: whoever started this engine was ended before it noted that")
+        return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         core = start(config)
-        socket = EngineSocket(options.run_dir, options.server_pid)
+        socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
         return 1
@@ -59,9 +65,22 @@ def main() -> int:
         socket.close()
         if not rundir.process_alive(options.server_pid):
             rundir.remove(options.run_dir)  # as its stubs do otherwise
-            end_orphans_in_background(options.server_pid)
+            for pid in socket.tritonservers:
+                end_orphans_in_background(pid)
     log.info("ended after %d steps", loop.iteration)
     return 0
+
+
+def _is_recorded(run_dir: Path) -> bool:
+    """Whether this process is the recorded engine: the stub that starts it notes so right afterwards. One
+    that is not would keep the device beside the next one."""
+    deadline = time.monotonic() + RECORDED_S
+    while time.monotonic() < deadline:
+        record = read_record(run_dir)
+        if record is not None and record.pid == os.getpid():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def _end_with(server_pidfd: int) -> None:

@@ -8,22 +8,17 @@ Python backend needs, and says when it is ready. The server ends with this proce
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import json
+import math
 import os
-import secrets
 import shutil
-import signal
 import sys
-import time
-import urllib.request
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
-from flashinfer_backend.core.paths import run_dir, unservable
-from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, reachable_at, resolve
+from flashinfer_backend.core.paths import unservable
+from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, resolve
 from flashinfer_backend.serve.preflight import (
     Installation,
     ServeError,
@@ -33,13 +28,14 @@ from flashinfer_backend.serve.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
-from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
-from flashinfer_backend.transport import rundir
-from flashinfer_backend.transport.orphans import Stub, end_orphans, stubs_of
+from flashinfer_backend.serve.watchdog import DRAIN_S, RESTARTS, Policy, Watchdog
 
-STOP_S = 9.0  # from the first signal until the server is killed
-DRAIN_S = 4  # of these, how long running requests may go on
+# The APIs through which a client could read other clients' requests in shared memory, or write files on this
+# machine. The server refuses them to everybody, unless they are opened by name.
+CLOSED = ("shared-memory", "trace", "logging")
+# The server opens an API to whoever sends a header, and every local user can read its name and value off the
+# command line. This one nobody can send: HTTP's names end at the colon, gRPC's have no capitals.
+UNSENDABLE = "Closed:to-everybody=no"
 
 
 def command(
@@ -49,99 +45,37 @@ def command(
     http_port: int,
     grpc_port: int,
     metrics_port: int,
+    opened: Collection[str] = (),
+    drain_s: float = DRAIN_S,
+    shm_prefix: str = "",
 ) -> list[str]:
-    """Command line of the server for a model repository."""
+    """Command line of the server for a model repository. opened: those of CLOSED that clients may use.
+    drain_s: how long running requests may go on after SIGTERM. shm_prefix: of the names of its shared memory.
+    """
     v6 = address.version == 6
     http, grpc = (f"ipv6:{address}", f"[{address}]") if v6 else (str(address), str(address))
-    # Explicit control lets the llm model take itself out of service while its engine is restarted
-    # (docs/triton-notes.md). It would let every client load models too: only who knows the secret may.
-    secret = secrets.token_hex(16)
     args = [
         str(server.binary),
         *("--model-repository", str(repository)),
-        *("--model-control-mode", "explicit"),
-        *("--load-model", "*"),
-        *("--http-restricted-api", f"model-repository:admin-key={secret}"),
-        *("--grpc-restricted-protocol", f"model-repository:admin-key={secret}"),
-        *("--exit-timeout-secs", str(DRAIN_S)),
+        *("--model-control-mode", "none"),  # nobody loads models, everybody may list them
+        *("--disable-auto-complete-config",),  # a process more for each model, only to learn nothing new
+        *("--reuse-http-port", "true"),  # with the stand-in
+        *("--exit-timeout-secs", str(math.ceil(drain_s) + 1)),
     ]
+    if closed := ",".join(name for name in CLOSED if name not in opened):
+        args += ["--http-restricted-api", f"{closed}:{UNSENDABLE}"]
+        args += ["--grpc-restricted-protocol", f"{closed}:{UNSENDABLE}"]
     for name, at, port in (
         ("http", http, http_port), ("grpc", grpc, grpc_port), ("metrics", http, metrics_port),
     ):  # fmt: skip
         args += [f"--{name}-address", at, f"--{name}-port", str(port)]
+    if shm_prefix:
+        args += ["--backend-config", f"python,shm-region-prefix-name={shm_prefix}"]
     if server.backends is not None:
         args += ["--backend-directory", str(server.backends)]
     if shutil.which("nvidia-smi") is None:
         args += ["--allow-gpu-metrics", "false"]
     return args
-
-
-def run(args: list[str], env: dict[str, str], url: str) -> int:
-    """Runs the server until it ends or this process gets SIGINT or SIGTERM; its exit status."""
-    # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
-    # server leave everything as it is). Whatever ends us ends the server.
-    log = ServerLog()
-    child = log.popen(args, env=env, start_new_session=True, preexec_fn=_end_with_parent)
-    asked_at: list[float] = []
-    stubs: set[Stub] = set()  # that ran while the server was ending
-    memory: set[Path] = set()  # of stubs that have not taken it over
-    announced = False
-
-    def stop(*_: object) -> None:
-        if not asked_at:
-            asked_at.append(time.monotonic())
-            log.stopping()
-            if not announced:  # it ends at once, and must not make more meanwhile
-                child.send_signal(signal.SIGSTOP)
-                memory.update(memory_of_stubs(child.pid))
-            stubs.update(stubs_of(child.pid))
-            child.send_signal(signal.SIGTERM)
-            child.send_signal(signal.SIGCONT)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    while child.poll() is None:
-        if asked_at and time.monotonic() - asked_at[0] > STOP_S:
-            child.kill()
-        if not asked_at and log.cannot_start(child.pid):
-            memory.update(memory_of_stubs(child.pid))
-            child.kill()
-        if not announced and not asked_at and _ready(url):
-            announced = True
-            log.ready()
-            widen_thread_pipes(child.pid)
-            _announce(url)
-        if asked_at:  # a model that is being loaded still starts some
-            stubs.update(stubs_of(child.pid))
-        time.sleep(0.1)
-    end_orphans(child.pid, stubs)
-    for region in memory:
-        region.unlink(missing_ok=True)
-    if not asked_at and not announced and (reason := log.summary()):
-        print(f"serve: {reason}", file=sys.stderr)
-    for folder in run_dir(child.pid, "").parent.glob(f"{child.pid}-*"):
-        rundir.remove(folder)  # of an engine whose last stub was ended while it was doing that
-    return 0 if asked_at else abs(child.returncode) or 1
-
-
-def _end_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _ready(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/v2/health/ready", timeout=1) as answer:
-        return bool(answer.status == 200)
-    return False
-
-
-def _announce(url: str) -> None:
-    body = json.dumps({"text_input": "Once upon a time", "max_tokens": 32, "stream": True})
-    print(
-        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n"
-        "Ctrl-C stops the server.\n",
-        flush=True,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,8 +97,49 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only look whether the server could start; the repository need not exist yet",
     )
+    parser.add_argument(
+        "--open",
+        action="append",
+        choices=CLOSED,
+        default=[],
+        help="an API that clients may use, which is closed otherwise (may be given several times;"
+        " docs/security.md)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=DRAIN_S,
+        help="how long running requests may go on after SIGTERM (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=_count,
+        default=RESTARTS,
+        help="give up after so many restarts in a row that did not live for a minute, 0: never"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shm-prefix",
+        default=f"flashinfer-backend-{os.getpid()}_",
+        help="what the names of this server's shared memory begin with, and those of no other; what is left"
+        " of it when the server has ended is removed (default: %(default)s, with the process's number)",
+    )
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")
     return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 seconds")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,9 +165,20 @@ def main(argv: list[str] | None = None) -> int:
         if options.check:
             return 0
         check_ordering(server, repository)
-        args = command(server, repository, address, *ports.values())
+        args = command(
+            server,
+            repository,
+            address,
+            options.http_port,
+            options.grpc_port,
+            options.metrics_port,
+            opened=options.open,
+            drain_s=options.drain_seconds,
+            shm_prefix=options.shm_prefix,
+        )
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
+    policy = Policy(options.drain_seconds, options.restarts, options.shm_prefix)
     with serving(repository):
-        return run([*args, *options.server_args], env, reachable_at(address, options.http_port))
+        return Watchdog([*args, *options.server_args], env, address, options.http_port, policy).run()

@@ -20,7 +20,7 @@ import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.peers import LONGEST, PeerSocket
+from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
@@ -73,6 +73,7 @@ class Endpoint:
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._refusal = ""  # why nothing more is submitted, once serve has said so
         self._settled = threading.Event()  # ready for the first time, or failed to get there
         self._error: Exception | None = None
         self.status: protocol.Status | None = None
@@ -100,8 +101,8 @@ class Endpoint:
         share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one.
         """
         with self._lock:
-            if not self._up:
-                raise EngineDown(ENGINE_DOWN)
+            if not self._up or self._refusal:
+                raise EngineDown(self._refusal or ENGINE_DOWN)
             self._last_id = local_id = self._last_id % 0x7FFFFFFF + 1
             sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
@@ -121,10 +122,10 @@ class Endpoint:
     def tell_stop(self, request_id: str) -> None:
         """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
         ValueError for an id that does not fit a message."""
-        message = request_id.encode()
+        message = STOP + request_id.encode()
         if len(message) > LONGEST:
             raise ValueError(
-                f"the request id to stop has {len(message)} bytes; it should have at most {LONGEST}"
+                f"the request id to stop has {len(message) - 1} bytes; it should have at most {LONGEST - 1}"
             )
         self._peers.tell_all(message)
 
@@ -188,7 +189,7 @@ class Endpoint:
                     self._receive(socket)
                 if self._peers.fileno() in ready:
                     for message in self._peers.receive():
-                        self._on_stop(message.decode(errors="replace"))  # anybody could send to the socket
+                        self._take_peer_message(message)
                 if pidfd in ready:
                     self._receive(socket)  # what the engine sent before it ended still counts
                     self._go_down(ENGINE_LOST)
@@ -206,6 +207,17 @@ class Endpoint:
         finally:
             os.close(pidfd)
             socket.close(linger=200)
+
+    def _take_peer_message(self, message: bytes) -> None:
+        kind, text = message[:1], message[1:].decode(errors="replace")  # any process of the user can send
+        if kind == STOP:
+            self._on_stop(text)
+        elif kind == FAIL:
+            with self._lock:
+                self._refusal = text
+                sinks, self._sinks = self._sinks, {}
+            for sink in sinks.values():
+                sink.on_failure(text, False)
 
     def _receive(self, socket: zmq.Socket) -> None:
         with contextlib.suppress(zmq.Again):

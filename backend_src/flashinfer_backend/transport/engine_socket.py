@@ -27,8 +27,11 @@ class EngineSocket:
     """ROUTER socket bound in `run_dir`. A process that ends is noticed through its pidfd:
     the server's end closes the engine, a stub's end is reported as that stub's Goodbye."""
 
-    def __init__(self, run_dir: Path, server_pid: int) -> None:
+    def __init__(self, run_dir: Path, server_pid: int, stay: bool = False) -> None:
+        """stay: do not end when no stub is connected."""
         self.pid = os.getpid()
+        self.tritonservers: set[int] = set()  # pids of those whose stubs have been here
+        self._stay = stay
         self.closed = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -81,7 +84,7 @@ class EngineSocket:
                 if (stub := self._stubs.get(pid)) is not None:
                     stub.remove_memory()  # tritonserver would leave it behind
                 yield protocol.Goodbye(pid)
-        if not self._pidfd and time.monotonic() - self._lonely_since > LONELY_SECONDS:
+        if not self._stay and not self._pidfd and time.monotonic() - self._lonely_since > LONELY_SECONDS:
             log.info("no stub has been connected for %.0f s: ending", LONELY_SECONDS)
             self.closed = True
 
@@ -99,7 +102,8 @@ class EngineSocket:
         if hello.pid not in self._pidfd:
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd[hello.pid] = os.pidfd_open(hello.pid)
-                self._stubs[hello.pid] = find_stub(hello.pid)
+                stub = self._stubs[hello.pid] = find_stub(hello.pid)
+                self.tritonservers |= {int(stub.server)} if stub else set()
                 self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
 
     def forget(self, pid: int) -> None:

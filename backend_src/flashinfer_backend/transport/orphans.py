@@ -13,6 +13,7 @@ waiting for the models to stop ends, but leaves its memory behind (both seen wit
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ class Stub(NamedTuple):
     pid: int
     server: str  # pid of its tritonserver
     region: str  # name of its shared memory
+    model: str = ""  # its name
 
     def remove_memory(self) -> None:
         """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
@@ -40,11 +42,11 @@ class Stub(NamedTuple):
         return (SHARED_MEMORY / self.region).stat().st_size
 
 
-def end_orphans(server_pid: int, known: Iterable[Stub] = ()) -> None:
+def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | None = None) -> None:
     """Waits until all stubs of a server that has ended are gone, and kills those that are not soon. What
     shared memory they leave is removed, also that of the `known` ones, which have ended before.
-    When this process is one of them, it does not return."""
-    deadline = time.monotonic() + GRACE_S
+    When this process is one of them, it does not return. grace_s: other than GRACE_S."""
+    deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
     found = set(known)
     while (stubs := stubs_of(server_pid)) and time.monotonic() < deadline:
         found.update(stubs)
@@ -63,13 +65,19 @@ def end_orphans_in_background(server_pid: int) -> None:
     subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
+def remove_memory(prefix: str) -> None:
+    """Takes the names of all shared memory away that begin so."""
+    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*"):
+        path.unlink(missing_ok=True)
+
+
 def find_stub(pid: int) -> Stub | None:
     """The process, if it is a stub: by its command line, which is stub, model.py, shared memory, two sizes,
     pid of the server, ..."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if words[0].endswith("/triton_python_backend_stub") and len(words) > 5:
-            return Stub(pid, words[5], words[2])
+            return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name)
     return None
 
 

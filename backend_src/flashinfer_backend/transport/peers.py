@@ -2,7 +2,8 @@
 """The stubs of one model know each other by the sockets in `<run dir>/stubs/`, named by their pid.
 
 A `stop` request reaches any stub, not the one that runs the request it means, so its id is told to
-all of them in one datagram each.
+all of them in one datagram each: STOP and the id. Before serve ends tritonserver it has all of them answer
+what is open with an error: FAIL and the text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from flashinfer_backend.transport.rundir import process_alive
 
 LONGEST = 65536  # bytes of a message
+STOP, FAIL = b"S", b"F"
 
 
 class PeerSocket:
@@ -53,6 +55,14 @@ class PeerSocket:
         self._sender.close()
         self._socket.close()
         self._path.unlink(missing_ok=True)
+
+
+def tell_all(run_dir: Path, message: bytes) -> None:
+    """Sends `message` to every stub of a run directory, waiting for none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        for path in (run_dir / "stubs").glob("*.sock"):
+            with contextlib.suppress(OSError):  # it has ended, or is stopped with a full queue
+                sender.sendto(message, str(path))
 
 
 def living_stubs(run_dir: Path) -> list[int]:

@@ -45,6 +45,14 @@ def remove(run_dir: Path) -> None:
         run_dir.parent.rmdir()
 
 
+def forget_stubs(run_dir: Path) -> None:
+    """Removes what stubs that were killed leave in the run directory."""
+    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*")]:
+        pid = path.stem.rpartition("-")[2]
+        if pid.isdigit() and not process_alive(int(pid)):
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Holds the run directory's lock, creating the directory when it is not there.
@@ -79,6 +87,13 @@ def start_ticks(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal (one that a debugger looks at has not)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def process_alive(pid: int) -> bool:

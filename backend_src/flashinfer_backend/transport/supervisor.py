@@ -23,7 +23,7 @@ from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.peers import living_stubs
 
 LOG_TAIL_LINES = 20
-LONGEST_DELAY_S = 30.0
+LONGEST_DELAY_S = 4.0
 STABLE_AFTER_S = 60.0  # an engine that lived so long does not count as a failed attempt
 STOP_TIMEOUT_S = 5.0
 
@@ -48,14 +48,28 @@ class EngineRecord(msgspec.Struct):
         return rundir.start_ticks(self.pid) == self.start_ticks
 
 
+def restart_delay(failures: int) -> float:
+    """Seconds to wait before what has failed so many times in a row is started again: none after the first
+    time, then twice as many each time, up to LONGEST_DELAY_S."""
+    return 0.0 if failures <= 1 else min(0.5 * 2.0 ** min(failures - 2, 30), LONGEST_DELAY_S)
+
+
 class Supervisor:
     """One stub's hand on the engine of its model."""
 
     def __init__(
-        self, run_dir: Path, server_pid: int, config: bytes, command: list[str] | None = None
+        self,
+        run_dir: Path,
+        server_pid: int,
+        config: bytes,
+        command: list[str] | None = None,
+        stays: bool = False,
     ) -> None:
-        """`config`: EngineConfig as JSON, the engine's --config file."""
+        """server_pid: the process that the engine ends with. config: EngineConfig as JSON, the engine's
+        --config file. stays: that process keeps the engine while it starts a new tritonserver, and ends it;
+        otherwise the engine ends with the last stub."""
         self.run_dir = run_dir
+        self._stays = stays
         self.server_pid = server_pid
         self._config = config
         self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
@@ -84,8 +98,7 @@ class Supervisor:
                 self._write(record)
             if not record.ever_ready:
                 raise EngineStartError(f"the engine process ended before it was ready\n{self.log_tail()}")
-            delay = 0.0 if record.failures == 1 else min(0.5 * 2 ** (record.failures - 2), LONGEST_DELAY_S)
-            if now < record.died_at + delay:
+            if now < record.died_at + restart_delay(record.failures):
                 return None, False
             return self._start(record), True
 
@@ -98,18 +111,19 @@ class Supervisor:
                 self._write(record)
 
     def leave(self) -> None:
-        """Ends this stub's part; with the last stub of the model go the engine and the run directory.
+        """Ends this stub's part; with the last stub of the model go the engine and the run directory, unless
+        the engine stays.
 
         The stub's peer socket must be closed before. Waits at most about STOP_TIMEOUT_S.
         """
-        if not self.run_dir.exists():
+        if self._stays or not self.run_dir.exists():
             return
         with rundir.locked(self.run_dir):
             if living_stubs(self.run_dir):
                 return
             record = self._read()
-            if record and record.alive:
-                _stop(record)
+            if record:
+                stop(record)
             self.reap()
             rundir.remove(self.run_dir)
 
@@ -140,6 +154,7 @@ class Supervisor:
                 *("--run-dir", str(self.run_dir)),
                 *("--server-pid", str(self.server_pid)),
                 *("--config", str(config_path)),
+                *(["--stay"] if self._stays else []),
             ],
             stdin=subprocess.DEVNULL,
             stdout=tee.stdin,
@@ -159,9 +174,7 @@ class Supervisor:
         return record
 
     def _read(self) -> EngineRecord | None:
-        with contextlib.suppress(FileNotFoundError):
-            return msgspec.json.decode(self._record_path.read_bytes(), type=EngineRecord)
-        return None
+        return read_record(self._record_path.parent)
 
     def _write(self, record: EngineRecord) -> None:
         temporary = self._record_path.with_suffix(".new")
@@ -169,8 +182,18 @@ class Supervisor:
         temporary.replace(self._record_path)
 
 
-def _stop(record: EngineRecord) -> None:
+def read_record(run_dir: Path) -> EngineRecord | None:
+    """The engine that was started last in a run directory, None where none was."""
+    with contextlib.suppress(FileNotFoundError):
+        return msgspec.json.decode((run_dir / "engine.json").read_bytes(), type=EngineRecord)
+    return None
+
+
+def stop(record: EngineRecord) -> None:
+    """Ends an engine that may have ended: SIGTERM, and SIGKILL where that is not enough in STOP_TIMEOUT_S."""
     for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, 1.0)):
+        if not record.alive:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, number)
         deadline = time.monotonic() + timeout

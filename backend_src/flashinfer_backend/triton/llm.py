@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import traceback
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.paths import resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
@@ -23,7 +22,6 @@ from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
-from flashinfer_backend.triton.reload import reload
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
@@ -45,14 +43,14 @@ class TritonPythonModel:
         self._log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(self._parameters)
-        server_pid = os.getppid()  # tritonserver starts its stubs itself
-        folder = run_dir(server_pid, self._name)
+        server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
+        folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
-        supervisor = Supervisor(folder, server_pid, msgspec.json.encode(config))
+        supervisor = Supervisor(folder, owner, msgspec.json.encode(config), stays=owner != server_pid)
         self._endpoint = self._responder.endpoint = Endpoint(
             supervisor,
             on_stop=self._responder.stop,
-            on_replaced=self._reload_soon,
+            on_replaced=self._say_replaced,
             on_server_lost=lambda: end_orphans(server_pid),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
@@ -174,9 +172,11 @@ class TritonPythonModel:
             flag_parameter(self._parameters, "skip_special_tokens", default=True),
         )
 
-    def _reload_soon(self) -> None:
-        arguments = (self._pb, self._name, os.getppid(), lambda: bool(self._responder.open_requests()))
-        threading.Thread(target=reload, args=arguments, name="reload", daemon=True).start()
+    def _say_replaced(self) -> None:
+        self._pb.Logger.log_warn(
+            f"the engine of {self._name} is restarted in place; requests are refused until it is ready."
+            " Without flashinfer_backend.serve, a server that does not ask is_ready() says ready meanwhile"
+        )
 
 
 def _check_type(parameters: str) -> None:

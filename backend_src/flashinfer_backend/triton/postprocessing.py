@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.core.paths import resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -81,8 +80,7 @@ class TritonPythonModel:
             TextTokenizer(resolve_model_dir(folder)).backend,
             flag_parameter(parameters, "skip_special_tokens", default=True),
         )
-        # The parent of a stub is the server.
-        self._seen = SeenMarker(run_dir(os.getppid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
+        self._seen = SeenMarker(run_dir(owner_pid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only

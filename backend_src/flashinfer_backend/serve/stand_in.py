@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers on the server's HTTP port while tritonserver is being started again.
+
+Both listen with SO_REUSEPORT, so there is no moment at which a connection is refused. Of two sockets that
+listen, the one that came later is given all new connections: that is the stand-in while the old server ends,
+and the new server from the moment that it listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from flashinfer_backend.serve.addresses import Address
+
+RESTARTING = "The server is being started again; please try again."
+READ_S = 2.0  # how long a client may take to send its request
+LARGEST_BODY = 1 << 20  # bytes that are read before the answer; a larger body is cut off
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = READ_S
+
+    def do_GET(self) -> None:
+        """200 for liveness, 503 with the reason for everything else."""
+        live = self.path.partition("?")[0] == "/v2/health/live"
+        with contextlib.suppress(OSError, ValueError):  # an answer before the body was read would be lost
+            self.rfile.read(min(int(self.headers.get("Content-Length", "0")), LARGEST_BODY))
+        body = b"" if live else json.dumps({"error": RESTARTING}).encode()
+        with contextlib.suppress(OSError):
+            self.send_response(200 if live else 503)
+            if not live:
+                self.send_header("Retry-After", "1")
+                self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+        self.close_connection = True
+
+    do_POST = do_PUT = do_HEAD = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024
+
+    def __init__(self, address: Address, port: int) -> None:
+        self.address_family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        super().__init__((str(address), port), _Handler)
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)  # the base class would look its host name up
+
+    def server_activate(self) -> None:
+        super().server_activate()
+        # "Return 1": the index of the later of two sockets. Where there is only one, the kernel takes that.
+        so_attach_reuseport_cbpf = 51
+        program = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 1))
+        with contextlib.suppress(OSError):  # then each is given some
+            where = struct.pack("@HP", 1, ctypes.addressof(program))
+            self.socket.setsockopt(socket.SOL_SOCKET, so_attach_reuseport_cbpf, where)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves is no news."""
+
+
+@contextlib.contextmanager
+def stand_in(address: Address, port: int) -> Iterator[None]:
+    """Answers until the block is left. Where the port cannot be had, nobody answers."""
+    try:
+        server = _Server(address, port)
+    except OSError:
+        yield
+        return
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()

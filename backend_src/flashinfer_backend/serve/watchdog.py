@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps tritonserver serving: whatever of it dies, it is started again; the engine stays meanwhile.
+
+tritonserver replaces no process that a model loses and goes on saying that it is ready, and this release
+has no sound way to reload a model (docs/triton-notes.md). So the end of a stub, of the engine or of the
+server itself has one answer: what is open gets an error, the server is ended with all its stubs, and
+started again. Between, a stand-in answers on the HTTP port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashinfer_backend.core.paths import SERVE_PID, run_dir
+from flashinfer_backend.serve.addresses import Address, reachable_at
+from flashinfer_backend.serve.server_log import ServerLog
+from flashinfer_backend.serve.stand_in import stand_in
+from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
+from flashinfer_backend.transport import peers, rundir, supervisor
+from flashinfer_backend.transport.orphans import Stub, end_orphans, remove_memory, stubs_of
+
+TICK_S = 0.1
+DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
+END_S = 5.0  # how long the server may take to end after that
+ERRORS_S = 0.5  # how long clients have to be given their errors before the server is ended
+START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end by itself in that time
+HANGS_S = 20.0  # without an answer for so long the server is taken for dead
+STOPPED_S = 5.0  # a process of the server that is stopped (SIGSTOP) for so long is taken for dead, too
+LOOK_EVERY_S = 1.0
+RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
+# Threads of the server parse JSON by recursion, some 170 bytes of stack for every bracket. With 8 MiB, fifty
+# thousand brackets in one request end the server. Memory is only taken where a thread gets that deep.
+STACK_BYTES = 256 << 20
+LOST = "A process of the server ended unexpectedly, and the server is being started again; please try again."
+STOPPING = "The server is shutting down."
+
+
+@dataclass(frozen=True)
+class Policy:
+    """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts in a row that
+    did not live for a minute, give up; 0 never does. shm_prefix: what the names of this server's shared
+    memory begin with, and no others: what has such a name is removed when the server has ended."""
+
+    drain_s: float = DRAIN_S
+    restarts: int = RESTARTS
+    shm_prefix: str = ""
+
+
+class Watchdog:
+    """Runs one command line of tritonserver for as long as this process is not told to stop."""
+
+    def __init__(
+        self, args: list[str], env: dict[str, str], address: Address, port: int, policy: Policy
+    ) -> None:
+        """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`."""
+        self._args, self._policy = args, policy
+        self._env = {**env, SERVE_PID: str(os.getpid())}
+        self._address, self._port = address, port
+        self._url = reachable_at(address, port)
+        self._asked_at = 0.0  # when this process was told to stop; 0: not yet
+        self._was_ready = False
+        self._failures = 0  # of starts in a row
+        self._stand_in = contextlib.ExitStack()  # open from a death until the server is ready again
+
+    def run(self) -> int:
+        """Until SIGINT, SIGTERM or SIGHUP, or until starting again is given up; the exit status."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        try:
+            while True:
+                server = _Run(self._args, self._env, self._url, self._policy)
+                reason = self._watch(server)
+                if self._asked_at:
+                    server.stop(self._asked_at)
+                    return 0
+                if not self._was_ready:
+                    status = abs(server.end()) or 1
+                    _say(server.why_not_ready() or f"{reason} before it was ready")
+                    return status
+                if not self._restart_after(server, reason):
+                    return 0 if self._asked_at else 1
+        finally:
+            self._stand_in.close()
+            _end_engines()
+
+    def _stop(self, *_: object) -> None:
+        self._asked_at = self._asked_at or time.monotonic()
+
+    def _watch(self, server: _Run) -> str:
+        """Why the server has to be started again; nothing that counts when this process should end."""
+        while not self._asked_at:
+            if reason := server.problem():
+                return reason
+            if not server.ready_at and server.look_ready():
+                self._stand_in.close()
+                if self._was_ready:
+                    _say("ready again")
+                else:
+                    _announce(self._url)
+                self._was_ready = True
+            server.wait(TICK_S)
+        return ""
+
+    def _restart_after(self, server: _Run, reason: str) -> bool:
+        """Ends what is left of a server and waits until the next one is due; False where none is."""
+        lived = time.monotonic() - server.ready_at if server.ready_at else 0.0
+        self._failures = 1 if lived > supervisor.STABLE_AFTER_S else self._failures + 1
+        again = not self._policy.restarts or self._failures <= self._policy.restarts
+        delay = supervisor.restart_delay(self._failures)
+        if again:
+            _say(f"{reason}; starting the server again" + (f" in {delay:g} s" if delay else ""))
+            self._stand_in.close()
+            self._stand_in.enter_context(stand_in(self._address, self._port))
+        else:
+            _say(f"{reason}; started again {self._policy.restarts} times in a row, giving up")
+        server.fail_open_requests(LOST)
+        server.end()
+        until = time.monotonic() + delay
+        while again and not self._asked_at and time.monotonic() < until:
+            time.sleep(0.02)
+        return again and not self._asked_at
+
+
+class _Run:
+    """One tritonserver, from its start to its end."""
+
+    def __init__(self, args: list[str], env: dict[str, str], url: str, policy: Policy) -> None:
+        # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
+        # server leave everything as it is). Whatever ends us ends the server.
+        self._url, self._policy = url, policy
+        self._log = ServerLog()
+        self._child = self._log.popen(args, env=env, start_new_session=True, preexec_fn=_before_start)
+        self._pidfds = {os.pidfd_open(self._child.pid): "tritonserver"}
+        self._seen: set[Stub] = set()
+        self._lost_at = 0.0  # when a stub was found to be gone while the server was starting
+        self._engines: dict[Path, int] = {}
+        self._stopped: dict[int, float] = {}  # by pid, since when
+        self._next_look = self._answered_at = 0.0
+        self.ready_at = 0.0
+
+    def problem(self) -> str:
+        """What of the server has died; empty while all is well."""
+        if self._child.poll() is not None:
+            return f"tritonserver ended ({_how(self._child.returncode)})"
+        if not self.ready_at:
+            return self._problem_at_start()
+        for fd, _ in self._poll(0.0):
+            return f"the process of {self._pidfds[fd]} ended"
+        for folder, pid in self._engines.items():
+            record = supervisor.read_record(folder)
+            if record is None or record.pid != pid or not record.alive:
+                return f"the engine process {pid} ended"
+        return self._hangs()
+
+    def _problem_at_start(self) -> str:
+        now = time.monotonic()
+        if now < self._next_look:
+            return ""
+        self._next_look = now + 0.5
+        stubs = stubs_of(self._child.pid)
+        self._seen.update(stubs)
+        if not self._lost_at and len(stubs) < len(self._seen):
+            self._lost_at = now
+        if reason := self._log.cannot_start(self._child.pid):
+            return f"the server cannot start ({reason})"
+        if self._lost_at and now > self._lost_at + START_STUCK_S:
+            return "a model's process ended while it was loaded"
+        return ""
+
+    def _hangs(self) -> str:
+        now = time.monotonic()
+        if now < self._next_look:
+            return ""
+        self._next_look = now + LOOK_EVERY_S
+        for pid in [self._child.pid, *self._engines.values(), *(stub.pid for stub in self._seen)]:
+            if not rundir.is_stopped(pid):
+                self._stopped.pop(pid, None)
+            elif now > self._stopped.setdefault(pid, now) + STOPPED_S:
+                return f"process {pid} of the server has been stopped for {STOPPED_S:g} s"
+        if _answers(f"{self._url}/v2/health/live", 200):
+            self._answered_at = now
+        if now > self._answered_at + HANGS_S:
+            return f"tritonserver has not answered for {HANGS_S:g} s"
+        return ""
+
+    def look_ready(self) -> bool:
+        """Whether the server is ready now, with every process that its models should have."""
+        if not _answers(f"{self._url}/v2/health/ready", 200):
+            return False
+        try:
+            due = _stubs_due(self._url)
+        except (OSError, ValueError, KeyError):
+            return False  # asked again
+        stubs = stubs_of(self._child.pid)
+        self._seen.update(stubs)
+        for stub in stubs:
+            with contextlib.suppress(ProcessLookupError):
+                self._pidfds[os.pidfd_open(stub.pid)] = f"a model ({stub.model}, {stub.pid})"
+        if len(self._pidfds) - 1 < due:
+            self._lost_at = self._lost_at or time.monotonic() - START_STUCK_S
+            return False
+        for folder in _run_dirs():
+            record = supervisor.read_record(folder)
+            if record is not None:
+                self._engines[folder] = record.pid
+        self._log.ready()
+        widen_thread_pipes(self._child.pid)
+        self.ready_at = self._answered_at = time.monotonic()
+        self._next_look = self.ready_at + LOOK_EVERY_S
+        return True
+
+    def why_not_ready(self) -> str:
+        """What the server said of models that did not load; it has ended."""
+        return self._log.summary()
+
+    def wait(self, seconds: float) -> None:
+        """Returns early when a process of the server ends."""
+        self._poll(seconds)
+
+    def fail_open_requests(self, message: str) -> None:
+        """Has every request that is open answered with an error, as far as its processes live."""
+        if self._child.poll() is None:
+            _tell_stubs(peers.FAIL + message.encode())
+            self._poll_child(ERRORS_S)
+
+    def stop(self, asked_at: float) -> None:
+        """Lets open requests go on for a while, refuses new ones, and ends the server."""
+        self._log.stopping()
+        self._seen.update(stubs_of(self._child.pid))
+        self._child.send_signal(signal.SIGTERM)
+        drained, told = asked_at + self._policy.drain_s, False
+        while self._child.poll() is None:
+            now = time.monotonic()
+            if now > drained and not told:
+                told = True
+                _tell_stubs(peers.FAIL + STOPPING.encode())
+            if now > drained + END_S:
+                break
+            self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
+            self._poll_child(TICK_S)
+        self.end()
+
+    def end(self) -> int:
+        """Ends the server and its stubs at once, and removes what they leave; the server's exit status."""
+        stubs = self._seen.union(stubs_of(self._child.pid))
+        if self._child.poll() is None:
+            self._child.kill()
+        status = self._child.wait()
+        stubs.update(stubs_of(self._child.pid))
+        end_orphans(self._child.pid, stubs, grace_s=0.0)
+        for folder in _run_dirs():
+            rundir.forget_stubs(folder)
+        if self._policy.shm_prefix:  # that of a stub which was just being started has no other owner
+            remove_memory(self._policy.shm_prefix)
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds.clear()
+        return status
+
+    def _poll(self, seconds: float, fds: Iterable[int] | None = None) -> list[tuple[int, int]]:
+        poller = select.poll()
+        for fd in self._pidfds if fds is None else fds:
+            poller.register(fd, select.POLLIN)
+        return poller.poll(seconds * 1000)
+
+    def _poll_child(self, seconds: float) -> None:
+        self._poll(seconds, [fd for fd, name in self._pidfds.items() if name == "tritonserver"])
+
+
+def _run_dirs() -> list[Path]:
+    mine = os.getpid()
+    return list(run_dir(mine, "").parent.glob(f"{mine}-*"))
+
+
+def _tell_stubs(message: bytes) -> None:
+    for folder in _run_dirs():
+        peers.tell_all(folder, message)
+
+
+def _end_engines() -> None:
+    for folder in _run_dirs():
+        record = supervisor.read_record(folder)
+        if record is not None:
+            supervisor.stop(record)
+        rundir.remove(folder)
+
+
+def _before_start() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    os.umask(0o077)  # shared memory is for this user alone
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited:
+        wanted = max(soft, STACK_BYTES if hard == unlimited else min(STACK_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+
+
+def _how(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _say(text: str) -> None:
+    print(f"serve: {text}", file=sys.stderr, flush=True)
+
+
+def _answers(url: str, status: int) -> bool:
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=2) as answer:
+        return bool(answer.status == status)
+    return False
+
+
+def _stubs_due(url: str) -> int:
+    """How many processes the server's models should have. Raises OSError where it does not say."""
+
+    def ask(path: str, body: bytes | None) -> list[dict] | dict:
+        with urllib.request.urlopen(urllib.request.Request(url + path, body), timeout=5) as answer:
+            return json.loads(answer.read())
+
+    count = 0
+    index = ask("/v2/repository/index", b"{}")
+    for entry in index:
+        config = ask(f"/v2/models/{entry['name']}/config", None)
+        if isinstance(config, dict) and config.get("backend") == "python":
+            count += sum(int(group.get("count", 1)) for group in config["instance_group"])
+    return count
+
+
+def _announce(url: str) -> None:
+    body = json.dumps({"text_input": "Once upon a time", "max_tokens": 32, "stream": True})
+    print(
+        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n"
+        "Ctrl-C stops the server.\n",
+        flush=True,
+    )

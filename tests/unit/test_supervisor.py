@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine is started again, when it counts as stable, and how it is ended; on stand-in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flashinfer_backend.transport import rundir, supervisor
+from flashinfer_backend.transport.supervisor import (
+    LONGEST_DELAY_S,
+    STABLE_AFTER_S,
+    EngineRecord,
+    EngineStartError,
+    Supervisor,
+    read_record,
+    restart_delay,
+    stop,
+)
+
+ENDLESS = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENDLESS
+# Ends with what it needs some time for, as an engine that writes its last words.
+CAREFUL = (
+    "import signal, sys, time\n"
+    "def end(*_):\n    time.sleep(0.5)\n    print('ended well', flush=True)\n    sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, end)\n" + ENDLESS
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / f"{os.getpid()}-llm"
+
+
+def hand(run_dir: Path, script: str = ENDLESS) -> Supervisor:
+    return Supervisor(run_dir, os.getpid(), b"{}", [sys.executable, "-c", script])
+
+
+def edit(run_dir: Path, **changes: float) -> None:
+    record = read_record(run_dir)
+    assert record is not None
+    (run_dir / "engine.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(record, **changes)))
+
+
+def kill(supervisor: Supervisor, record: EngineRecord) -> None:
+    os.kill(record.pid, signal.SIGKILL)
+    while record.alive:
+        time.sleep(0.005)
+    supervisor.reap()
+
+
+def attach(supervisor: Supervisor) -> tuple[EngineRecord, bool]:
+    record, replaced = supervisor.attach()
+    assert record is not None
+    return record, replaced
+
+
+def test_the_first_restart_comes_at_once_and_the_next_ones_later_and_later(run_dir: Path) -> None:
+    mine = hand(run_dir)
+    record, replaced = attach(mine)
+    assert not replaced and record.alive
+    mine.mark_ready(record.pid)
+    delays = []
+    for failures in range(1, 9):
+        kill(mine, record)
+        found, _ = mine.attach()
+        written = read_record(run_dir)
+        assert written is not None and written.failures == failures
+        if found is None:
+            assert failures > 1, "the first restart should come at once"
+            # Just before it is due nothing is started; from then on it is.
+            delay = restart_delay(failures)
+            edit(run_dir, died_at=time.monotonic() - delay + 0.5)
+            assert mine.attach() == (None, False)
+            edit(run_dir, died_at=time.monotonic() - delay)
+            found, replaced = mine.attach()
+            assert found is not None and replaced
+            delays.append(delay)
+        assert found.alive
+        mine.mark_ready(found.pid)
+        record = found
+    assert delays == sorted(delays) and delays[0] < delays[2] and delays[-1] == LONGEST_DELAY_S
+    mine.leave()
+
+
+def test_an_engine_counts_as_stable_after_its_time_only(run_dir: Path) -> None:
+    for lived, failures in ((STABLE_AFTER_S - 5.0, 4), (STABLE_AFTER_S + 5.0, 1)):
+        mine = hand(run_dir)
+        record, _ = attach(mine)
+        mine.mark_ready(record.pid)
+        edit(run_dir, failures=3, started_at=time.monotonic() - lived)
+        kill(mine, record)
+        mine.attach()
+        written = read_record(run_dir)
+        assert written is not None and written.failures == failures
+        mine.leave()
+
+
+def test_an_engine_that_was_never_ready_is_not_tried_again(run_dir: Path) -> None:
+    mine = hand(run_dir, "print('no such model', flush=True)")
+    record, _ = attach(mine)
+    while record.alive:
+        time.sleep(0.01)
+    with pytest.raises(EngineStartError, match="ended before it was ready"):
+        mine.attach()
+
+
+def test_the_engine_is_given_time_to_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = hand(run_dir, CAREFUL)
+    record, _ = attach(mine)
+    log = run_dir / "engine.log"
+    while "up" not in (log.read_text() if log.exists() else ""):
+        time.sleep(0.01)
+    stop(record)
+    assert not record.alive
+    while "ended well" not in log.read_text():  # a killed one would never say so
+        time.sleep(0.01)
+
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.3)
+    rundir.remove(run_dir)
+    mine = hand(run_dir, STUBBORN)
+    record, _ = attach(mine)
+    while "up" not in (log.read_text() if log.exists() else ""):
+        time.sleep(0.01)
+    mine.leave()
+    assert not record.alive and not run_dir.exists()
+
+
+def test_an_engine_that_stays_outlives_its_last_stub(run_dir: Path) -> None:
+    mine = Supervisor(run_dir, os.getpid(), b"{}", [sys.executable, "-c", ENDLESS], stays=True)
+    record, _ = attach(mine)
+    mine.leave()
+    assert record.alive and read_record(run_dir) == record
+    stop(record)
+    rundir.remove(run_dir)
