@@ -29,7 +29,7 @@ from flashinfer_backend.serve.server_log import ServerLog
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import peers, rundir, supervisor
-from flashinfer_backend.transport.orphans import Stub, end_orphans, remove_memory, stubs_of
+from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
 
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
@@ -165,6 +165,7 @@ class _Run:
         return self._hangs()
 
     def _problem_at_start(self) -> str:
+        close_memory(self._policy.shm_prefix)
         now = time.monotonic()
         if now < self._next_look:
             return ""
@@ -205,6 +206,7 @@ class _Run:
             return False  # asked again
         stubs = stubs_of(self._child.pid)
         self._seen.update(stubs)
+        close_memory(self._policy.shm_prefix)
         for stub in stubs:
             with contextlib.suppress(ProcessLookupError):
                 self._pidfds[os.pidfd_open(stub.pid)] = f"a model ({stub.model}, {stub.pid})"
@@ -262,8 +264,7 @@ class _Run:
         end_orphans(self._child.pid, stubs, grace_s=0.0)
         for folder in _run_dirs():
             rundir.forget_stubs(folder)
-        if self._policy.shm_prefix:  # that of a stub which was just being started has no other owner
-            remove_memory(self._policy.shm_prefix)
+        remove_memory(self._policy.shm_prefix)  # that of a stub which was just being started, too
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()
@@ -300,7 +301,7 @@ def _end_engines() -> None:
 def _before_start() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    os.umask(0o077)  # shared memory is for this user alone
+    os.umask(0o077)  # what the server and its processes write is for this user alone
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited:

@@ -66,9 +66,17 @@ def end_orphans_in_background(server_pid: int) -> None:
 
 
 def remove_memory(prefix: str) -> None:
-    """Takes the names of all shared memory away that begin so."""
-    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*"):
+    """Takes the names of all shared memory away that begin so; of none where `prefix` is empty."""
+    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*") if prefix else ():
         path.unlink(missing_ok=True)
+
+
+def close_memory(prefix: str) -> None:
+    """Takes other users' access to all shared memory away whose name begins so. tritonserver lets everybody
+    read it, whatever the umask."""
+    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*") if prefix else ():
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            path.chmod(0o600)
 
 
 def find_stub(pid: int) -> Stub | None:

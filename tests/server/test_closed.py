@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients and other users of the machine may not do, and how it is opened."""
+
+from __future__ import annotations
+
+import json
+import stat
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+from running import Server, running
+from test_generate import PROMPT
+from tritonclient.utils import InferenceServerException
+
+from flashinfer_backend.serve.launcher import CLOSED, UNSENDABLE
+
+PATHS = {
+    "shared-memory": "v2/systemsharedmemory/status",
+    "trace": "v2/trace/setting",
+    "logging": "v2/logging",
+}
+
+
+def get(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"{server.url}/{path}", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_apis_are_closed_over_http_whatever_key_is_sent(server: Server, name: str) -> None:
+    key, _, value = UNSENDABLE.partition("=")
+    assert get(server, PATHS[name])[0] == 403
+    assert get(server, PATHS[name], **{key.partition(":")[0]: value})[0] == 403
+    if name != "shared-memory":
+        assert get(server, PATHS[name], b"{}")[0] == 403
+
+
+def test_apis_are_closed_over_grpc(server: Server) -> None:
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        for call in (
+            client.get_system_shared_memory_status,
+            client.get_cuda_shared_memory_status,
+            client.get_trace_settings,
+            client.get_log_settings,
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()
+            key, _, value = UNSENDABLE.partition("=")
+            with pytest.raises(InferenceServerException, match=r"[Ii]llegal|restricted|metadata"):
+                call(headers={f"triton-grpc-protocol-{key}": value})
+
+
+def test_models_are_listed_and_nobody_loads_them(server: Server) -> None:
+    status, text = get(server, "v2/repository/index", b"{}")
+    models = {entry["name"]: entry["state"] for entry in json.loads(text)}
+    names = ("ensemble", "llm", "postprocessing", "preprocessing")
+    assert status == 200 and models == dict.fromkeys(names, "READY")
+    for verb in ("load", "unload"):
+        status, text = get(server, f"v2/repository/models/llm/{verb}", b"{}")
+        assert status != 200 and "not allowed" in text
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        assert len(client.get_model_repository_index().models) == 4
+        with pytest.raises(InferenceServerException, match="not allowed"):
+            client.unload_model("llm")
+    assert server.text(PROMPT, 4)
+
+
+def test_other_users_can_read_neither_shared_memory_nor_files(server: Server) -> None:
+    regions = list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
+    assert regions and {stat.S_IMODE(path.stat().st_mode) for path in regions} == {0o600}
+    files = [path for path in server.run_dir.rglob("*") if path.is_file()]
+    assert files and not any(path.stat().st_mode & 0o077 for path in [*files, server.run_dir.parent])
+
+
+def test_an_api_is_opened_by_name(repository: Path, tmp_path: Path) -> None:
+    with running(repository, tmp_path, options=["--open", "shared-memory", "--open", "logging"]) as server:
+        assert get(server, PATHS["shared-memory"])[0] == 200
+        assert get(server, PATHS["logging"])[0] == 200
+        assert get(server, PATHS["trace"])[0] == 403
+
+
+@pytest.mark.timeout(300)
+def test_requests_that_need_a_deep_stack_do_not_end_the_server(repository: Path, tmp_path: Path) -> None:
+    """A megabyte of brackets, which is what a proxy lets through (docs/security.md), and large bodies of
+    the content type that curl -d sends."""
+    with running(repository, tmp_path) as server:
+        (tritonserver,) = server.matching("bin/tritonserver")
+        path, form = "v2/models/ensemble/generate", "application/x-www-form-urlencoded"
+        for depth in (50_000, 500_000):
+            body = b'{"max_tokens": 1, "text_input": ' + b"[" * depth + b"]" * depth + b"}"
+            assert get(server, path, body, **{"Content-Type": "application/json"})[0] == 400
+        for letter in (b"a", b"&"):
+            body = b'{"max_tokens": 1, "text_input": "' + letter * (5 << 20) + b'"}'
+            assert get(server, path, body, **{"Content-Type": form})[0] == 400
+        assert tritonserver.is_running() and server.text(PROMPT, 4)
