@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docker/nginx.conf, run as docs/security.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+from running import ROOT, Server, free_ports, wait_for
+from test_generate import PROMPT
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("nginx") and shutil.which("openssl")), reason="needs nginx and openssl"
+)
+KEY = {"Authorization": "Bearer a-key"}
+Ask = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Asks the proxy: (path, body, headers) to status and text."""
+    folder = tmp_path_factory.mktemp("proxy")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        + ["-days", "2", "-keyout", str(key), "-out", str(certificate), *subject],
+        check=True,
+        capture_output=True,
+    )
+    (folder / "keys").write_text('"Bearer a-key" somebody;\n')
+    (port,) = free_ports(1)
+    text = (ROOT / "docker" / "nginx.conf").read_text()
+    values = {
+        "KEYS_FILE": folder / "keys",
+        "TRITON_HTTP_PORT": server.url.rpartition(":")[2],
+        "LISTEN_PORT": f"127.0.0.1:{port}",
+        "CERTIFICATE_KEY": key,
+        "CERTIFICATE": certificate,
+        "/run/nginx.pid": folder / "nginx.pid",
+    }
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"):
+        text = text.replace(
+            "    access_log off;", f"    access_log off;\n    {kind}_temp_path {folder}/{kind};", 1
+        )
+    (folder / "nginx.conf").write_text(text)
+    user = " user root;" if os.geteuid() == 0 else ""  # another could not enter the folder
+    user = " user root;" if os.geteuid() == 0 else ""  # another could not enter the folder
+    command = [
+        "nginx",
+        "-c",
+        str(folder / "nginx.conf"),
+        "-e",
+        str(folder / "error.log"),
+        "-g",
+        f"daemon off;{user}",
+    ]
+    process = subprocess.Popen(command)
+    trusted = ssl.create_default_context(cafile=str(certificate))
+
+    def ask(path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+        request = urllib.request.Request(f"https://127.0.0.1:{port}/{path}", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=trusted) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def up() -> bool:
+        try:
+            return ask("v2/health/live")[0] == 200
+        except OSError:
+            return False
+
+    try:
+        wait_for(up, "nginx")
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def generate(proxy: Ask, **headers: str) -> tuple[int, str]:
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 4}).encode()
+    return proxy("v2/models/ensemble/generate", body, **headers)
+
+
+def test_a_key_opens_the_ensemble(proxy: Ask, server: Server) -> None:
+    status, text = generate(proxy, **KEY)
+    assert status == 200 and json.loads(text)["text_output"].startswith(PROMPT)
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 8, "stream": True}).encode()
+    status, text = proxy("v2/models/ensemble/generate_stream", body, **KEY)
+    assert status == 200 and text.count("data: ") > 1
+    assert proxy("v2/health/ready")[0] == 200 and proxy("v2/repository/index", b"{}", **KEY)[0] == 200
+    # curl -d names a form, which the server would parse with its stack.
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert generate(proxy, **KEY, **form)[0] == 200
+
+
+def test_without_a_key_or_beyond_the_ensemble_there_is_nothing(proxy: Ask) -> None:
+    assert generate(proxy)[0] == 401
+    assert generate(proxy, Authorization="Bearer another")[0] == 401
+    for model in ("llm", "preprocessing", "postprocessing"):
+        assert proxy(f"v2/models/{model}/generate", b"{}", **KEY)[0] == 404
+    for path in ("v2", "v2/logging", "v2/trace/setting", "v2/systemsharedmemory/status", "metrics"):
+        assert proxy(path, **KEY)[0] == 404
+    assert proxy("v2/repository/models/llm/unload", b"{}", **KEY)[0] == 404
+
+
+def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server: Server) -> None:
+    large = json.dumps({"text_input": "a" * (1 << 20), "max_tokens": 1}).encode()
+    status, text = proxy("v2/models/ensemble/generate", large, **KEY)
+    assert status == 413 and "larger than 1 MiB" in text
+    depth = 500_000 - 100
+    deep = b'{"max_tokens": 1, "text_input": ' + b"[" * depth + b"]" * depth + b"}"
+    status, text = proxy("v2/models/ensemble/generate", deep, **KEY)
+    assert status == 400 and "error" in text, (status, text)
+    assert server.text(PROMPT, 4)
