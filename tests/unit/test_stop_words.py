@@ -198,3 +198,15 @@ def test_texts_of_words_given_as_ids():
     assert stop_word_texts(words, BYTES) == ["stop", "", "", "\n\n"]
     shown = DeltaDecoder(byte_level(), skip_special_tokens=False)
     assert stop_word_texts(words, shown) == ["stop", "<|turn|>", "x<|turn|>", "\n\n"]
+
+
+def test_thousands_of_words_are_found_like_few() -> None:
+    """Each id costs the same, however many words there are: a scan of all of them would take minutes here."""
+    words = [f"{n:05d}!" for n in range(20_000)]
+    ids = letters("a 123" * 400 + "00777!")
+    for hold_back in (False, True):
+        match = feed_all(StopWordMatcher(words, BYTES, hold_back=hold_back), [[i] for i in ids])
+        assert match is not None and match.word == 777
+        by_ids = StopWordMatcher([], BYTES, hold_back=hold_back, id_words=[letters(word) for word in words])
+        match = feed_all(by_ids, [[i] for i in ids])
+        assert match is not None and match.word == 777

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import ahocorasick
 
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
@@ -48,12 +51,17 @@ class StopWordMatcher:
         """words: stop words, empty ones are ignored. context_ids: the prompt, where the text follows
         it in one decode, else empty (a sequence's first token may lose its leading space). id_words:
         stop words that are exactly these ids, such as those with ids that write no text."""
-        self._words = [(index, word) for index, word in enumerate(words) if word]
-        self._id_words = [(len(words) + n, list(ids)) for n, ids in enumerate(id_words) if ids]
-        self._longest_ids = max((len(ids) for _, ids in self._id_words), default=0)
+        # Each automaton takes the same steps for any number of words, and goes on where it was.
+        self._text_search = _search([(word, index) for index, word in enumerate(words)])
+        self._id_search = _search([(tuple(ids), len(words) + n) for n, ids in enumerate(id_words)])
+        self._sorted = sorted(filter(None, words)) if hold_back else []
+        self._sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
+        self._longest_ids = max(map(len, id_words), default=0)
         self._ids: list[int] = []  # the last ids, enough to hold the beginning of any id word
         self._starts: list[int] = []  # the text's length before each of them
-        self._longest = max((len(word) for _, word in self._words), default=0)
+        self._longest = max(map(len, words), default=0)
+        self._begun = 0  # characters at the end of the text that are the beginning of a word
+        self._ids_fed = 0
         self._decoder = decoder
         self._context = list(context_ids[-CONTEXT_IDS:])
         self._hold_back = hold_back
@@ -69,18 +77,19 @@ class StopWordMatcher:
 
     def feed(self, new_ids: Sequence[int]) -> StopMatch | None:
         """Take the next ids; the first match, or None. Not to be called after a match."""
-        before = self._length
-        ends = []
+        ends, pieces = [], []
         for token in new_ids:
             piece = self._decoder.delta(self._context, [token], last=False)
             self._context = [*self._context[1 - CONTEXT_IDS :], token]
             self._ids.append(token)
             self._starts.append(self._length)
-            self._tail += piece
+            pieces.append(piece)
             self._length += len(piece)
             ends.append(self._length)
-        found = [self._find_ids(ends)]
-        match = self._find(before)
+        text = "".join(pieces)
+        self._tail += text
+        found = [self._find_ids(new_ids, ends)]
+        match = self._find(text)
         if match is not None:
             begin, end, word = match
             ids = next(n for n, reached in enumerate(ends, start=1) if reached >= end)
@@ -91,39 +100,38 @@ class StopWordMatcher:
         self._tail = self._tail[max(0, len(self._tail) - self._longest) :]
         useless = max(0, len(self._ids) - self._longest_ids)
         del self._ids[:useless], self._starts[:useless]
-        self._update_held(ends)
+        self._update_held(ends, len(text))
         return None
 
-    def _find_ids(self, ends: list[int]) -> StopMatch | None:
+    def _find_ids(self, new_ids: Sequence[int], ends: list[int]) -> StopMatch | None:
         """The first id word that ends within the ids fed last. ends: the text's length after each."""
-        if not self._id_words:
+        fed, self._ids_fed = self._ids_fed, self._ids_fed + len(new_ids)
+        if self._id_search is None:
             return None
+        self._id_search.set(tuple(new_ids))
+        matches = [(at - fed, size, index) for at, (index, size) in self._id_search]
+        if not matches:
+            return None
+        first = min(at for at, _, _ in matches)
         before = len(self._ids) - len(ends)
-        for n, end in enumerate(ends, start=1):
-            found = []
-            for index, word in self._id_words:
-                at = before + n - len(word)
-                if at >= 0 and self._ids[at : before + n] == word:
-                    found.append((self._starts[at], index))
-            if found:
-                begin, index = min(found)
-                return StopMatch(index, begin - self._sent, end - self._sent, begin, end, n)
-        return None
+        begin, index = min(
+            (self._starts[before + at + 1 - size], index) for at, size, index in matches if at == first
+        )
+        end = ends[first]
+        return StopMatch(index, begin - self._sent, end - self._sent, begin, end, first + 1)
 
-    def _find(self, before: int) -> tuple[int, int, int] | None:
-        """(begin, end, word) of the first word that ends after character `before`."""
-        offset = self._length - len(self._tail)
-        found = []
-        for index, word in self._words:
-            at = self._tail.find(word, max(0, before - offset - len(word) + 1))
-            if at >= 0:
-                found.append((at + offset, at + offset + len(word), index))
-        return min(found, key=lambda match: (match[1], match[0]), default=None)
+    def _find(self, text: str) -> tuple[int, int, int] | None:
+        """(begin, end, word) of the first word that ends within `text`, the characters fed last."""
+        if self._text_search is None:
+            return None
+        self._text_search.set(text)
+        matches = ((at + 1 - size, at + 1, index) for at, (index, size) in self._text_search)
+        return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
 
-    def _update_held(self, ends: list[int]) -> None:
+    def _update_held(self, ends: list[int], new_chars: int) -> None:
         pending = [*self._held_ends, *ends]
         # Characters up to here can be part of no stop word any more.
-        safe = self._length - self._beginning() if self._hold_back else self._length
+        safe = self._length - self._beginning(new_chars) if self._hold_back else self._length
         released = next((n for n, end in enumerate(pending) if end > safe), len(pending))
         if self._hold_back:
             released = min(released, len(pending) - self._beginning_ids())
@@ -131,22 +139,42 @@ class StopWordMatcher:
             self._sent = pending[released - 1]
         self._held_ends = pending[released:]
 
-    def _beginning(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop word."""
-        longest = 0
-        for _, word in self._words:
-            at = len(self._tail) - min(len(word) - 1, len(self._tail))
-            while (at := self._tail.find(word[0], at)) >= 0:
-                if word.startswith(self._tail[at:]):
-                    longest = max(longest, len(self._tail) - at)
-                    break
-                at += 1
-        return longest
+    def _beginning(self, new_chars: int) -> int:
+        """Length of the longest end of the text that is the beginning of a stop word. It is at most so much
+        longer than the one before."""
+        longest = min(self._begun + new_chars, self._longest - 1, len(self._tail))
+        ends = range(longest, 0, -1)
+        self._begun = next((n for n in ends if _begins(self._sorted, self._tail[-n:])), 0)
+        return self._begun
 
     def _beginning_ids(self) -> int:
         """Number of the last ids that are the beginning of an id word: of the longest such one."""
-        lengths = ((n, word) for _, word in self._id_words for n in range(1, len(word)))
-        return max((n for n, word in lengths if self._ids[-n:] == word[:n]), default=0)
+        ends = range(min(self._longest_ids - 1, len(self._ids)), 0, -1)
+        return next((n for n in ends if _begins(self._sorted_ids, tuple(self._ids[-n:]))), 0)
+
+
+def _search(words: list[tuple[str, int]] | list[tuple[tuple[int, ...], int]]) -> Any:
+    """An iterator over (last place, (index, length)) of all words that end in what it is set to; places are
+    counted from the first it was ever set to. None where no word is left: empty ones do not count, and of
+    equal ones the first does."""
+    kept: dict[Any, int] = {}
+    for word, index in words:
+        if word:
+            kept.setdefault(word, index)
+    if not kept:
+        return None
+    kind = ahocorasick.KEY_STRING if isinstance(next(iter(kept)), str) else ahocorasick.KEY_SEQUENCE
+    automaton = ahocorasick.Automaton(ahocorasick.STORE_ANY, kind)
+    for word, index in kept.items():
+        automaton.add_word(word, (index, len(word)))
+    automaton.make_automaton()
+    return automaton.iter("" if kind == ahocorasick.KEY_STRING else ())
+
+
+def _begins(words: list[Any], part: Any) -> bool:
+    """Whether one of the sorted words is longer than `part` and begins with it."""
+    at = bisect.bisect_right(words, part)
+    return at < len(words) and words[at][: len(part)] == part
 
 
 def stop_word_texts(words_ids: Sequence[Sequence[int]], decoder: DeltaDecoder) -> list[str]:

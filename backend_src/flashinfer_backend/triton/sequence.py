@@ -66,7 +66,8 @@ class Sequence:
         row, params = self.row, self.row.params
         texts = stop_word_texts(params.stop_sequences, decoder)
         pairs = zip(params.stop_sequences, texts, strict=True)
-        ids = [word for word, text in pairs if not text or text not in row.stop_words]
+        followed = set(row.stop_words)
+        ids = [word for word, text in pairs if text not in followed or not text]
         echo = not row.streaming and not row.exclude_input
         prompt = row.prompt.tolist() if echo else []
         # The engine says that a word ended the sequence, not where in the text it begins.
