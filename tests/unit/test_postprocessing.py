@@ -12,6 +12,7 @@ from small_tokenizers import KINDS
 from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, PackedChunk, pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton.bounds import MOST_IDS
 from flashinfer_backend.triton.postprocessing import chunk_text, chunks, whole_texts
 
 TEXT = "the Größe of 東京 is 😀 isn't it?  Äpfel"
@@ -135,3 +136,13 @@ def test_chunk_round_trip():
     assert packed.shape == (1, 6 + 8 + 2)
     assert unpack_chunk(packed[0]) == PackedChunk(handle, 2**62, WHOLE, 12, list(range(12, 20)), [30, 31])
     assert unpack_chunk(pack_chunk(0, 0, 0, NO_LIMIT, [], [])[0]) == PackedChunk(0, 0, 0, NO_LIMIT, [], [])
+
+
+def test_more_ids_than_a_second_decodes_are_refused(decoder):
+    many = np.zeros((1, 1, MOST_IDS + 1), np.int32)
+    given = {"TOKENS_BATCH": many, "SEQUENCE_LENGTH": np.full((1, 1), MOST_IDS + 1, np.int32)}
+    with pytest.raises(ValueError, match=f"TOKENS_BATCH has {MOST_IDS + 1} ids; it should have at most"):
+        whole_texts(decoder, given)
+    with pytest.raises(ValueError, match=r"CHUNK has .* ids; it should have at most"):
+        chunks({"CHUNK": np.zeros((1, MOST_IDS + 1), np.int64)})
+    assert whole_texts(decoder, given | {"SEQUENCE_LENGTH": np.ones((1, 1), np.int32)})

@@ -11,6 +11,7 @@ from small_tokenizers import byte_level
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.triton.bounds import MOST_WORD_BYTES, MOST_WORDS
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.preprocessing import Preprocessor
 
@@ -272,3 +273,22 @@ def test_parameters():
         flag_parameter(parameters, "e", default=True)
     with pytest.raises(ValueError, match="b is not set; it should be a folder"):
         required_parameter(parameters, "b", "a folder")
+
+
+def test_what_is_too_large_is_refused_before_it_is_tokenised(tokenizer):
+    class Untouched(TextTokenizer):
+        def encode_batch(self, texts, add_special_tokens):
+            assert not any(len(text) > 1000 for text in texts)
+            return super().encode_batch(texts, add_special_tokens)
+
+    untouched = Untouched.__new__(Untouched)
+    untouched.__dict__.update(tokenizer.__dict__)
+    bounded = Preprocessor(untouched, max_prompt_bytes=1000)
+    fits, long = bounded.run([request("a" * 1000), request("a" * 1001)])
+    assert fits["REQUEST_INPUT_LEN"] > 0
+    assert "has 1001 bytes; it should have at most 1000" in str(long)
+    many = request("a", STOP_WORDS_DICT=strings(["b"] * (MOST_WORDS + 1)))
+    large = request("a", BAD_WORDS_DICT=strings(["b" * 1001] * (MOST_WORD_BYTES // 1000)))
+    for inputs, most in ((many, MOST_WORDS), (large, MOST_WORD_BYTES)):
+        with pytest.raises(ValueError, match=f"it should have at most {most} in a row"):
+            run_one(bounded, inputs)

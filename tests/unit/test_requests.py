@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashinfer_backend.triton.bounds import MOST_WORD_IDS, MOST_WORDS
 from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)
@@ -289,3 +290,15 @@ def test_guided_decoding_that_is_switched_off() -> None:
     assert one(**guide).params.grammar == "[a]"
     with pytest.raises(ValueError, match="guided_decoding_backend none"):
         parse_request(tensors(**guide), limits)
+
+
+def test_lists_of_words_are_bounded() -> None:
+    words = MOST_WORDS + 1
+    lists = np.array([[[1] * words, list(range(1, words + 1))]], np.int32)
+    with pytest.raises(ValueError, match=f"stop_words_list has more than {MOST_WORDS} words"):
+        one(stop_words_list=lists)
+    with pytest.raises(ValueError, match=f"bad_words_list has {MOST_WORD_IDS + 1} ids"):
+        one(bad_words_list=np.ones((1, 2, MOST_WORD_IDS + 1), np.int32))
+    with pytest.raises(ValueError, match=f"stop_words_text has {words} words"):
+        one(stop_words_text=text(["a"] * words))
+    assert len(one(stop_words_text=text(["a"] * MOST_WORDS)).stop_words) == MOST_WORDS

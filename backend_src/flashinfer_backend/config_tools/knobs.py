@@ -137,6 +137,10 @@ KNOBS: tuple[Knob, ...] = (
         "BLS model",
     ),
     Knob(
+        "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
+        meaning="bytes of a prompt; a longer one is refused before it is tokenised, 0 = no bound",
+    ),
+    Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,
         meaning="put the tokenizer's special tokens (BOS ...) around each prompt",
     ),

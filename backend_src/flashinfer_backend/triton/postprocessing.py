@@ -12,6 +12,7 @@ from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.seen import SeenMarker
+from flashinfer_backend.triton.bounds import check_ids
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 
 Tensors = dict[str, np.ndarray]
@@ -31,6 +32,7 @@ def chunks(inputs: Tensors) -> list[PackedChunk]:
         raise ValueError(f"CHUNK has ids of its own, so {others} should be left out")
     if values.ndim != 2:
         raise ValueError(f"CHUNK has shape {list(values.shape)}; it should be [batch, 6 + ids]")
+    check_ids("CHUNK", values.size)
     return [unpack_chunk(row) for row in values]
 
 
@@ -49,6 +51,7 @@ def whole_texts(decoder: DeltaDecoder, inputs: Tensors) -> list[str]:
             f"TOKENS_BATCH has shape {list(tokens.shape)} and SEQUENCE_LENGTH {list(lengths.shape)}; they "
             "should be [batch, beams, ids] and [batch, beams]"
         )
+    check_ids("TOKENS_BATCH", int(np.clip(lengths, 0, None).sum(dtype=np.int64)))
     width = tokens.shape[2]
     output = []
     for row, row_lengths in zip(tokens, lengths.tolist(), strict=True):

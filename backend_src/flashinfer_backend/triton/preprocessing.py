@@ -10,6 +10,7 @@ import numpy as np
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.triton.bounds import check_prompts, check_words
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 
 Tensors = dict[str, np.ndarray]
@@ -26,9 +27,13 @@ REFUSED = {
 class Preprocessor:
     """Turns the tensors of requests into the tensors of the llm step."""
 
-    def __init__(self, tokenizer: TextTokenizer, add_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, add_special_tokens: bool = True, max_prompt_bytes: int = 0
+    ) -> None:
+        """max_prompt_bytes: a longer prompt is refused before it is tokenised, 0: none is."""
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
+        self._max_prompt_bytes = max_prompt_bytes
 
     def run(self, requests: Sequence[Tensors]) -> list[Tensors | ValueError]:
         """One entry a request: its output tensors, or what is wrong with it.
@@ -43,7 +48,7 @@ class Preprocessor:
         EMBEDDING_BIAS float32 [B, tokenizer's vocabulary, or 0], and what a decoder-only model has
         for a decoder prompt: DECODER_INPUT_ID int32 [B,1] of pad ids, REQUEST_DECODER_INPUT_LEN 1.
         """
-        texts = [_attempt(_prompts, inputs) for inputs in requests]
+        texts = [_attempt(_prompts, inputs, self._max_prompt_bytes) for inputs in requests]
         prompts = self._encode_prompts([text for text in texts if not isinstance(text, ValueError)])
         results: list[Tensors | ValueError] = []
         for inputs, text in zip(requests, texts, strict=True):
@@ -100,16 +105,18 @@ class Preprocessor:
 
     def _words(self, inputs: Tensors, name: str, batch: int) -> list[list[tuple[int, list[int]]]]:
         """Per row, (position, ids) of each word that is not empty."""
+        for words in inputs[name]:
+            check_words(name, np.atleast_1d(words))
         rows = _strings(inputs, name, batch)
         places = [(r, n, word) for r, row in enumerate(rows) for n, word in enumerate(row) if word]
-        words: list[list[tuple[int, list[int]]]] = [[] for _ in rows]
+        found: list[list[tuple[int, list[int]]]] = [[] for _ in rows]
         if places:
             encoded = self._encode([word for _, _, word in places], add_special_tokens=False)
             for (row, position, word), ids in zip(places, encoded, strict=True):
                 if not ids:
                     raise ValueError(f"{name} row {row}: {word!r} gives no tokens, so it can never match")
-                words[row].append((position, ids))
-        return words
+                found[row].append((position, ids))
+        return found
 
     def _word_list(self, inputs: Tensors, name: str, batch: int) -> np.ndarray:
         if name not in inputs:
@@ -156,7 +163,7 @@ def _attempt(function: Any, *args: Any) -> Any:
         return error
 
 
-def _prompts(inputs: Tensors) -> list[str]:
+def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
     for name, meaning in REFUSED.items():
         if name in inputs:
             known_as = "DECODER_QUERY (decoder_text_input)" if name == "DECODER_QUERY" else name
@@ -166,6 +173,7 @@ def _prompts(inputs: Tensors) -> list[str]:
     query = inputs["QUERY"]
     if query.ndim != 2 or query.shape[1] != 1 or query.shape[0] < 1:
         raise ValueError(f"QUERY (text_input) has shape {list(query.shape)}; it should be [batch, 1]")
+    check_prompts("QUERY (text_input)", query, max_bytes)
     return [row[0] for row in _strings(inputs, "QUERY", query.shape[0])]
 
 
@@ -207,6 +215,7 @@ class TritonPythonModel:
         self._preprocessor = Preprocessor(
             TextTokenizer(resolve_model_dir(folder)),
             flag_parameter(parameters, "add_special_tokens", default=True),
+            int(parameters.get("max_prompt_bytes", "0")),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:

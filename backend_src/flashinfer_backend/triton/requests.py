@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, SamplingParams
+from flashinfer_backend.triton.bounds import check_words
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
@@ -278,6 +279,8 @@ class _Reader:
                 f"{name} has shape {list(values.shape)}; its first dimension should be {self._batch}, the"
                 " number of rows of input_ids"
             )
+        if name == "stop_words_text":
+            check_words(name, np.atleast_1d(values[row]))
         try:
             return [v if isinstance(v, str) else v.decode() for v in np.atleast_1d(values[row]).flat]
         except UnicodeDecodeError as error:

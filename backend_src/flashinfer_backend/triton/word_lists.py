@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashinfer_backend.triton.bounds import MOST_WORDS, check_word_ids
+
 if TYPE_CHECKING:
     from flashinfer_backend.triton.requests import Limits
 
@@ -25,11 +27,13 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, limits: Li
         lists = lists[None]
     if lists.ndim != 3 or lists.shape[1] != 2 or row >= len(lists):
         raise ValueError(f"{name} has shape {list(lists.shape)}; it should be [batch, 2, ids of all words]")
+    check_word_ids(name, lists.shape[2])
     ids, offsets = lists[row].tolist()
     count = offsets.index(-1) if -1 in offsets else len(offsets)
     if any(offset != -1 for offset in offsets[count:]):
         raise ValueError(f"Sparse list must not hold offsets after its padding of -1: {name} has {offsets}")
-    words, begin = [], 0
+    words: list[list[int]] = []
+    begin = 0
     for end in offsets[:count]:
         if end <= begin:
             raise ValueError(
@@ -41,6 +45,8 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, limits: Li
                 f"Sparse list must not hold offsets beyond its ids: {name} has offset {end} for"
                 f" {len(ids)} ids"
             )
+        if len(words) == MOST_WORDS:
+            raise ValueError(f"{name} has more than {MOST_WORDS} words in a row; it should not")
         word = ids[begin:end]
         for i in word:
             if not 0 <= i < limits.vocab_size:
