@@ -6,12 +6,13 @@
 # make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
 # make lint               ruff, mypy
 # make bench              times of the host's work for every step and chunk, and of the ensemble
+# make attack             kills, stops, floods and hostile requests against a real server for MINUTES (30)
 # make clean              removes .venv and served/
 #
 # Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
 # PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
-variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT PIP_ARGS UV TESTS WORKERS
+variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT PIP_ARGS UV TESTS WORKERS MINUTES
 PYTHON ?= python3
 MODEL ?= bundled
 KNOBS ?=
@@ -22,6 +23,7 @@ METRICS_PORT ?= 8002
 PIP_ARGS ?=
 TESTS ?=
 WORKERS ?= 2
+MINUTES ?= 30
 # What pip was told about indexes uv does not read.
 UV ?= $(if $(PIP_ARGS)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv))
 
@@ -57,7 +59,7 @@ announcement := installing into $(VENV) with $(if $(UV),uv,pip), some minutes th
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-.PHONY: help serve test lint bench clean
+.PHONY: help serve test lint bench attack clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -73,6 +75,9 @@ test: $(VENV)/for-development
 
 bench: $(VENV)/for-development
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
+
+attack: $(VENV)/for-development
+	$(BIN)/python tests/reliability/attack.py --minutes $(MINUTES)
 
 lint: $(VENV)/for-development
 	$(BIN)/ruff check .
