@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The liveness probe and the stand-in, against servers that answer in every way."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from flashinfer_backend.serve.probe import problem
+from flashinfer_backend.serve.stand_in import RESTARTING, stand_in
+
+LOCAL = ipaddress.ip_address("127.0.0.1")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers with the (status, text) of the server's `table` by path; None: not at all."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        answer = self.server.table.get(self.path, (404, "{}"))
+        if answer is None:
+            time.sleep(3)
+            return
+        status, text = answer
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.mark.parametrize(
+    ("live", "ready", "generate", "expected"),
+    [
+        ((200, ""), (200, ""), (200, '{"text_output": "a"}'), ""),
+        ((200, ""), (503, ""), None, ""),
+        ((200, ""), (200, ""), (500, '{"error": "Maximum queue size of 4 has been reached"}'), ""),
+        (
+            (200, ""),
+            (200, ""),
+            (500, '{"error": "Stub process is not healthy"}'),
+            "not generate .500. .*healthy",
+        ),
+        ((200, ""), (200, ""), None, "does not generate .no answer"),
+        (None, (200, ""), (200, "{}"), "live .no answer"),
+        ((500, ""), (200, ""), (200, "{}"), "live .500"),
+    ],
+)
+def test_a_broken_server_fails_the_probe(server, live, ready, generate, expected) -> None:
+    names = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
+    server.table = dict(zip(names, (live, ready, generate), strict=True))
+    found = problem(f"http://127.0.0.1:{server.server_port}", "ensemble", 0.5)
+    assert bool(found) == bool(expected) and re.search(expected, found), found
+
+
+def test_nobody_listening_fails_the_probe() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert "no answer" in problem(f"http://127.0.0.1:{unused.getsockname()[1]}", "ensemble", 0.5)
+
+
+def listen(port: int = 0) -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(("127.0.0.1", port))
+    made.listen(64)
+    return made
+
+
+def outcomes(port: int) -> set[str]:
+    """What twenty new connections get: an answer of the stand-in, or none."""
+    found = set()
+    for _ in range(20):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=0.2)
+        except urllib.error.HTTPError as error:
+            assert error.code == 503 and json.loads(error.read()) == {"error": RESTARTING}
+            found.add("stand-in")
+        except OSError:
+            found.add("other")
+            break
+    return found
+
+
+def test_the_stand_in_answers_until_the_next_server_listens() -> None:
+    old = listen()
+    port = old.getsockname()[1]
+    with stand_in(LOCAL, port):
+        assert outcomes(port) == {"stand-in"}  # although the old server still listens
+        old.close()
+        assert outcomes(port) == {"stand-in"}
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=5) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/v2/models/ensemble/generate", b"{}" * 9, timeout=5
+            )
+        new = listen(port)
+        assert outcomes(port) == {"other"}
+    assert outcomes(port) == {"other"}
+    new.close()
