@@ -119,13 +119,29 @@ def test_mistakes_found_by_each_model_when_called_directly(unary: Server) -> Non
 
 
 @each_endpoint
-def test_a_required_input_that_is_missing(endpoints: Endpoints, endpoint: str) -> None:
-    status, text = endpoints.error(endpoint, {"max_tokens": int32(4)})
+@pytest.mark.parametrize("others", [(), ("temperature",), ("stop_words", "seed")])
+@pytest.mark.parametrize("missing", ["text_input", "max_tokens"])
+def test_a_required_input_that_is_missing(
+    endpoints: Endpoints, endpoint: str, missing: str, others: tuple[str, ...]
+) -> None:
+    """Also beside optional ones, of which the server counts as many as are due."""
+    values = {
+        "text_input": strings("a"),
+        "max_tokens": int32(4),
+        "temperature": np.array([[0.5]], np.float32),
+        "stop_words": strings("x"),
+        "seed": np.array([[3]], np.uint64),
+    }
+    given = {"text_input", "max_tokens", *others} - {missing}
+    status, text = endpoints.error(endpoint, {name: values[name] for name in given})
     assert status == INVALID_ARG[endpoint]
-    assert re.search(
-        r"expected number of inputs between 2 and \d+ but got 1 inputs for model 'ensemble'", text
-    )
-    assert "Got input(s) ['max_tokens'], but missing required input(s) ['text_input']" in text
+    assert f"({missing}) is missing; it should be" in text
+
+
+@each_endpoint
+def test_a_request_with_neither_prompt_nor_length(endpoints: Endpoints, endpoint: str) -> None:
+    status, text = endpoints.error(endpoint, {"temperature": np.array([[0.5]], np.float32)})
+    assert status == INVALID_ARG[endpoint] and text
 
 
 @each_endpoint

@@ -140,9 +140,9 @@ def test_tensors_are_those_of_tensorrt_llm(
 
 def test_which_inputs_are_mandatory(contract: Server) -> None:
     mandatory = {
-        "ensemble": {"text_input", "max_tokens"},
+        "ensemble": set(),  # text_input and max_tokens, which preprocessing asks for
         LLM: {"input_lengths", "request_output_len"},
-        "preprocessing": {"QUERY", "REQUEST_OUTPUT_LEN"},
+        "preprocessing": set(),  # QUERY and REQUEST_OUTPUT_LEN, which it asks for
         "postprocessing": set(),  # TOKENS_BATCH and SEQUENCE_LENGTH, or CHUNK
     }
     for model, names in mandatory.items():

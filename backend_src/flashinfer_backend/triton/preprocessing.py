@@ -24,6 +24,10 @@ REFUSED = {
 }
 
 
+class MissingInput(ValueError):
+    """A request lacks an input without which there is nothing to do."""
+
+
 class Preprocessor:
     """Turns the tensors of requests into the tensors of the llm step."""
 
@@ -79,7 +83,7 @@ class Preprocessor:
             if not ids:
                 raise ValueError(f"QUERY (text_input) row {row} gives no tokens; it should not be empty")
         if "REQUEST_OUTPUT_LEN" not in inputs:
-            raise ValueError("REQUEST_OUTPUT_LEN (max_tokens) is missing; it should be INT32 [batch, 1]")
+            raise MissingInput("REQUEST_OUTPUT_LEN (max_tokens) is missing; it should be INT32 [batch, 1]")
         end_ids = _column(inputs, "END_ID", batch, self._tokenizer.eos_id)
         if end_ids is None:
             raise ValueError("END_ID (end_id) is missing, and the tokenizer has no eos token to take instead")
@@ -169,7 +173,7 @@ def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
             known_as = "DECODER_QUERY (decoder_text_input)" if name == "DECODER_QUERY" else name
             raise ValueError(f"{known_as} is not supported: this model takes no {meaning}; leave it out")
     if "QUERY" not in inputs:
-        raise ValueError("QUERY (text_input) is missing; it should be BYTES [batch, 1]")
+        raise MissingInput("QUERY (text_input) is missing; it should be BYTES [batch, 1]")
     query = inputs["QUERY"]
     if query.ndim != 2 or query.shape[1] != 1 or query.shape[0] < 1:
         raise ValueError(f"QUERY (text_input) has shape {list(query.shape)}; it should be [batch, 1]")
@@ -225,7 +229,9 @@ class TritonPythonModel:
         responses = []
         for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
             if isinstance(result, ValueError):
-                error = pb_utils.TritonError(str(result), pb_utils.TritonError.INTERNAL)
+                codes = pb_utils.TritonError
+                missing = isinstance(result, MissingInput)
+                error = codes(str(result), codes.INVALID_ARG if missing else codes.INTERNAL)
                 responses.append(pb_utils.InferenceResponse(output_tensors=[], error=error))
                 continue
             names = [name for name in request.requested_output_names() if name in result]
