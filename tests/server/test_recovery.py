@@ -202,8 +202,7 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
         short.start()
         time.sleep(0.2)
         server.launcher.terminate()
-        wait_for(lambda: "Signal (15)" in server.log, "the server's end to begin")
-        time.sleep(0.3)
+        time.sleep(0.5)
         with contextlib.suppress(OSError):  # where it has stopped listening already
             status, answer = server.post({"text_input": PROMPT, "max_tokens": 4})
             assert status != 200 and "error" in answer

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
 from flashinfer_backend.serve.addresses import Address, reachable_at
-from flashinfer_backend.serve.server_log import ServerLog
+from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import peers, rundir, supervisor
@@ -257,14 +257,20 @@ class _Run:
     def end(self) -> int:
         """Ends the server and its stubs at once, and removes what they leave; the server's exit status."""
         stubs = self._seen.union(stubs_of(self._child.pid))
+        memory: set[Path] = set()  # of stubs that have not taken it over
         if self._child.poll() is None:
+            self._child.send_signal(signal.SIGSTOP)  # it must not make more meanwhile
+            if not self.ready_at:  # later, what it has mapped may be memory that clients have registered
+                memory = memory_of_stubs(self._child.pid)
             self._child.kill()
         status = self._child.wait()
         stubs.update(stubs_of(self._child.pid))
         end_orphans(self._child.pid, stubs, grace_s=0.0)
         for folder in _run_dirs():
             rundir.forget_stubs(folder)
-        remove_memory(self._policy.shm_prefix)  # that of a stub which was just being started, too
+        remove_memory(self._policy.shm_prefix)
+        for region in memory:
+            region.unlink(missing_ok=True)
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()
