@@ -239,7 +239,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         repository = build_repository(Path(folder))
         with running(repository, Path(folder), options=["--restarts", "0"]) as server:
-            wait_for(lambda: "Ready. Try" in server.log, "serve")
             attack = Attack(server, options.seed, options.streams)
             before = attack.memory()
             end = time.monotonic() + options.minutes * 60

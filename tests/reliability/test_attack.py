@@ -13,7 +13,6 @@ from running import build_repository, running, wait_for
 @pytest.mark.timeout(600)
 def test_every_harm_is_survived(tmp_path: Path) -> None:
     with running(build_repository(tmp_path), tmp_path, options=["--restarts", "0"]) as server:
-        wait_for(lambda: "Ready. Try" in server.log, "serve")
         attack = Attack(server, seed=3, streams=8)
         harms = [attack.hostile, lambda: attack.drop(100), lambda: attack.flood(100), attack.stop]
         try:

@@ -76,6 +76,7 @@ class Server:
         self.log_path = folder / "server.log"
         self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         shm = ["--backend-config", f"python,shm-region-prefix-name={self.shm_prefix}"]
+        self._by_serve = command is None
         if command is None:
             shm = []
             command = [
@@ -108,6 +109,8 @@ class Server:
             return self.ready()
 
         wait_for(ready, "the server to be ready", START_S)
+        if self._by_serve:  # from then on it watches what may die
+            wait_for(lambda: "Ready. Try" in self.log, "serve to notice")
 
     def ready(self, path: str = "health") -> bool:
         """Readiness of the server, or of a model with path "models/NAME"."""
