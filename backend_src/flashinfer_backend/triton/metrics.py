@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton.engine_metrics import EngineMetrics
-from flashinfer_backend.triton.outputs import FINISH_REASONS, Chunk
 
 if TYPE_CHECKING:
     from flashinfer_backend.triton.sequence import Sequence
@@ -48,30 +48,6 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], dict[str, str]]] = {
 }
 ERROR, REFUSED = "error", "refused"
 REASONS = (*dict.fromkeys(FINISH_REASONS.values()), ERROR, REFUSED)
-
-
-class SequenceTiming:
-    """When a sequence's tokens came, in seconds of time.monotonic()."""
-
-    __slots__ = ("counted", "first", "last", "longest", "queued", "sent", "started", "tokens")
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.first = self.last = self.longest = 0.0
-        self.queued: float | None = None  # seconds until its first step, or its end before that
-        self.tokens = 0  # arrived from the engine
-        self.sent = 0  # tokens in responses; fewer where a stop word ends the sequence
-        self.counted = False
-
-    def token(self) -> None:
-        """A token has arrived."""
-        now = time.monotonic()
-        if self.tokens:
-            self.longest = max(self.longest, now - self.last)
-        else:
-            self.first = now
-        self.last = now
-        self.tokens += 1
 
 
 class Metrics:

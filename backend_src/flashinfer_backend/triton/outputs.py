@@ -8,31 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, pack_chunk
+from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
+from flashinfer_backend.text.chunk import LAST, WHOLE, pack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.requests import Row
-
-FINISH_REASONS = {
-    protocol.FINISHED_END_ID: "stop",
-    protocol.FINISHED_STOP_WORDS: "stop",
-    protocol.FINISHED_LENGTH: "length",
-    protocol.FINISHED_CANCELLED: "cancelled",
-}
-
-
-@dataclass
-class Chunk:
-    """New ids of a sequence that go out in one response. `code`: other than RUNNING in the last one.
-    `max_chars`: where postprocessing cuts the chunk's text."""
-
-    ids: list[int]
-    code: int = protocol.RUNNING
-    max_chars: int = NO_LIMIT
-    extras: list[protocol.RowReport] = field(default_factory=list)
-
-    @property
-    def last(self) -> bool:
-        return self.code != protocol.RUNNING
 
 
 @dataclass

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, SamplingParams
+from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.triton.bounds import check_words
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
@@ -40,16 +41,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(GenerationRequest):
     """One prompt of a request: what the engine needs, and what its responses should hold."""
 
-    prompt: np.ndarray  # int32 [n]
-    params: SamplingParams
-    streaming: bool = False
-    exclude_input: bool = False
     num_return_sequences: int = 1
-    stop_words: list[str] = field(default_factory=list)  # matched on text
-    exclude_stop_words: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     log_probs_so_far: bool = False  # of a stream: output_log_probs of all its tokens, not the chunk's own

@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport.endpoint import Endpoint
 from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton.metrics import Metrics
-from flashinfer_backend.triton.outputs import Chunk, chunk_outputs
+from flashinfer_backend.triton.outputs import chunk_outputs
 from flashinfer_backend.triton.sequence import Sequence
 
 # A response costs a round trip to the server, so threads overlap their waiting; more than two mostly wait

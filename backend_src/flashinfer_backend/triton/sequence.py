@@ -1,184 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence of a Triton request: gathers the engine's tokens and cuts them into chunks."""
+"""One sequence of a Triton request."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
-from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
-from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.metrics import SequenceTiming
-from flashinfer_backend.triton.outputs import Chunk, Place, Reported
+from flashinfer_backend.serving.generation import Chunk, Generation
+from flashinfer_backend.triton.outputs import Place, Reported
 from flashinfer_backend.triton.requests import Row
 
 if TYPE_CHECKING:
     from flashinfer_backend.triton.responder import OpenRequest
 
 FAILED = "Executor failed process requestId {} due to the following error: {}"
-Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, extras
 
 
-class Sequence:
-    """Filled by the link's thread, emptied by the one sender thread that its request belongs to.
+class Sequence(Generation):
+    """Emptied by the one sender thread that its request belongs to."""
 
-    What arrives while the sender is busy is taken together and goes out as one chunk, so a server
-    that cannot carry a response per token still keeps up with the tokens.
-    """
+    row: Row
 
     def __init__(
         self, request: OpenRequest, row: Row, place: Place, schedule: Callable[[Sequence], None]
     ) -> None:
         """schedule: has a sender thread call take() soon; it may be called once too often."""
-        self.request, self.row, self.place = request, row, place
-        self.handle = 0
-        self.ended = False
-        self.context_ids: list[int] = []  # the last ids that were sent
-        self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
-        self.cum_log_prob = 0.0
+        super().__init__(row, lambda handle: request.cancel(handle), lambda: schedule(self))
+        self.request, self.place = request, place
         self.reported = Reported()
-        self.failure: str | None = None
-        self.timing = SequenceTiming()
-        self._schedule = schedule
-        self._arrived: deque[Item] = deque()
-        self._scheduled = False
-        self._kept = Chunk([])  # arrived, but not to be sent yet
-        self._stopped: Chunk | None = None  # the last one, which waits for the engine's end of the sequence
-        self._matcher: StopWordMatcher | None = None
-        self._prompt_chars = 0
-
-    @property
-    def follows_text(self) -> bool:
-        """Whether its stop words need match_stop_words; else the engine finds their ids without help."""
-        row = self.row
-        return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
-
-    def match_stop_words(self, decoder: DeltaDecoder) -> SamplingParams:
-        """Follows the text for the row's stop words; the parameters that remain for the engine.
-
-        Words whose text is not among those that are followed stay with the engine, which finds their
-        ids: words with special tokens that are left out of the text, and words given as ids alone.
-        `decoder`: as postprocessing's, since the text is cut at a number of its characters.
-        """
-        row, params = self.row, self.row.params
-        texts = stop_word_texts(params.stop_sequences, decoder)
-        pairs = zip(params.stop_sequences, texts, strict=True)
-        followed = set(row.stop_words)
-        ids = [word for word, text in pairs if text not in followed or not text]
-        echo = not row.streaming and not row.exclude_input
-        prompt = row.prompt.tolist() if echo else []
-        # The engine says that a word ended the sequence, not where in the text it begins.
-        cut_at = ids if row.exclude_stop_words else []
-        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at)
-        # What the prompt adds to the one text that a row without streaming is decoded to.
-        self._prompt_chars = len(decoder.delta([], prompt, last=False))
-        return protocol.msgspec.structs.replace(params, stop_sequences=ids)
-
-    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
-        if token != protocol.NO_TOKEN:
-            self.timing.token()
-        if extras is not None and extras.queue_ns is not None:
-            self.timing.queued = extras.queue_ns / 1e9
-        self._arrived.append((token, code, extras))
-        self._wake()
+        self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
 
     def on_failure(self, message: str, refused: bool) -> None:
         # TensorRT-LLM's wording; the handle is what the engine's log calls the request.
-        self.failure = message if refused else FAILED.format(self.handle, message)
-        self._wake()
+        super().on_failure(message if refused else FAILED.format(self.handle, message), refused)
 
-    @property
-    def ending(self) -> bool:
-        """Whether its end has arrived, but was not taken yet. For the sender thread."""
-        arrived_end = bool(self._arrived) and self._arrived[-1][1] != protocol.RUNNING
-        return arrived_end or self.failure is not None
-
-    def _wake(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._schedule(self)
-
-    def take(self) -> Chunk | None:
-        """The next chunk to send, or None. Sets `ended` with the last one."""
-        # Cleared first: what arrives from here on schedules the sequence again.
-        self._scheduled = False
-        if self.ended:
-            return None
-        if self._stopped is not None:
-            return self._take_stopped(self._stopped)
-        chunk, matched = self._kept, False
-        new_ids: list[int] = []
-        while self._arrived and chunk.code == protocol.RUNNING:
-            token, chunk.code, extras = self._arrived.popleft()
-            if token != protocol.NO_TOKEN:
-                new_ids.append(token)
-            if extras is not None:
-                chunk.extras.append(extras)
-        if self._matcher is not None and new_ids:
-            matched = self._match(self._matcher, chunk, new_ids)
-        else:
-            chunk.ids += new_ids
-        held = 0
-        if not chunk.last and self._matcher is not None:
-            held = self._matcher.held
-        if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
-            return None
-        if matched:
-            self.request.cancel(self.handle)
-            if self.row.params.perf_metrics:
-                self._stopped = chunk
-                return self._take_stopped(chunk)
-        self.ended = chunk.last
-        self._keep(chunk, held)
-        return chunk
-
-    def _take_stopped(self, chunk: Chunk) -> Chunk | None:
-        """The chunk that a stop word ended, once the engine's times and page counts are there: they come
-        with the end that it was asked for, or with one that it came to before."""
-        ended = self.failure is not None
-        while self._arrived and not ended:
-            _, code, extras = self._arrived.popleft()
-            ended = code != protocol.RUNNING
-            if ended and extras is not None:
-                chunk.extras.append(protocol.RowReport(extras.local_id, perf=extras.perf))
-        if not ended:
-            return None
-        self.ended, self._stopped = True, None  # it may hold gigabytes of logits
-        self._keep(chunk, 0)
-        return chunk
-
-    def _keep(self, chunk: Chunk, held: int) -> None:
-        """Keeps the last `held` ids of a chunk for the next one, with what was reported of them."""
-        sent, params = len(chunk.ids) - held, self.row.params
-        self._kept = Chunk(chunk.ids[sent:])
-        chunk.ids = chunk.ids[:sent]
-        if held and (params.log_probs or params.generation_logits):  # then each id has its extras
-            at = len(chunk.extras) - held
-            self._kept.extras, chunk.extras = chunk.extras[at:], chunk.extras[:at]
-        log_probs = [e.log_prob for e in chunk.extras if e.log_prob is not None]
-        self.cum_log_prob += sum(log_probs[:sent])
-
-    def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
-        """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""
-        match = matcher.feed(new_ids)
-        if match is None:
-            chunk.ids += new_ids
-            return False
-        running = chunk.code == protocol.RUNNING
-        chunk.ids += new_ids[: match.ids]
-        chunk.code = protocol.FINISHED_STOP_WORDS
-        if self.row.streaming:
-            chunk.max_chars = match.begin if self.row.exclude_stop_words else match.end
-        else:
-            text_chars = match.text_begin if self.row.exclude_stop_words else match.text_end
-            chunk.max_chars = self._prompt_chars + text_chars
-        return running
-
-    def sent(self, chunk: Chunk, now: int) -> None:
+    def sent(self, chunk: Chunk, now: int = 0) -> None:
         """Notes that the server has taken a chunk at the earliest at `now`."""
         self.sent_at = now
-        self.timing.sent += len(chunk.ids)
-        self.context_ids = [*self.context_ids, *chunk.ids][-CONTEXT_IDS:]
+        super().sent(chunk)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence from its request to its end: gathers the engine's tokens and cuts them into chunks.
+
+Nothing here knows who asked: Triton's stubs and the OpenAI API share it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.serving.timing import SequenceTiming
+from flashinfer_backend.text.chunk import NO_LIMIT
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
+from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
+from flashinfer_backend.transport import protocol
+
+FINISH_REASONS = {
+    protocol.FINISHED_END_ID: "stop",
+    protocol.FINISHED_STOP_WORDS: "stop",
+    protocol.FINISHED_LENGTH: "length",
+    protocol.FINISHED_CANCELLED: "cancelled",
+}
+Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, extras
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt: what the engine needs, and how its text is cut into chunks. `exclude_input`: whether the
+    one chunk of a request without streaming holds the completion alone."""
+
+    prompt: np.ndarray  # int32 [n]
+    params: SamplingParams
+    streaming: bool = False
+    exclude_input: bool = False
+    stop_words: list[str] = field(default_factory=list)  # matched on text
+    exclude_stop_words: bool = False
+
+
+@dataclass
+class Chunk:
+    """New ids of a sequence that go out in one response. `code`: other than RUNNING in the last one.
+    `max_chars`: where the chunk's text is cut."""
+
+    ids: list[int]
+    code: int = protocol.RUNNING
+    max_chars: int = NO_LIMIT
+    extras: list[protocol.RowReport] = field(default_factory=list)
+
+    @property
+    def last(self) -> bool:
+        return self.code != protocol.RUNNING
+
+
+class Generation:
+    """A sink of the link (`endpoint.Sink`): filled by the link's thread, emptied by one other thread, always
+    the same one.
+
+    What arrives while that thread is busy is taken together as one chunk, so whoever cannot carry a chunk per
+    token still keeps up with the tokens.
+    """
+
+    def __init__(
+        self, row: GenerationRequest, cancel: Callable[[int], None], schedule: Callable[[], None]
+    ) -> None:
+        """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon; it
+        may be called once too often."""
+        self.row: GenerationRequest = row
+        self.handle = 0
+        self.ended = False
+        self.context_ids: list[int] = []  # the last ids that were sent
+        self.cum_log_prob = 0.0
+        self.failure: str | None = None
+        self.refused = False  # with a failure: whether the engine never admitted the sequence
+        self.timing = SequenceTiming()
+        self._cancel, self._schedule = cancel, schedule
+        self._arrived: deque[Item] = deque()
+        self._scheduled = False
+        self._kept = Chunk([])  # arrived, but not to be sent yet
+        self._stopped: Chunk | None = None  # the last one, which waits for the engine's end of the sequence
+        self._matcher: StopWordMatcher | None = None
+        self._prompt_chars = 0
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether its stop words need match_stop_words; else the engine finds their ids without help."""
+        row = self.row
+        return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
+
+    def match_stop_words(self, decoder: DeltaDecoder) -> SamplingParams:
+        """Follows the text for the row's stop words; the parameters that remain for the engine.
+
+        Words whose text is not among those that are followed stay with the engine, which finds their
+        ids: words with special tokens that are left out of the text, and words given as ids alone.
+        `decoder`: as the one that writes the text, which is cut at a number of its characters.
+        """
+        row, params = self.row, self.row.params
+        texts = stop_word_texts(params.stop_sequences, decoder)
+        pairs = zip(params.stop_sequences, texts, strict=True)
+        followed = set(request.stop_words)
+        ids = [word for word, text in pairs if text not in followed or not text]
+        echo = not row.streaming and not row.exclude_input
+        prompt = row.prompt.tolist() if echo else []
+        # The engine says that a word ended the sequence, not where in the text it begins.
+        cut_at = ids if row.exclude_stop_words else []
+        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at)
+        # What the prompt adds to the one text that a row without streaming is decoded to.
+        self._prompt_chars = len(decoder.delta([], prompt, last=False))
+        return protocol.msgspec.structs.replace(params, stop_sequences=ids)
+
+    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
+        if token != protocol.NO_TOKEN:
+            self.timing.token()
+        if extras is not None and extras.queue_ns is not None:
+            self.timing.queued = extras.queue_ns / 1e9
+        self._arrived.append((token, code, extras))
+        self._wake()
+
+    def on_failure(self, message: str, refused: bool) -> None:
+        self.failure, self.refused = message, refused
+        self._wake()
+
+    @property
+    def ending(self) -> bool:
+        """Whether its end has arrived, but was not taken yet. For the thread that takes."""
+        arrived_end = bool(self._arrived) and self._arrived[-1][1] != protocol.RUNNING
+        return arrived_end or self.failure is not None
+
+    def _wake(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._schedule()
+
+    def take(self) -> Chunk | None:
+        """The next chunk to send, or None. Sets `ended` with the last one."""
+        # Cleared first: what arrives from here on schedules the sequence again.
+        self._scheduled = False
+        if self.ended:
+            return None
+        if self._stopped is not None:
+            return self._take_stopped(self._stopped)
+        chunk, matched = self._kept, False
+        new_ids: list[int] = []
+        while self._arrived and chunk.code == protocol.RUNNING:
+            token, chunk.code, extras = self._arrived.popleft()
+            if token != protocol.NO_TOKEN:
+                new_ids.append(token)
+            if extras is not None:
+                chunk.extras.append(extras)
+        if self._matcher is not None and new_ids:
+            matched = self._match(self._matcher, chunk, new_ids)
+        else:
+            chunk.ids += new_ids
+        held = 0
+        if not chunk.last and self._matcher is not None:
+            held = self._matcher.held
+        if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
+            return None
+        if matched:
+            self._cancel(self.handle)
+            if self.row.params.perf_metrics:
+                self._stopped = chunk
+                return self._take_stopped(chunk)
+        self.ended = chunk.last
+        self._keep(chunk, held)
+        return chunk
+
+    def _take_stopped(self, chunk: Chunk) -> Chunk | None:
+        """The chunk that a stop word ended, once the engine's times and page counts are there: they come
+        with the end that it was asked for, or with one that it came to before."""
+        ended = self.failure is not None
+        while self._arrived and not ended:
+            _, code, extras = self._arrived.popleft()
+            ended = code != protocol.RUNNING
+            if ended and extras is not None:
+                chunk.extras.append(protocol.RowReport(extras.local_id, perf=extras.perf))
+        if not ended:
+            return None
+        self.ended, self._stopped = True, None  # it may hold gigabytes of logits
+        self._keep(chunk, 0)
+        return chunk
+
+    def _keep(self, chunk: Chunk, held: int) -> None:
+        """Keeps the last `held` ids of a chunk for the next one, with what was reported of them."""
+        sent, params = len(chunk.ids) - held, self.row.params
+        self._kept = Chunk(chunk.ids[sent:])
+        chunk.ids = chunk.ids[:sent]
+        if held and (params.log_probs or params.generation_logits):  # then each id has its extras
+            at = len(chunk.extras) - held
+            self._kept.extras, chunk.extras = chunk.extras[at:], chunk.extras[:at]
+        log_probs = [e.log_prob for e in chunk.extras if e.log_prob is not None]
+        self.cum_log_prob += sum(log_probs[:sent])
+
+    def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
+        """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""
+        match = matcher.feed(new_ids)
+        if match is None:
+            chunk.ids += new_ids
+            return False
+        running = chunk.code == protocol.RUNNING
+        chunk.ids += new_ids[: match.ids]
+        chunk.code = protocol.FINISHED_STOP_WORDS
+        if self.row.streaming:
+            chunk.max_chars = match.begin if self.row.exclude_stop_words else match.end
+        else:
+            text_chars = match.text_begin if self.row.exclude_stop_words else match.text_end
+            chunk.max_chars = self._prompt_chars + text_chars
+        return running
+
+    def sent(self, chunk: Chunk) -> None:
+        """Notes that a chunk has gone out."""
+        self.timing.sent += len(chunk.ids)
+        self.context_ids = [*self.context_ids, *chunk.ids][-CONTEXT_IDS:]
