@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls written as JSON: Hermes and Qwen, Llama 3, Mistral, and those that a grammar forced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, split_held
+from flashinfer_backend.openai.formats.json_scan import CallListScanner, CallScanner, ValueScanner
+
+
+class MarkedReader:
+    """Content up to a mark, then a call, then content again. Blanks beside a call are dropped.
+
+    A subclass reads what follows the mark (`_read_call`).
+    """
+
+    mark: str
+
+    def __init__(self) -> None:
+        self._text = ""  # held back, or not read yet
+        self._in_call = False
+        self._after_call = False  # blanks that come now are dropped
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text
+        events: list[Event] = []
+        while True:
+            if self._in_call:
+                if not self._read_call(events):
+                    return events
+                continue
+            if self._after_call:
+                self._text = self._text.lstrip()
+                self._after_call = not self._text
+            content, mark, rest = self._text.partition(self.mark)
+            if not mark:
+                safe, self._text = split_held(self._text, self.mark)
+                _append(events, safe)
+                return events
+            _append(events, content.rstrip())
+            self._text, self._in_call = rest, True
+            self._begin_call()
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._in_call:
+            self._end_in_call(events)
+        elif not self._after_call:
+            _append(events, self._text)
+        return events
+
+    def _begin_call(self) -> None:
+        """The mark was read."""
+        raise NotImplementedError
+
+    def _read_call(self, events: list[Event]) -> bool:
+        """Reads on in self._text; whether anything else may follow in it (not in_call, or another state)."""
+        raise NotImplementedError
+
+    def _end_in_call(self, events: list[Event]) -> None:
+        """The text ended within a call."""
+        raise NotImplementedError
+
+    def _leave_call(self) -> None:
+        self._in_call, self._after_call = False, True
+
+    def _not_a_call(self, events: list[Event], raw: str) -> None:
+        """What followed the mark is no call: it is content, mark and all."""
+        _append(events, self.mark + raw)
+        self._in_call = False
+
+
+class HermesReader(MarkedReader):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes, Qwen 2.5 and Qwen 3 write it."""
+
+    mark, close = "<tool_call>", "</tool_call>"
+
+    def _begin_call(self) -> None:
+        self._scanner = CallScanner()
+
+    def _read_call(self, events: list[Event]) -> bool:
+        scanner = self._scanner
+        if not scanner.done and not scanner.failed:
+            at = scanner.feed(self._text, 0, events)
+            self._text = self._text[at:]
+        if scanner.failed and not scanner.begun:
+            self._not_a_call(events, scanner.raw)
+            return True
+        if not scanner.done and not scanner.failed:
+            return False
+        before, close, rest = self._text.partition(self.close)
+        if close:
+            self._text = rest
+            self._leave_call()
+            return True
+        stripped = before.lstrip()
+        if scanner.done and stripped and not self.close.startswith(stripped):  # the closing mark is missing
+            self._leave_call()
+            return True
+        return False
+
+    def _end_in_call(self, events: list[Event]) -> None:
+        if not self._scanner.begun:
+            _append(events, self.mark + self._scanner.raw)
+
+
+class MistralReader(MarkedReader):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} for each call,
+    with [CALL_ID]id before [ARGS] in some versions."""
+
+    mark = "[TOOL_CALLS]"
+    parts = ("[CALL_ID]", "[ARGS]", "{")
+
+    def _begin_call(self) -> None:
+        self._list: CallListScanner | None = None
+        self._value: ValueScanner | None = None
+        self._raw = ""
+
+    def _read_call(self, events: list[Event]) -> bool:
+        if self._list is None and self._value is None:
+            begin = self._text.lstrip()
+            if not begin:
+                return False
+            if begin[0] == "[" and not any(part.startswith(begin[: len(part)]) for part in self.parts[:2]):
+                self._list = CallListScanner()
+            elif not self._read_name(events):
+                return self._value is not None or not self._in_call
+        if self._list is not None:
+            return self._read_list(self._list, events)
+        assert self._value is not None
+        at = self._value.feed(self._text, 0)
+        events.append(Event(ARGUMENTS, self._text[:at]))
+        self._text = self._text[at:]
+        if self._value.complete:
+            self._leave_call()
+        return self._value.complete
+
+    def _read_list(self, scanner: CallListScanner, events: list[Event]) -> bool:
+        at = scanner.feed(self._text, 0, events)
+        self._text = self._text[at:]
+        if scanner.failed and not scanner.begun:
+            self._not_a_call(events, scanner.raw)
+        elif scanner.done or scanner.failed:
+            self._leave_call()
+        return scanner.done or scanner.failed
+
+    def _read_name(self, events: list[Event]) -> bool:
+        """Takes `name[CALL_ID]id[ARGS]`, once the `{` of the arguments is there."""
+        head, brace, _ = self._text.partition("{")
+        if not brace:
+            return False
+        name, _, call_id = head.partition("[ARGS]")[0].partition("[CALL_ID]")
+        if not name.strip():
+            self._text = self._text[len(head) :]
+            self._not_a_call(events, head)
+            return False
+        events.append(Event(CALL, name.strip(), call_id.strip()))
+        self._text, self._value = self._text[len(head) :], ValueScanner()
+        return True
+
+    def _end_in_call(self, events: list[Event]) -> None:
+        if self._list is not None:
+            if not self._list.begun:
+                _append(events, self.mark + self._list.raw)
+        elif self._value is None:
+            _append(events, self.mark + self._text)
+
+
+class Llama3Reader:
+    """{"name": ..., "parameters": {...}} as the whole answer, several of them with ; between, perhaps behind
+    <|python_tag|>. Anything else is content, an object that names no given function too."""
+
+    mark = "<|python_tag|>"
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._state = "begin"
+        self._text = self._prefix = ""
+        self._scanner = CallScanner(names)
+
+    def feed(self, text: str) -> list[Event]:
+        if self._state == "content":
+            return [Event(CONTENT, text)] if text else []
+        self._text += text
+        events: list[Event] = []
+        while self._state != "content":
+            begin = self._text.lstrip(" \t\r\n" if self._state == "begin" else " \t\r\n;")
+            if self._state in ("begin", "between"):
+                if begin.startswith(self.mark) and self._state == "begin":
+                    self._prefix = self._text[: -len(begin)] + self.mark
+                    self._text, self._state = begin[len(self.mark) :], "marked"
+                elif begin.startswith("{"):
+                    self._begin_call(begin)
+                elif not begin or (self._state == "begin" and self.mark.startswith(begin)):
+                    return events
+                else:
+                    self._to_content(events, self._text if self._state == "begin" else begin)
+            elif self._state == "marked":
+                if not begin:
+                    return events
+                if begin.startswith("{"):
+                    self._begin_call(begin)
+                else:
+                    self._to_content(events, self._prefix + self._text)
+            elif not self._read_call(events):
+                return events
+        return events
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state in ("begin", "marked"):
+            _append(events, self._prefix + self._text)
+        elif self._state == "call" and not self._scanner.begun:
+            _append(events, self._prefix + self._scanner.raw)
+        return events
+
+    def _begin_call(self, begin: str) -> None:
+        self._prefix += self._text[: len(self._text) - len(begin)]
+        self._text, self._state, self._scanner = begin, "call", CallScanner(self._names)
+
+    def _read_call(self, events: list[Event]) -> bool:
+        at = self._scanner.feed(self._text, 0, events)
+        self._text = self._text[at:]
+        if self._scanner.failed and not self._scanner.begun:
+            self._to_content(events, self._prefix + self._scanner.raw + self._text)
+        elif self._scanner.done or self._scanner.failed:
+            self._state, self._prefix = "between", ""
+        return self._state != "call"
+
+    def _to_content(self, events: list[Event], text: str) -> None:
+        self._state, self._text = "content", ""
+        _append(events, text)
+
+
+class NamedReader:
+    """The arguments of one function, all of the text: a grammar saw to that."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return [*self.finish(), Event(ARGUMENTS, text)]
+
+    def finish(self) -> list[Event]:
+        name, self._name = self._name, None
+        return [] if name is None else [Event(CALL, name)]
+
+
+class ListReader:
+    """A JSON array of calls, all of the text: a grammar saw to that."""
+
+    def __init__(self) -> None:
+        self._scanner = CallListScanner()
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        self._scanner.feed(text, 0, events)
+        return events
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def _append(events: list[Event], text: str) -> None:
+    if text:
+        events.append(Event(CONTENT, text))

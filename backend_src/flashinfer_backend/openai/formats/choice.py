@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which formats a checkpoint writes, told from its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashinfer_backend.openai.formats.calls import HermesReader, Llama3Reader, MistralReader
+from flashinfer_backend.openai.formats.events import PlainReader, Reader
+from flashinfer_backend.openai.formats.harmony import HarmonyReader
+from flashinfer_backend.openai.formats.qwen_xml import QwenXmlReader
+from flashinfer_backend.openai.formats.reasoning import ThinkReader
+
+TOOL_FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "harmony", "none")
+REASONING_FORMATS = ("think", "harmony", "none")
+# Their marks are special tokens, which must be in the text.
+WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "harmony")
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+def detect_tools(template: str) -> str:
+    """The format of tool calls that a template's text shows, "none" for none."""
+    if "<|channel|>" in template:
+        return "harmony"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or ("ipython" in template and "parameters" in template):
+        return "llama3_json"
+    return "none"
+
+
+def detect_reasoning(template: str) -> str:
+    """The format of reasoning that a template's text shows, "none" for none."""
+    if "<|channel|>" in template:
+        return "harmony"
+    return "think" if "</think>" in template else "none"
+
+
+def make_reader(tools: str, reasoning: str, schemas: Schemas, inside: bool) -> Reader:
+    """tools: the format of calls, "none" where none can come. schemas: of the functions' parameters. inside:
+    the prompt opens the reasoning."""
+    if "harmony" in (tools, reasoning):
+        return HarmonyReader()
+    reader: Reader
+    if tools == "hermes":
+        reader = HermesReader()
+    elif tools == "qwen3_coder":
+        reader = QwenXmlReader(schemas)
+    elif tools == "llama3_json":
+        reader = Llama3Reader(schemas)
+    elif tools == "mistral":
+        reader = MistralReader()
+    else:
+        reader = PlainReader()
+    return ThinkReader(reader, inside) if reasoning == "think" else reader

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What readers of a model's text give out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+REASONING, CONTENT, CALL, ARGUMENTS = "reasoning", "content", "call", "arguments"
+
+
+class Event(NamedTuple):
+    """A piece of the answer. REASONING, CONTENT: text. CALL: text is a function's name, and call_id what the
+    model calls the call, if it does. ARGUMENTS: text is a piece of the JSON of the latest call."""
+
+    kind: str
+    text: str
+    call_id: str = ""
+
+
+class Reader(Protocol):
+    """Takes text piece by piece."""
+
+    def feed(self, text: str) -> list[Event]:
+        """What a further piece says."""
+
+    def finish(self) -> list[Event]:
+        """What was held back at the end of the text."""
+
+
+class PlainReader:
+    """Everything is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [Event(CONTENT, text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Neighbours of one kind joined; calls stay apart."""
+    result: list[Event] = []
+    for event in events:
+        if not event.text and event.kind != CALL:
+            continue
+        if result and result[-1].kind == event.kind != CALL:
+            result[-1] = Event(event.kind, result[-1].text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+def held(text: str, *markers: str) -> int:
+    """Length of the longest end of `text` that is the beginning of a marker, but not all of it."""
+    longest = 0
+    for marker in markers:
+        for n in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:n]):
+                longest = n
+                break
+    return longest
+
+
+def split_held(text: str, *markers: str) -> tuple[str, str]:
+    """(what can be given out, what has to wait): the end that may begin a marker, and blanks before it."""
+    cut = len(text) - held(text, *markers)
+    safe = text[:cut].rstrip()
+    return safe, text[len(safe) :]

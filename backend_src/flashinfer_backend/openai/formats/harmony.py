@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's Harmony format: messages with channels; the analysis channel is reasoning."""
+
+from __future__ import annotations
+
+import re
+
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event, held
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+_ENDS = re.compile("|".join(map(re.escape, ENDS)))
+_RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+class HarmonyReader:
+    """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
+    tokens as text. A message to a function is a call."""
+
+    def __init__(self) -> None:
+        self._state = "begin"
+        self._text = ""
+        self._kind = CONTENT
+        self._reasoned = False
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text
+        events: list[Event] = []
+        while True:
+            before = (self._state, self._text)
+            getattr(self, f"_in_{self._state}")(events)
+            if before == (self._state, self._text):
+                return events
+
+    def finish(self) -> list[Event]:
+        if self._state in ("begin", "body") and self._text:
+            return [Event(self._kind, self._text)]
+        return []
+
+    def _in_begin(self, events: list[Event]) -> None:
+        """An answer begins with a header, unless it goes on with a message that the prompt began."""
+        begin = self._text.lstrip()
+        marks = (CHANNEL, START, "to=", "assistant")
+        if begin.startswith(marks):
+            self._state = "header"
+        elif begin and not any(mark.startswith(begin) for mark in marks):
+            self._state = "body"
+
+    def _in_header(self, events: list[Event]) -> None:
+        header, message, rest = self._text.partition(MESSAGE)
+        if not message:
+            return
+        self._text, self._state = rest, "body"
+        channel = found[1] if (found := _CHANNEL.search(header)) else ""
+        recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
+        if recipient:
+            self._kind = ARGUMENTS
+            events.append(Event(CALL, recipient.removeprefix("functions.")))
+        elif channel == "analysis":
+            self._kind = REASONING
+            if self._reasoned:
+                events.append(Event(REASONING, "\n"))
+            self._reasoned = True
+        else:
+            self._kind = CONTENT
+
+    def _in_body(self, events: list[Event]) -> None:
+        found = _ENDS.search(self._text)
+        if found is None:
+            cut = len(self._text) - held(self._text, *ENDS)
+            body, self._text = self._text[:cut], self._text[cut:]
+        else:
+            body, self._text, self._state = self._text[: found.start()], self._text[found.end() :], "header"
+        if body:
+            events.append(Event(self._kind, body))

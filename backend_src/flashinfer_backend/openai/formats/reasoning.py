@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between <think> and </think>, at the beginning of an answer."""
+
+from __future__ import annotations
+
+from flashinfer_backend.openai.formats.events import CONTENT, REASONING, Event, Reader, split_held
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkReader:
+    """Splits the reasoning off and hands the rest to another reader. Blanks around the two are dropped."""
+
+    def __init__(self, rest: Reader, inside: bool) -> None:
+        """inside: the prompt ends with the opening mark, so the text begins with reasoning."""
+        self._rest = rest
+        self._state = "opened" if inside else "before"
+        self._text = ""  # held back
+
+    def feed(self, text: str) -> list[Event]:
+        if self._state == "rest":
+            return self._rest.feed(text)
+        self._text += text
+        events: list[Event] = []
+        if self._state == "before":
+            begin = self._text.lstrip()
+            if begin.startswith(OPEN):
+                self._state, self._text = "opened", begin[len(OPEN) :]
+            elif not OPEN.startswith(begin):
+                return self._hand_over(self._text)
+        if self._state == "opened":
+            self._text = self._text.lstrip()
+            if self._text:
+                self._state = "inside"
+        if self._state == "inside":
+            reasoning, close, after = self._text.partition(CLOSE)
+            if close:
+                events.append(Event(REASONING, reasoning.rstrip()))
+                self._state, self._text = "closed", after
+            else:
+                safe, self._text = split_held(self._text, CLOSE)
+                events.append(Event(REASONING, safe))
+        if self._state == "closed":
+            self._text = self._text.lstrip()
+            if self._text:
+                events += self._hand_over(self._text)
+        return [event for event in events if event.text or event.kind not in (REASONING, CONTENT)]
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state == "before" and self._text:
+            events += self._rest.feed(self._text)
+        elif self._state == "inside" and self._text:
+            events.append(Event(REASONING, self._text))
+        return events + self._rest.finish()
+
+    def _hand_over(self, text: str) -> list[Event]:
+        self._state, self._text = "rest", ""
+        return self._rest.feed(text)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning and tool calls read from a model's text: the same for any cut of the text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashinfer_backend.openai.formats import calls, choice
+from flashinfer_backend.openai.formats.events import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    Event,
+    Reader,
+    merged,
+)
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "when": {}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+Make = Callable[[], Reader]
+
+
+def maker(tools: str, reasoning: str = "none", inside: bool = False) -> Make:
+    return lambda: choice.make_reader(tools, reasoning, SCHEMAS, inside)
+
+
+def read(make: Make, text: str, cuts: list[int]) -> list[Event]:
+    reader = make()
+    events: list[Event] = []
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for begin, end in itertools.pairwise(edges):
+        events += reader.feed(text[begin:end])
+    return merged(events + reader.finish())
+
+
+def called(name: str, arguments: str, call_id: str = "") -> list[Event]:
+    return [Event(CALL, name, call_id), Event(ARGUMENTS, arguments)]
+
+
+def content(text: str) -> Event:
+    return Event(CONTENT, text)
+
+
+PARIS = '{"city": "Paris \\"}]\\\\", "days": 3}'
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+XML = (
+    '<tool_call>\n<function=weather>\n<parameter=city>\nPa"ris\n</parameter>\n<parameter=days>\n3\n'
+    '</parameter>\n<parameter=when>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>'
+)
+XML_ARGUMENTS = '{"city": "Pa\\"ris", "days": 3, "when": {"a": [1]}}'
+CASES: dict[str, tuple[Make, str, list[Event]]] = {
+    "plain": (maker("none"), "a <tool_call> b", [content("a <tool_call> b")]),
+    "hermes": (maker("hermes"), HERMES, called("weather", PARIS)),
+    "hermes, text before, two calls": (
+        maker("hermes"),
+        f'Let me see. \n\n{HERMES}\n<tool_call>{{"arguments": {{}}, "name": "now"}}</tool_call>',
+        [content("Let me see."), *called("weather", PARIS), *called("now", "{}")],
+    ),
+    "hermes, arguments in a string": (
+        maker("hermes"),
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}</tool_call>',
+        called("weather", '{"city": "Ulm"}'),
+    ),
+    "hermes, no arguments, text after": (
+        maker("hermes"),
+        '<tool_call>{"name": "now"}</tool_call>\nDone. ',
+        [*called("now", "{}"), content("Done. ")],
+    ),
+    "hermes, cut off": (
+        maker("hermes"),
+        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+        called("weather", '{"city": "Par'),
+    ),
+    "hermes, no call": (
+        maker("hermes"),
+        'See <tool_call>{"x": 1}</tool_call> <tool_c',
+        [content("See"), content('<tool_call>{"x": 1}</tool_call> <tool_c')],
+    ),
+    "hermes, reasoning": (
+        maker("hermes", "think"),
+        f"\n<think>\nI need </thin the weather.\n\n</think>\n\n{HERMES}",
+        [Event(REASONING, "I need </thin the weather."), *called("weather", PARIS)],
+    ),
+    "reasoning that the prompt began": (
+        maker("none", "think", inside=True),
+        "\nHm. \n</think>\n\nYes.\n",
+        [Event(REASONING, "Hm."), content("Yes.\n")],
+    ),
+    "reasoning cut off": (maker("none", "think"), "<think>Hm. </thi", [Event(REASONING, "Hm. </thi")]),
+    "no reasoning": (maker("none", "think"), " <thinner> ", [content(" <thinner> ")]),
+    "xml": (
+        maker("qwen3_coder"),
+        "I look.\n\n" + XML,
+        [content("I look."), *called("weather", XML_ARGUMENTS)],
+    ),
+    "xml, no parameters": (
+        maker("qwen3_coder"),
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>" + XML,
+        [*called("now", "{}"), *called("weather", XML_ARGUMENTS)],
+    ),
+    "xml, cut off": (
+        maker("qwen3_coder"),
+        "<tool_call><function=weather><parameter=city>\nPa\nris</para",
+        called("weather", '{"city": "Pa\\nris</para'),
+    ),
+    "xml, no call": (maker("qwen3_coder"), "<tool_call>hello", [content("<tool_call>hello")]),
+    "llama": (
+        maker("llama3_json"),
+        f'{{"name": "weather", "parameters": {PARIS}}}',
+        called("weather", PARIS),
+    ),
+    "llama, two behind the tag": (
+        maker("llama3_json"),
+        f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+        [*called("weather", PARIS), *called("now", "{}")],
+    ),
+    "llama, other JSON": (
+        maker("llama3_json"),
+        ' {"name": "Bob", "parameters": 1}',
+        [content(' {"name": "Bob", "parameters": 1}')],
+    ),
+    "llama, text": (maker("llama3_json"), "<|python_ no", [content("<|python_ no")]),
+    "llama, its own tools": (
+        maker("llama3_json"),
+        '<|python_tag|>search.call(query="x")',
+        [content('<|python_tag|>search.call(query="x")')],
+    ),
+    "mistral": (
+        maker("mistral"),
+        f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, '
+        '{"name": "now", "arguments": {}}]',
+        [content("Well."), *called("weather", PARIS), *called("now", "{}")],
+    ),
+    "mistral, names before arguments": (
+        maker("mistral"),
+        f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
+        [*called("weather", PARIS), *called("now", "{}", "abcdefghi")],
+    ),
+    "mistral, no call": (maker("mistral"), "[TOOL_CALLS][1]", [content("[TOOL_CALLS][1]")]),
+    "harmony": (
+        maker("harmony", "harmony"),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        "<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        + PARIS
+        + "<|call|>",
+        [Event(REASONING, "Hm."), content("I look."), *called("weather", PARIS)],
+    ),
+    "harmony, recipient in the role": (
+        maker("harmony", "harmony"),
+        f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}",
+        called("weather", PARIS),
+    ),
+    "harmony, final": (
+        maker("harmony", "harmony"),
+        "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Yes <|.<|return|>",
+        [Event(REASONING, "a < b"), content("Yes <|.")],
+    ),
+    "harmony, goes on": (maker("harmony", "harmony"), "Yes.", [content("Yes.")]),
+    "named": (lambda: calls.NamedReader("weather"), PARIS, called("weather", PARIS)),
+    "list": (
+        calls.ListReader,
+        f'[{{"name": "weather", "parameters": {PARIS}}} , {{"name": "now", "parameters": {{}}}}]',
+        [*called("weather", PARIS), *called("now", "{}")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_format_is_read(name: str) -> None:
+    make, text, expected = CASES[name]
+    assert read(make, text, []) == merged(expected)
+    assert read(make, text, list(range(len(text)))) == merged(expected), "a character at a time"
+
+
+ALPHABET = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<function=now>", "<function=weather>", "</function>", "<parameter=city>", "<parameter=days>"),
+    *("</parameter>", "<|python_tag|>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
+    *("<|start|>assistant", " to=functions.now", "<|call|>", '{"name": "now", "arguments": {"a": 1}}'),
+    *(
+        '{"name": "weather", ',
+        '"parameters": ',
+        '"arguments": ',
+        '{"city": "x',
+        '"}',
+        "}",
+        "]",
+        "[",
+        ",",
+        ";",
+    ),
+    *("\n", " ", '"', "\\", "<", "a", "é", "name", "null", ":"),
+]
+READERS: dict[str, Make] = {
+    **{
+        f"{tools}-{reasoning}-{inside}": maker(tools, reasoning, inside)
+        for tools in choice.TOOL_FORMATS
+        for reasoning in choice.REASONING_FORMATS
+        for inside in (False, True)
+    },
+    "list": calls.ListReader,
+    "named": lambda: calls.NamedReader("now"),
+}
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(READERS)),
+    st.one_of(
+        st.lists(st.sampled_from(ALPHABET), max_size=14).map("".join),
+        st.sampled_from([text for _, text, _ in CASES.values()]),
+    ),
+    st.lists(st.integers(0, 200), max_size=6),
+)
+def test_any_cut_gives_the_same(name: str, text: str, cuts: list[int]) -> None:
+    make = READERS[name]
+    whole = read(make, text, [])
+    assert read(make, text, cuts) == whole
+    assert read(make, text, list(range(len(text)))) == whole
+
+
+def test_what_a_call_says_is_json() -> None:
+    for _, _, events in CASES.values():
+        for event in merged(events):
+            if event.kind == ARGUMENTS and "Par" not in event.text[-12:] and "ris</para" not in event.text:
+                json.loads(event.text)
+
+
+def test_the_template_tells_the_format() -> None:
+    for template, tools, reasoning in (
+        ("... <tool_call> ... </think>", "hermes", "think"),
+        ("<tool_call>\n<function=example>", "qwen3_coder", "none"),
+        ("[TOOL_CALLS]", "mistral", "none"),
+        ("<|python_tag|>", "llama3_json", "none"),
+        ("<|start|>assistant<|channel|>", "harmony", "harmony"),
+        ("{{ messages }}", "none", "none"),
+    ):
+        assert (choice.detect_tools(template), choice.detect_reasoning(template)) == (tools, reasoning)
