@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a generation's tokens came."""
+"""When a generation's tokens came, and the buckets of histograms of that."""
 
 from __future__ import annotations
 
 import time
+
+LENGTHS = (10, 50, 100, 500, 1000)  # tokens
+INTERVALS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)  # s
+WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # s
+TOTALS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)  # s
 
 
 class SequenceTiming:

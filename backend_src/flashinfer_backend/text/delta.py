@@ -84,6 +84,12 @@ class DeltaDecoder:
             data = self._pending(context_ids) + data
         return codecs.utf_8_decode(data, self._errors, last)[0]
 
+    def piece(self, token: int) -> bytes:
+        """What one token writes by itself: bytes, since a token may be part of a character."""
+        if self._pieces is None:
+            return self.decode([token]).encode()
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
     def writes_all(self, ids: Sequence[int]) -> bool:
         """Whether every one of `ids` shows in the text: none is a skipped special or unknown token."""
         return len(self._writing(ids)) == len(ids)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
+from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton.engine_metrics import EngineMetrics
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from flashinfer_backend.triton.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
-LENGTHS = (10, 50, 100, 500, 1000)  # tokens
-INTERVALS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)  # s
-WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # s
-TOTALS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)  # s
 
 INPUT, OUTPUT = "nv_llm_input_token_len", "nv_llm_output_token_len"
 TTFT = "flashinfer_backend_time_to_first_token_seconds"

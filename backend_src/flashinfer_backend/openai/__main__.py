@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API: `python -m flashinfer_backend.openai --model DIR` starts an engine and serves it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
+from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
+from flashinfer_backend.openai.parent import Parent, metrics_dir
+from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.serve.addresses import AddressError, check_ports, resolve
+
+KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
+AUTO = "auto"
+
+
+def add_api_arguments(parser: Any, prefix: str = "") -> None:
+    """Arguments of the API itself, whoever starts the engine."""
+    parser.add_argument(
+        f"--{prefix}workers", type=int, default=1, help="processes that answer requests (default: 1)"
+    )
+    parser.add_argument(
+        f"--{prefix}served-model-name",
+        action="append",
+        help="the model's name in requests, more than once for several (default: its folder's name)",
+    )
+    parser.add_argument(
+        f"--{prefix}api-key-file",
+        type=Path,
+        help=f"keys of clients, one a line (also: {KEYS_VARIABLE}, with commas; default: none is needed)",
+    )
+    parser.add_argument(
+        f"--{prefix}chat-template", type=Path, help="a Jinja file instead of the checkpoint's chat template"
+    )
+    parser.add_argument(
+        f"--{prefix}tool-format",
+        choices=(AUTO, *TOOL_FORMATS),
+        default=AUTO,
+        help="how the model writes tool calls (default: as its chat template shows)",
+    )
+    parser.add_argument(
+        f"--{prefix}reasoning-format",
+        choices=(AUTO, *REASONING_FORMATS),
+        default=AUTO,
+        help="how the model writes its reasoning (default: as its chat template shows)",
+    )
+    parser.add_argument(
+        f"--{prefix}default-sampling",
+        choices=("checkpoint", "openai"),
+        default="checkpoint",
+        help="where a request is silent: what generation_config.json recommends, or OpenAI's defaults",
+    )
+    parser.add_argument(
+        f"--{prefix}max-request-bytes", type=int, default=32 << 20, help="largest body (default: 32 MiB)"
+    )
+    parser.add_argument(
+        f"--{prefix}drain-seconds",
+        type=int,
+        default=30 if not prefix else 4,
+        help="how long running requests may go on after SIGTERM (default: %(default)s)",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.openai", description=__doc__)
+    engine = parser.add_mutually_exclusive_group(required=True)
+    engine.add_argument("--model", help=f"a checkpoint folder, or {BUNDLED!r} for the small one")
+    engine.add_argument(
+        "--beside", type=int, metavar="PID", help="use the engine of this tritonserver (needs --llm-config)"
+    )
+    parser.add_argument("--llm-config", type=Path, help="config.pbtxt of the server's llm model")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KNOB=VALUE", help="settings of the engine (docs/knobs.md)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=9000, help="default: 9000")
+    add_api_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        address = resolve(options.host)
+        check_ports(address, {"OpenAI port": options.port})
+        config, folder, server = _engine(options)
+        parent = Parent(
+            _worker_options(options, config, folder, server), address, options.port, options.workers
+        )
+        return parent.run()
+    except (ValueError, OSError, AddressError) as error:
+        print(f"openai: {error}", file=sys.stderr)
+        return 1
+
+
+def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
+    """The engine's settings, its run directory, and the process that it ends with."""
+    if options.workers < 1:
+        raise ValueError(f"--workers is {options.workers}; it should be at least 1")
+    if options.beside is not None:
+        if options.llm_config is None or options.set:
+            raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")
+        name, parameters = read_llm_config(options.llm_config)
+        return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
+    if options.llm_config is not None:
+        raise ValueError("--llm-config is for --beside; give settings by --set")
+    known = {field.name for field in msgspec.structs.fields(EngineConfig)} - {"model_dir"}
+    parameters = {"model_dir": options.model}
+    for assignment in options.set:
+        name, equals, value = assignment.partition("=")
+        if not equals or name not in known:
+            raise ValueError(
+                f"--set {assignment}: should be KNOB=VALUE with one of {', '.join(sorted(known))}"
+            )
+        parameters[name] = value
+    config = EngineConfig.from_parameters(parameters)
+    return config, run_dir(os.getpid(), "openai"), os.getpid()
+
+
+def read_llm_config(file: Path) -> tuple[str, dict[str, str]]:
+    """(the model's name, its string parameters that are set) of a config.pbtxt. Raises ValueError."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    try:
+        config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise ValueError(f"{file} is not a model's configuration: {error}") from None
+    parameters = {name: value.string_value for name, value in config.parameters.items()}
+    return config.name or file.parent.name, parameters
+
+
+def _worker_options(options: Any, config: EngineConfig, folder: Path, server: int) -> WorkerOptions:
+    checkpoint = resolve_model_dir(config.model_dir)
+    name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
+    if options.chat_template is not None and not options.chat_template.is_file():
+        raise ValueError(f"--chat-template {options.chat_template}: there is no such file")
+    return WorkerOptions(
+        engine=config,
+        run_dir=str(folder),
+        server_pid=server,
+        follow=options.beside is not None,
+        listener=-1,
+        notify=-1,
+        names=options.served_model_name or [name],
+        template_file=str(options.chat_template.absolute()) if options.chat_template else None,
+        created=int(time.time()),
+        tool_format=options.tool_format,
+        reasoning_format=options.reasoning_format,
+        openai_defaults=options.default_sampling == "openai",
+        keys=_keys(options.api_key_file),
+        max_body_bytes=options.max_request_bytes,
+        drain_s=options.drain_seconds,
+        metrics_dir=str(metrics_dir()),
+    )
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Raises ValueError for a file without keys, which would let everybody in."""
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if file is not None:
+        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {file} holds no key; write one a line")
+        keys += found
+    return [key.strip() for key in keys if key.strip()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

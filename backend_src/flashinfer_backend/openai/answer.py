@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all kinds of requests share on the way back: text of chunks, usage, events, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.link import ClientLeft, Stream, Streams, log_probs, unavailable
+from flashinfer_backend.serving.generation import Chunk
+from flashinfer_backend.text.chunk import NO_LIMIT
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.transport import protocol
+
+encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would gather what is to be streamed
+]
+Body = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(content) + b"\n\n"
+
+
+def take_text(door: Door, stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> str:
+    """The text that a chunk adds to its sequence's. To be called once for each chunk, in their order."""
+    text = decoder.delta(stream.context_ids, chunk.ids, chunk.last)
+    stream.sent(chunk)
+    if chunk.last:
+        door.metrics.ended(stream, chunk)
+    return text if chunk.max_chars == NO_LIMIT else text[: chunk.max_chars]
+
+
+def finish_reason(code: int) -> str:
+    """OpenAI's word for a finish code."""
+    return "length" if code == protocol.FINISHED_LENGTH else "stop"
+
+
+class Usage:
+    """Tokens of a request."""
+
+    def __init__(self, door: Door, streams: Streams) -> None:
+        self._door, self._streams = door, streams
+        self._cached: dict[int, int] = {}  # by id() of the prompt
+
+    def note(self, stream: Stream, chunk: Chunk) -> None:
+        """Takes in what a chunk says of its prompt's blocks."""
+        for extra in chunk.extras:
+            if extra.perf is not None:
+                reused = extra.perf.reused_blocks * self._door.block_size
+                # Sequences of one prompt share its blocks anyway: what the first one found counts.
+                self._cached.setdefault(id(stream.row), reused)
+
+    def body(self) -> dict[str, Any]:
+        """So far. A prompt counts once, however many sequences it has."""
+        prompts = {id(stream.row): len(stream.row.prompt) for stream in self._streams.all}
+        prompt, completion = sum(prompts.values()), sum(s.timing.sent for s in self._streams.all)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": min(prompt, sum(self._cached.values()))},
+        }
+
+
+class LogProb(msgspec.Struct):
+    """Of one token. `token`: its text. `top`: the likeliest ones there."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[LogProb] = []
+
+
+def token_log_probs(chunk: Chunk, decoder: DeltaDecoder, top: int) -> list[LogProb]:
+    """Of each token of a chunk, with so many of the likeliest beside it."""
+    result = []
+    for token, extra in zip(chunk.ids, log_probs(chunk), strict=False):
+        assert extra.log_prob is not None
+        best = [log_prob_of(i, value, decoder) for i, value in (extra.top_logprobs or [])[:top]]
+        one = log_prob_of(token, extra.log_prob, decoder)
+        one.top = best
+        result.append(one)
+    return result
+
+
+def log_prob_of(token: int, value: float, decoder: DeltaDecoder) -> LogProb:
+    """A token by itself. JSON has no infinity: -9999 stands for it, as in other servers."""
+    data = decoder.piece(token)
+    return LogProb(data.decode(errors="replace"), list(data), max(value, -9999.0))
+
+
+class GenerationResponse(Response):
+    """Answers while it watches whether the client is still there; one that leaves ends its sequences."""
+
+    def __init__(self, door: Door, streams: Streams) -> None:
+        super().__init__()
+        self.door, self.streams = door, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.ensure_future(self._watch(receive))
+        try:
+            await self._answer(scope, receive, send)
+        except (ClientLeft, ClientDisconnect, OSError):
+            pass
+        finally:
+            watch.cancel()
+            self.streams.cancel()
+            for stream in self.streams.all:
+                if not stream.timing.counted:
+                    self.door.metrics.ended(stream, None)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.streams.leave()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class JsonResponse(GenerationResponse):
+    """One JSON body, at the end."""
+
+    def __init__(self, door: Door, streams: Streams, body: Body) -> None:
+        super().__init__(door, streams)
+        self._body = body
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            content = encode(await self._body())
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        length = (b"content-length", str(len(content)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*JSON, length]})
+        await send({"type": "http.response.body", "body": content})
+
+
+class EventResponse(GenerationResponse):
+    """Server-sent events. Until the first one is there, an error still has its own status."""
+
+    def __init__(self, door: Door, streams: Streams, events: AsyncIterator[bytes]) -> None:
+        super().__init__(door, streams)
+        self._events = events
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async for data in self._events:
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            if not begun:
+                await error.response()(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+        except asyncio.CancelledError:  # the time that running requests have at the server's end is over
+            if begun:
+                body = unavailable("The server is shutting down.").body
+                await send({"type": "http.response.body", "body": event(body)})
+            raise
+        await send({"type": "http.response.body", "body": b""})

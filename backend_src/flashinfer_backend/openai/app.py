@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of the API."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flashinfer_backend.openai import requests
+from flashinfer_backend.openai.chat import chat
+from flashinfer_backend.openai.completions import completions
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.responses import responses
+from flashinfer_backend.openai.tokens import detokenize, tokenize
+
+PAGE = Path(__file__).with_name("page.html")
+OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and how much. No keys: everybody."""
+
+    keys: Sequence[str] = ()
+    max_body_bytes: int = 32 << 20
+
+
+def make_app(door: Door, access: Access) -> ASGIApp:
+    """The ASGI application of one process."""
+    app = FastAPI(openapi_url=None)
+
+    def post(path: str, kind: type[Any], handle: Callable[[Door, Any], Awaitable[Any]]) -> None:
+        async def endpoint(request: Request) -> Response:
+            body = requests.decode(kind, await _read(request, access.max_body_bytes))
+            answer = await handle(door, body)
+            return answer if isinstance(answer, Response) else _json(answer)
+
+        for prefix in ("/v1", ""):
+            app.add_api_route(prefix + path, endpoint, methods=["POST"], response_model=None)
+
+    post("/chat/completions", requests.ChatRequest, chat)
+    post("/completions", requests.CompletionRequest, completions)
+    post("/responses", requests.ResponsesRequest, responses)
+    post("/tokenize", requests.TokenizeRequest, tokenize)
+    post("/detokenize", requests.DetokenizeRequest, detokenize)
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_model(door, name) for name in door.model.names]})
+
+    async def model(request: Request) -> Response:
+        return _json(_model(door, door.check_model(request.path_params["name"])))
+
+    for prefix in ("/v1", ""):
+        app.add_api_route(f"{prefix}/models", models, response_model=None)
+        app.add_api_route(prefix + "/models/{name:path}", model, response_model=None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if door.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        endpoint = door.link.endpoint
+        text = door.metrics.text(endpoint.status if endpoint.up else None)
+        return Response(text, headers={"content-type": METRICS_TYPE})
+
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(PAGE, media_type="text/html")
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        door.metrics.error(error.status)
+        return error.response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+        door.metrics.error(error.status_code)
+        return ApiError(words.get(error.status_code, str(error.detail)), error.status_code).response()
+
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody is there to read it
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        traceback.print_exception(error, file=sys.stderr)
+        door.metrics.error(500)
+        return ApiError(f"internal error: {error}", 500).response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, unexpected)
+    return Guard(app, door, access.keys)
+
+
+class Guard:
+    """Lets only those in who have a key."""
+
+    def __init__(self, app: ASGIApp, door: Door, keys: Sequence[str]) -> None:
+        self._app, self._door = app, door
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._known(scope):
+            await self._app(scope, receive, send)
+            return
+        self._door.metrics.error(401)
+        error = ApiError(
+            "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`",
+            401,
+            code="invalid_api_key",
+        )
+        await error.response()(scope, receive, send)
+
+    def _known(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        digest = _digest(key.strip())
+        # All are compared, each in the same time, whichever it is.
+        found = [hmac.compare_digest(digest, known) for known in self._keys]
+        return kind.lower() == b"bearer" and any(found)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """A request's body. Raises ApiError where it is too large, before all of it is read."""
+    parts, size = [], 0
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > most:
+        raise _too_large(most)
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(f"the request's body is larger than {most} bytes, the most this server takes", 413)
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _model(door: Door, name: str) -> dict[str, Any]:
+    status = door.link.endpoint.status
+    return {
+        "id": name,
+        "object": "model",
+        "created": door.model.created,
+        "owned_by": "flashinfer-backend",
+        "max_model_len": status.max_seq_len if status else None,
+    }

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from flashinfer_backend.openai.answer import (
+    DONE,
+    EventResponse,
+    JsonResponse,
+    LogProb,
+    Usage,
+    event,
+    finish_reason,
+    take_text,
+    token_log_probs,
+)
+from flashinfer_backend.openai.door import Door, generation_request
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats import choice as formats
+from flashinfer_backend.openai.formats.calls import ListReader, NamedReader
+from flashinfer_backend.openai.formats.events import CALL, CONTENT, REASONING, Event, Reader, merged
+from flashinfer_backend.openai.formats.reasoning import OPEN
+from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.requests import ChatRequest, Sampling
+from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, guide_of, sampling_params
+from flashinfer_backend.openai.template import plain_messages
+from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
+from flashinfer_backend.serving.generation import Chunk
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a model is asked, however the request said it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools
+    guide: Guide = NO_GUIDE
+    variables: Mapping[str, Any] | None = None  # of the template
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+class Turn:
+    """One answer to a conversation, submitted: its sequences, and how their text is read."""
+
+    def __init__(self, door: Door, conversation: Conversation, streaming: bool) -> None:
+        self.door, self.conversation, self.streaming = door, conversation, streaming
+        self.tools = conversation.tools
+        if self.tools.choice == AUTO and door.tool_format == "none":
+            raise ApiError(
+                "the checkpoint's chat template shows no known format of tool calls; start the server with"
+                f" --tool-format ({', '.join(formats.TOOL_FORMATS)}), or force calls by tool_choice",
+                param="tools",
+            )
+        self.guide = conversation.guide
+        if self.tools.guide != NO_GUIDE:
+            if self.guide != NO_GUIDE:
+                raise ApiError("tool_choice forces a call, so response_format cannot be followed; drop one")
+            self.guide = self.tools.guide
+        # Forced calls are plain JSON, whatever the model's own format.
+        self.tool_format = door.tool_format if self.tools.choice == AUTO else "none"
+        self.reasoning_format = door.reasoning_format if self.guide == NO_GUIDE else "none"
+        self.prompt: list[int] = []
+        self.inside = False  # the prompt opens the reasoning
+        self.streams: Streams
+        self.skip_special_tokens = True
+
+    async def submit(
+        self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
+    ) -> None:
+        """Renders the prompt and hands it to the engine. Raises ApiError."""
+        conversation, door = self.conversation, self.door
+        limits = door.limits
+        text = render(door, conversation)
+        (self.prompt,) = await door.encode([text], conversation.add_special_tokens)
+        if not self.prompt:
+            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
+        self.inside = self.reasoning_format == "think" and text.rstrip().endswith(OPEN)
+        marks = formats.WITH_SPECIAL_TOKENS
+        special = self.tool_format in marks or self.reasoning_format in marks
+        self.skip_special_tokens = request.skip_special_tokens and not special
+        params = sampling_params(
+            request,
+            door.defaults,
+            limits,
+            door.tokenizer.eos_id,
+            len(self.prompt),
+            max_tokens,
+            self.guide,
+            log_probs,
+            top,
+        )
+        row = generation_request(request, self.prompt, params, self.streaming)
+        self.streams = door.generate([(row, n)], self.skip_special_tokens)
+
+    def reader(self) -> Reader:
+        """For one sequence's text."""
+        if self.tools.named is not None:
+            return NamedReader(self.tools.named)
+        if self.tools.guide != NO_GUIDE:
+            return ListReader()
+        return formats.make_reader(self.tool_format, self.reasoning_format, self.tools.schemas, self.inside)
+
+
+def render(door: Door, conversation: Conversation) -> str:
+    """The text of a conversation's prompt."""
+    return door.render(
+        conversation.messages,
+        tools=conversation.tools.shown or None,
+        documents=conversation.documents,
+        add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
+        continue_final_message=conversation.continue_final_message,
+        variables=conversation.variables,
+    )
+
+
+class Answer:
+    """One sequence of a turn: its chunks become events."""
+
+    def __init__(self, turn: Turn, stream: Stream) -> None:
+        self._turn, self._stream = turn, stream
+        self._reader = turn.reader()
+        self._decoder = turn.door.decoder(turn.skip_special_tokens)
+        self.calls = 0
+        self.calls_sent = 0  # of a stream
+        self.finish: str | None = None  # why it ended
+        self._cut = False  # a second call began where only one may be
+
+    def take(self, chunk: Chunk) -> list[Event]:
+        """What a chunk says; sets `finish` with the last one."""
+        events = self._reader.feed(take_text(self._turn.door, self._stream, chunk, self._decoder))
+        if chunk.last:
+            events += self._reader.finish()
+            self.finish = finish_reason(chunk.code)
+        events = [] if self._cut else merged(self._allowed(events))
+        if self.calls and self._turn.tools.named is None and (self.finish == "stop" or self._cut):
+            self.finish = "tool_calls" if chunk.last else None
+        return events
+
+    def _allowed(self, events: list[Event]) -> list[Event]:
+        """Without parallel calls, the answer ends before the second one."""
+        for n, each in enumerate(events):
+            if each.kind == CALL:
+                if self.calls and not self._turn.tools.parallel:
+                    self._cut = True
+                    self._turn.streams.cancel_one(self._stream)
+                    return events[:n]
+                self.calls += 1
+        return events
+
+    def new_call(self, each: Event) -> dict[str, Any]:
+        """A call that has just begun, without its arguments."""
+        return {
+            "id": each.call_id or new_call_id(self._turn.tool_format),
+            "type": "function",
+            "function": {"name": each.text, "arguments": ""},
+        }
+
+
+async def chat(door: Door, request: ChatRequest) -> Response:
+    """Raises ApiError."""
+    model = door.check_model(request.model)
+    limit = request.max_completion_tokens
+    if request.max_tokens is not None:
+        if limit not in (None, request.max_tokens):
+            raise ApiError(
+                "max_tokens is an older name of max_completion_tokens; give one of them", param="max_tokens"
+            )
+        limit = request.max_tokens
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    conversation = Conversation(
+        plain_messages(request.messages),
+        read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
+        guide_of(request.response_format, request.structured_outputs),
+        variables,
+        request.documents,
+        request.add_generation_prompt,
+        request.continue_final_message,
+        request.add_special_tokens,
+    )
+    turn = Turn(door, conversation, bool(request.stream))
+    await turn.submit(request, request.n or 1, limit, bool(request.logprobs), request.top_logprobs or 0)
+    reply = _Reply(turn, request, model)
+    if request.stream:
+        return EventResponse(door, turn.streams, reply.events())
+    return JsonResponse(door, turn.streams, reply.body)
+
+
+class _Reply:
+    def __init__(self, turn: Turn, request: ChatRequest, model: str) -> None:
+        self._turn, self._request = turn, request
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._answers = [Answer(turn, stream) for stream in turn.streams.all]
+        self._usage = Usage(turn.door, turn.streams)
+        self._decoder = turn.door.decoder(skip_special_tokens=False)  # of the tokens by themselves
+
+    def _log_probs(self, chunk: Chunk) -> list[dict[str, Any]]:
+        if not self._request.logprobs:
+            return []
+        top = self._request.top_logprobs or 0
+        return [_log_prob(one) for one in token_log_probs(chunk, self._decoder, top)]
+
+    async def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices: list[dict[str, Any]] = [{} for _ in self._answers]
+        async for stream, chunk in self._turn.streams:
+            answer = self._answers[stream.index]
+            self._usage.note(stream, chunk)
+            message = _message(answer, answer.take(chunk))
+            probs = {"content": self._log_probs(chunk)} if self._request.logprobs else None
+            choices[stream.index] = {
+                "index": stream.index,
+                "message": message,
+                "logprobs": probs,
+                "finish_reason": answer.finish,
+            }
+            if self._request.return_token_ids:
+                choices[stream.index]["token_ids"] = chunk.ids
+        body = {**self._head, "choices": choices, "usage": self._usage.body()}
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = self._turn.prompt
+        return body
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as it comes."""
+        request, options = self._request, self._request.stream_options
+        usage = options is not None and options.include_usage
+        always = options is not None and options.continuous_usage_stats
+        begun: set[int] = set()
+        probs: dict[int, list[dict[str, Any]]] = {}  # of tokens whose text is still held back
+
+        def chunk_of(index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+            if index not in begun:
+                begun.add(index)
+                delta = {"role": "assistant", **delta}
+            held = probs.pop(index, None)
+            choice: dict[str, Any] = {
+                "index": index,
+                "delta": delta,
+                "logprobs": {"content": held} if held else None,
+                "finish_reason": finish,
+            }
+            if request.return_token_ids:
+                choice["token_ids"] = ids.pop(index, [])
+            body = {**self._head, "choices": [choice]}
+            if request.return_token_ids and not sent_prompt:
+                sent_prompt.append(True)
+                body["prompt_token_ids"] = self._turn.prompt
+            if usage:
+                body["usage"] = self._usage.body() if always else None
+            return event(body)
+
+        ids: dict[int, list[int]] = {}
+        sent_prompt: list[bool] = []
+        async for stream, chunk in self._turn.streams:
+            index = stream.index
+            answer = self._answers[index]
+            self._usage.note(stream, chunk)
+            if request.return_token_ids:
+                ids.setdefault(index, []).extend(chunk.ids)
+            if request.logprobs:
+                probs.setdefault(index, []).extend(self._log_probs(chunk))
+            for each in answer.take(chunk):
+                yield chunk_of(index, _delta(answer, each))
+            if answer.finish is not None:
+                yield chunk_of(index, {} if index in begun else {"content": ""}, answer.finish)
+        if usage:
+            yield event({**self._head, "choices": [], "usage": self._usage.body()})
+        yield DONE
+
+
+def _message(answer: Answer, events: list[Event]) -> dict[str, Any]:
+    """A message from all of its events."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for each in events:
+        if each.kind == CALL:
+            calls.append(answer.new_call(each))
+        elif each.kind == CONTENT:
+            content.append(each.text)
+        elif each.kind == REASONING:
+            reasoning.append(each.text)
+        else:
+            calls[-1]["function"]["arguments"] += each.text
+    text = "".join(content)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text if text or not (calls or reasoning) else None,
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _delta(answer: Answer, each: Event) -> dict[str, Any]:
+    if each.kind == CONTENT:
+        return {"content": each.text}
+    if each.kind == REASONING:
+        return {"reasoning_content": each.text}
+    if each.kind == CALL:
+        answer.calls_sent += 1
+        return {"tool_calls": [{"index": answer.calls_sent - 1, **answer.new_call(each)}]}
+    return {"tool_calls": [{"index": answer.calls_sent - 1, "function": {"arguments": each.text}}]}
+
+
+def _log_prob(one: LogProb) -> dict[str, Any]:
+    return {
+        **{"token": one.token, "logprob": one.logprob, "bytes": one.bytes},
+        "top_logprobs": [
+            {"token": other.token, "logprob": other.logprob, "bytes": other.bytes} for other in one.top
+        ],
+    }

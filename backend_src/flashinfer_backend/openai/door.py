@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all requests to one process share: tokenizer, template, limits, the link to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats import choice
+from flashinfer_backend.openai.link import EngineLink, Streams, unavailable
+from flashinfer_backend.openai.metrics import Metrics
+from flashinfer_backend.openai.requests import Sampling
+from flashinfer_backend.openai.sampling import Defaults, Limits
+from flashinfer_backend.openai.template import ChatTemplate
+from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.endpoint import ENGINE_DOWN
+
+LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served and how."""
+
+    folder: Path
+    tokenizer_folder: Path
+    names: tuple[str, ...]  # under which requests may ask for it
+    created: int  # seconds since the epoch
+    guided_decoding: bool = True
+    template_file: Path | None = None
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    openai_defaults: bool = False  # instead of generation_config.json's
+
+
+class Door:
+    """Of one process."""
+
+    def __init__(self, model: Model, metrics: Metrics) -> None:
+        """Raises ValueError or OSError for a checkpoint that cannot be read."""
+        self.model, self.metrics = model, metrics
+        self.link: EngineLink  # set once the event loop runs
+        self.tokenizer = TextTokenizer(model.tokenizer_folder)
+        self.template = ChatTemplate.load(model.tokenizer_folder, model.template_file)
+        self.defaults = Defaults() if model.openai_defaults else Defaults.load(model.folder)
+        source = self.template.source if self.template else ""
+        found = model.tool_format, model.reasoning_format
+        self.tool_format = choice.detect_tools(source) if found[0] == "auto" else found[0]
+        self.reasoning_format = choice.detect_reasoning(source) if found[1] == "auto" else found[1]
+
+    @cached_property
+    def _decoders(self) -> dict[bool, DeltaDecoder]:
+        return {skip: DeltaDecoder(self.tokenizer.backend, skip) for skip in (True, False)}
+
+    def decoder(self, skip_special_tokens: bool = True) -> DeltaDecoder:
+        """Writes text with special tokens or without."""
+        return self._decoders[skip_special_tokens]
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an engine."""
+        return self.link.endpoint.up
+
+    @property
+    def limits(self) -> Limits:
+        """Raises ApiError while the engine has never been there."""
+        status = self.link.endpoint.status
+        if status is None:
+            raise unavailable(ENGINE_DOWN)
+        return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, self.model.guided_decoding)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        status = self.link.endpoint.status
+        return status.block_size if status else 0
+
+    def check_model(self, name: str) -> str:
+        """The model's name as a request has it. Raises ApiError for another model."""
+        if name and name not in self.model.names:
+            raise ApiError(
+                f"The model `{name}` does not exist; this server has {', '.join(self.model.names)}",
+                404,
+                "model",
+                "model_not_found",
+            )
+        return name or self.model.names[0]
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text."""
+        if sum(map(len, texts)) < LONG_TEXT:
+            return self.tokenizer.encode_batch(texts, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
+
+    def generate(
+        self,
+        rows: Sequence[tuple[GenerationRequest, int]],
+        skip_special_tokens: bool,
+    ) -> Streams:
+        """Submits sequences; see EngineLink.generate."""
+        return self.link.generate(list(rows), self.decoder(skip_special_tokens))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        **options: Any,
+    ) -> str:
+        """The text of a chat's prompt, by the checkpoint's template. Raises ApiError."""
+        if self.template is None:
+            raise ApiError(
+                f"the model {self.model.names[0]} has no chat template (chat_template.jinja, or chat_template"
+                " in tokenizer_config.json); send its prompt to /v1/completions",
+                param="messages",
+            )
+        return self.template.render(messages, **options)
+
+
+def generation_request(
+    request: Sampling, prompt: Sequence[int], params: Any, streaming: bool
+) -> GenerationRequest:
+    """What is submitted for a prompt."""
+    stops = request.stops
+    return GenerationRequest(
+        np.array(prompt, "<i4"),
+        params,
+        streaming,
+        exclude_input=True,
+        stop_words=stops,
+        exclude_stop_words=not request.include_stop_str_in_output and bool(stops or request.stop_token_ids),
+    )

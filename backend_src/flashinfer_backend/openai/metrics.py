@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/metrics: what this door's sequences took, of all its processes, and the engine's state."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
+from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
+from flashinfer_backend.transport import protocol
+
+PREFIX = "flashinfer_backend_openai_"
+HISTOGRAMS = {
+    "prompt_tokens": ("Tokens of the prompt", LENGTHS),
+    "completion_tokens": ("Tokens of the completion", LENGTHS),
+    "time_to_first_token_seconds": ("From a sequence's submission to its first token", WAITS),
+    "inter_token_latency_seconds": ("Time between two tokens, mean over a sequence", INTERVALS),
+    "e2e_latency_seconds": ("From a sequence's submission to its last chunk", TOTALS),
+    "queue_time_seconds": ("From arrival in the engine until a sequence was first scheduled", WAITS),
+}
+ENGINE = {
+    "requests_running": "Sequences that have a slot",
+    "requests_waiting": "Sequences that wait for one",
+    "blocks_total": "Blocks of the KV cache",
+    "blocks_used": "Blocks that sequences hold",
+    "blocks_cached": "Blocks of the prefix cache that nobody holds",
+    "preemptions": "Sequences that gave their slot back, since the engine started",
+    "prompt_tokens": "Prompt tokens since the engine started",
+    "prompt_tokens_reused": "Of these, found in the prefix cache",
+    "generated_tokens": "Tokens generated since the engine started",
+}
+
+
+class Metrics:
+    """Of one process. The processes of a door share a folder, and each can show the sum."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already."""
+        assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
+        from prometheus_client import CollectorRegistry, Counter, Histogram
+
+        own = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, buckets=[float(b) for b in buckets], registry=own)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self._finished = Counter(
+            PREFIX + "sequences_finished", "Sequences by how they ended", ["finish_reason"], registry=own
+        )
+        self._refused = Counter(PREFIX + "errors", "Answers that are errors", ["status"], registry=own)
+
+    def ended(self, stream: Generation, chunk: Chunk | None) -> None:
+        """Notes a sequence's end, once: with its last chunk, or None where it had none."""
+        timing = stream.timing
+        if timing.counted:
+            return
+        timing.counted = True
+        self._finished.labels(FINISH_REASONS[chunk.code] if chunk else "aborted").inc()
+        if chunk is None:
+            return
+        now = time.monotonic()
+        observe = {name: histogram.observe for name, histogram in self._histograms.items()}
+        observe["prompt_tokens"](len(stream.row.prompt))
+        observe["completion_tokens"](timing.sent)
+        observe["e2e_latency_seconds"](now - timing.started)
+        if timing.tokens:
+            observe["time_to_first_token_seconds"](timing.first - timing.started)
+        if timing.tokens > 1:
+            observe["inter_token_latency_seconds"]((timing.last - timing.first) / (timing.tokens - 1))
+        if timing.queued is not None:
+            observe["queue_time_seconds"](timing.queued)
+
+    def error(self, status: int) -> None:
+        """Notes an answer that is an error."""
+        self._refused.labels(str(status)).inc()
+
+    def text(self, status: protocol.Status | None) -> bytes:
+        """Prometheus's text format, summed over the door's processes, with the engine's latest report."""
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        every = CollectorRegistry()
+        MultiProcessCollector(every)
+        every.register(_EngineState(status))
+        return bytes(generate_latest(every))
+
+
+class _EngineState:
+    """A collector of the engine's report."""
+
+    def __init__(self, status: protocol.Status | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        yield GaugeMetricFamily(PREFIX + "engine_up", "Whether there is an engine", float(bool(self._status)))
+        if self._status is not None:
+            for name, text in ENGINE.items():
+                value = getattr(self._status, name)
+                yield GaugeMetricFamily(f"{PREFIX}engine_{name}", text, float(value))

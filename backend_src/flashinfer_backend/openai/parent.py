@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the door's processes running: they share a port, and each attaches to the engine by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.openai.worker import NO_ENGINE, READY, WorkerOptions
+from flashinfer_backend.serve.addresses import Address, reachable_at
+from flashinfer_backend.transport import rundir
+
+POLL_S = 0.2
+RESTART_S = 1.0  # between a process's unexpected end and its successor
+BACKLOG = 2048
+
+
+class Parent:
+    """Starts processes, replaces those that end, and ends all of them with the server."""
+
+    def __init__(self, options: WorkerOptions, address: Address, port: int, workers: int) -> None:
+        self._options, self._address, self._port = options, address, port
+        self._workers = workers
+        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number
+        self._again: dict[int, float] = {}  # when to start a process again
+        self._stopping = False
+        self._read, self._notify = os.pipe()
+        os.set_blocking(self._read, False)
+
+    def run(self) -> int:
+        """Until SIGTERM, SIGINT or the server's end; the exit status. Raises OSError for a port."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        metrics = Path(self._options.metrics_dir)
+        metrics.mkdir(mode=0o700, parents=True)
+        try:
+            with self._listeners() as listeners:
+                status = self._keep(listeners)
+            self._end()
+            return status
+        finally:
+            shutil.rmtree(metrics, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                metrics.parent.rmdir()  # the user's, if it was the last one
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+    @contextlib.contextmanager
+    def _listeners(self) -> Iterator[list[socket.socket]]:
+        """A socket for each process; the kernel spreads connections over them. They live here, so connections
+        wait while a process is replaced."""
+        family = socket.AF_INET6 if self._address.version == 6 else socket.AF_INET
+        with contextlib.ExitStack() as stack:
+            sockets = []
+            for _ in range(self._workers):
+                listener = stack.enter_context(socket.socket(family))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listener.bind((str(self._address), self._port))
+                self._port = listener.getsockname()[1]
+                sockets.append(listener)
+            for listener in sockets:
+                listener.listen(BACKLOG)
+            yield sockets
+
+    def _keep(self, listeners: list[socket.socket]) -> int:
+        self._again = dict.fromkeys(range(self._workers), 0.0)
+        ready = 0
+        while not self._stopping:
+            if self._options.follow and not rundir.process_alive(self._options.server_pid):
+                return 0
+            for number, due in list(self._again.items()):
+                if time.monotonic() >= due:
+                    del self._again[number]
+                    self._running[number] = self._start(listeners[number])
+            for number, process in list(self._running.items()):
+                if process.poll() is not None:
+                    del self._running[number]
+                    if process.returncode == NO_ENGINE:
+                        return 1
+                    if self._options.follow and process.returncode == 0:
+                        continue  # the server has ended, which is seen next
+                    print(
+                        f"openai: a process ended with status {process.returncode}; another takes its place",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    self._again[number] = time.monotonic() + RESTART_S
+            if select.select([self._read], [], [], POLL_S)[0]:
+                before = ready
+                ready += os.read(self._read, 4096).count(READY)
+                if before < self._workers <= ready:
+                    self._announce()
+        return 0
+
+    def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
+        options = msgspec.structs.replace(self._options, listener=listener.fileno(), notify=self._notify)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flashinfer_backend.openai.worker"],
+            stdin=subprocess.PIPE,
+            pass_fds=(listener.fileno(), self._notify),
+            start_new_session=True,  # Ctrl-C comes to this process alone, which passes one signal on
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(options))
+            process.stdin.close()
+        return process
+
+    def _end(self) -> None:
+        """Ends the processes; running requests have their time."""
+        for process in self._running.values():
+            process.terminate()
+        deadline = time.monotonic() + self._options.drain_s + 10.0
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if not self._options.follow:
+            rundir.remove(Path(self._options.run_dir))  # where a process was killed
+
+    def _announce(self) -> None:
+        url = reachable_at(self._address, self._port)
+        print(f"\nOpenAI API ready: {url}/v1, a page to try it: {url}/\n", flush=True)
+
+
+def metrics_dir() -> Path:
+    """Where this parent's processes share their metrics. What is left of one that was killed is removed like
+    a run directory."""
+    return run_dir(os.getpid(), "openai-metrics")

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests: what OpenAI's API has and this one takes, and further parameters of the engine.
+
+A field that is not here is refused by its name. Fields of OpenAI's API that ask for what this server does not
+do are here, so that the value that asks for nothing passes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from flashinfer_backend.openai.errors import ApiError
+
+MOST_CHOICES = 128  # of one request: n times its prompts
+MOST_STOPS = 64
+MOST_TOP_LOGPROBS = 20
+
+Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Tokens = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """What an answer must be; one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all kinds of requests say about sampling."""
+
+    model: str = ""
+    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    seed: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    # They are about whose request it is; the prefix cache works by itself.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop words, none of them empty. Raises ApiError for too many."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MOST_STOPS:
+            raise ApiError(
+                f"stop has {len(stops)} strings; it should have at most {MOST_STOPS}", param="stop"
+            )
+        return [stop for stop in stops if stop]
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """json_schema: with name, schema and strict beside it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[dict[str, Any]]
+    n: Choices | None = 1
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    modalities: list[str] | None = None
+    store: bool | None = None
+    # Refused unless null.
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    chat_template: Any = None
+
+    def __post_init__(self) -> None:
+        if self.modalities not in (None, ["text"]):
+            raise ApiError(f"modalities is {self.modalities}; only text is supported", param="modalities")
+        _refuse_store(self.store)
+        for name, instead in {
+            "audio": "only text is supported",
+            "functions": "use tools",
+            "function_call": "use tool_choice",
+            "prediction": "it is not supported",
+            "web_search_options": "it is not supported",
+            "verbosity": "it is not supported",
+            "chat_template": "the checkpoint's own is used; see chat_template_kwargs",
+        }.items():
+            if getattr(self, name) is not None:
+                raise ApiError(f"{name} should be left out: {instead}", param=name)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: str | list[Any]
+    n: Choices | None = 1
+    best_of: Choices | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = 16
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.suffix:
+            raise ApiError("suffix is not supported; put all of the text into prompt", param="suffix")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise ApiError(f"best_of is {self.best_of}; it should be at least n, {n}", param="best_of")
+        if self.stream and self.best_of is not None and self.best_of > n:
+            raise ApiError(
+                "best_of greater than n cannot be streamed: the best are known at the end only",
+                param="best_of",
+            )
+
+
+class ResponsesRequest(Sampling, kw_only=True):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Refused unless they ask for nothing.
+    background: bool | None = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    top_logprobs: Any = None
+
+    def __post_init__(self) -> None:
+        _refuse_store(self.store)
+        for name in (
+            *("background", "conversation", "max_tool_calls", "previous_response_id", "prompt"),
+            *("top_logprobs", "include"),
+        ):
+            if getattr(self, name):
+                raise ApiError(f"{name} is not supported: this server keeps no responses", param=name)
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either a prompt or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str = ""
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
+_WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.+?)`")
+
+
+def decode(kind: type[Body], body: bytes) -> Body:
+    """A request's body. Raises ApiError that names the field which is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _error(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise ApiError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ApiError("the body's JSON is nested too deeply") from None
+
+
+def _error(text: str) -> ApiError:
+    if found := _UNKNOWN.match(text):
+        place = f"{found[2]}.{found[1]}" if found[2] else found[1]
+        return ApiError(f"Unrecognized request argument supplied: {place}", param=place)
+    if found := _MISSING.match(text):
+        return ApiError(f"{found[1]} is missing", param=found[1], code="missing_required_parameter")
+    if found := _WRONG.fullmatch(text):
+        return ApiError(f"{found[2]}: {found[1]}", param=found[2])
+    return ApiError(text)
+
+
+def _refuse_store(store: bool | None) -> None:
+    if store:
+        raise ApiError("store should be false: this server keeps nothing", param="store")

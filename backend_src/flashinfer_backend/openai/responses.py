@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/responses: text, reasoning and function calls; nothing is kept from one request to the next."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from flashinfer_backend.openai.answer import EventResponse, JsonResponse, Usage, encode
+from flashinfer_backend.openai.chat import Answer, Conversation, Turn
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
+from flashinfer_backend.openai.requests import ResponseFormat, ResponsesRequest
+from flashinfer_backend.openai.sampling import Guide, guide_of
+from flashinfer_backend.openai.template import plain_messages
+from flashinfer_backend.openai.tools import new_call_id, read_tools
+
+
+async def responses(door: Door, request: ResponsesRequest) -> Response:
+    """Raises ApiError."""
+    model = door.check_model(request.model)
+    variables = dict(request.chat_template_kwargs or {})
+    reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
+    if "effort" in reasoning:
+        variables.setdefault("reasoning_effort", reasoning.pop("effort"))
+    if reasoning:
+        raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
+    conversation = Conversation(
+        plain_messages(messages_of(request)),
+        read_tools(
+            [_tool(tool) for tool in request.tools or []],
+            _tool_choice(request.tool_choice),
+            request.parallel_tool_calls,
+        ),
+        _guide(request),
+        variables,
+    )
+    turn = Turn(door, conversation, bool(request.stream))
+    await turn.submit(request, 1, request.max_output_tokens)
+    reply = _Reply(turn, request, model)
+    if request.stream:
+        return EventResponse(door, turn.streams, reply.events())
+    return JsonResponse(door, turn.streams, reply.body)
+
+
+def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input as messages of a chat. Raises ApiError."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for n, item in enumerate(request.input):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append(output)
+        elif kind == "reasoning":
+            parts = item.get("content") or []
+            text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+            if text:
+                _assistant(messages, new=True)["reasoning_content"] = text
+        else:
+            raise ApiError(f"input[{n}] is of type {kind!r}, which is not supported", param="input")
+    merged: list[dict[str, Any]] = []
+    for message in messages:  # reasoning belongs to the answer that follows it
+        before = merged[-1] if merged else {}
+        if message["role"] == "assistant" == before.get("role") and before.get("content") is None:
+            before.update({key: value for key, value in message.items() if value is not None})
+        else:
+            merged.append(message)
+    return merged
+
+
+def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, Any]:
+    """The assistant's message that an item belongs to."""
+    if new or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as a chat has it."""
+    if tool.get("type") != "function":
+        raise ApiError(f"tools of type {tool.get('type')!r} are not supported, only functions", param="tools")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = [{"function": {"name": tool.get("name")}} for tool in choice.get("tools") or []]
+        inner = {"mode": choice.get("mode"), "tools": allowed}
+        return {"type": "allowed_tools", "allowed_tools": inner}
+    return choice
+
+
+def _guide(request: ResponsesRequest) -> Guide:
+    text = {name: value for name, value in (request.text or {}).items() if value is not None}
+    form = text.pop("format", None)
+    if text:
+        raise ApiError(f"text.{next(iter(text))} is not supported", param="text")
+    if form is None:
+        return guide_of(None, request.structured_outputs)
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ApiError(f"text.format.type is {kind!r}, which is not supported", param="text")
+    schema = {key: value for key, value in form.items() if key != "type"}
+    return guide_of(ResponseFormat(kind, schema or None), request.structured_outputs)
+
+
+class _Reply:
+    """Output items are made from the events of the one sequence: each run of a kind is an item."""
+
+    def __init__(self, turn: Turn, request: ResponsesRequest, model: str) -> None:
+        self._turn, self._request, self._model = turn, request, model
+        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+        self._usage = Usage(turn.door, turn.streams)
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # whether the last item still grows
+        self._number = 0
+
+    def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
+        request = self._request
+        body: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self._model,
+            "output": self._items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in request.tools or []],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "metadata": request.metadata or {},
+            "usage": None,
+        }
+        if finish is not None:
+            usage = self._usage.body()
+            body["usage"] = {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
+                "total_tokens": usage["total_tokens"],
+            }
+        return body
+
+    def _reasoning_tokens(self) -> int:
+        """Of the reasoning's text, made tokens again."""
+        items = [item for item in self._items if item["type"] == "reasoning"]
+        texts = [item["content"][0]["text"] for item in items]
+        return sum(map(len, self._turn.door.tokenizer.encode_batch(texts, False)))
+
+    async def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        finish = None
+        async for _ in self._changes():
+            finish = self._finish
+        return self._response("incomplete" if finish == "length" else "completed", finish)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as it comes."""
+        begun = False
+        async for change in self._changes():
+            if not begun:  # once the engine has taken the request
+                begun = True
+                for kind in ("response.created", "response.in_progress"):
+                    yield self._event(kind, response={**self._response("in_progress"), "output": []})
+            if change:
+                yield self._event(change.pop("type"), **change)
+        kind = "incomplete" if self._finish == "length" else "completed"
+        yield self._event(f"response.{kind}", response=self._response(kind, self._finish))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        body = {"type": kind, "sequence_number": self._number - 1, **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
+
+    _finish: str | None = None
+
+    async def _changes(self) -> AsyncIterator[dict[str, Any]]:
+        """Fields of events; an empty one where there is none to send."""
+        (stream,) = self._turn.streams.all
+        answer = Answer(self._turn, stream)
+        async for _, chunk in self._turn.streams:
+            self._usage.note(stream, chunk)
+            for each in answer.take(chunk):
+                for change in self._take(each):
+                    yield change
+            if answer.finish is not None:
+                self._finish = answer.finish
+                for change in self._close("incomplete" if answer.finish == "length" else "completed"):
+                    yield change
+            yield {}
+
+    def _take(self, each: Event) -> list[dict[str, Any]]:
+        changes = []
+        kinds = {CONTENT: "message", CALL: "function_call", ARGUMENTS: "function_call"}
+        kind = kinds.get(each.kind, "reasoning")
+        if not self._open or self._items[-1]["type"] != kind or each.kind == CALL:
+            changes += self._close("completed")
+            changes += self._begin(kind, each)
+        item, at = self._items[-1], len(self._items) - 1
+        place = {"item_id": item["id"], "output_index": at}
+        if each.kind == ARGUMENTS:
+            item["arguments"] += each.text
+            changes.append(
+                {"type": "response.function_call_arguments.delta", **place, "delta": each.text},
+            )
+        elif each.kind == CONTENT:
+            item["content"][0]["text"] += each.text
+            changes.append(
+                {
+                    **{"type": "response.output_text.delta", **place, "content_index": 0},
+                    **{"delta": each.text, "logprobs": []},
+                }
+            )
+        elif each.kind != CALL:
+            item["content"][0]["text"] += each.text
+            changes.append(
+                {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": each.text}
+            )
+        return changes
+
+    def _begin(self, kind: str, each: Event) -> list[dict[str, Any]]:
+        self._open = True
+        item: dict[str, Any]
+        part: dict[str, Any] | None = None
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {
+                "type": kind,
+                "id": f"msg_{secrets.token_hex(16)}",
+                "role": "assistant",
+                "content": [part],
+            }
+        elif kind == "function_call":
+            item = {"type": kind, "id": f"fc_{secrets.token_hex(16)}", "name": each.text, "arguments": ""}
+            item["call_id"] = each.call_id or new_call_id(self._turn.tool_format)
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"type": kind, "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": [part]}
+        item["status"] = "in_progress"
+        self._items.append(item)
+        at = len(self._items) - 1
+        shown = {**item, "content": []} if part else dict(item)
+        changes: list[dict[str, Any]] = [
+            {"type": "response.output_item.added", "output_index": at, "item": shown}
+        ]
+        if part and kind == "message":
+            changes.append(
+                {
+                    **{"type": "response.content_part.added", "item_id": item["id"], "output_index": at},
+                    **{"content_index": 0, "part": dict(part)},
+                }
+            )
+        return changes
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open = False
+        item, at = self._items[-1], len(self._items) - 1
+        item["status"] = status
+        place = {"item_id": item["id"], "output_index": at}
+        changes: list[dict[str, Any]] = []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            changes.append({"type": "response.function_call_arguments.done", **place, **done})
+        else:
+            text = item["content"][0]["text"]
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            changes.append(
+                {"type": f"response.{kind}.done", **place, "content_index": 0, "text": text, **more}
+            )
+            if item["type"] == "message":
+                part = {"type": "response.content_part.done", **place, "content_index": 0}
+                changes.append({**part, "part": dict(item["content"][0])})
+        changes.append({"type": "response.output_item.done", "output_index": at, "item": dict(item)})
+        return changes

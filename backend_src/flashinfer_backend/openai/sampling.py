@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request says about sampling, as the engine takes it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.requests import ResponseFormat, Sampling, StructuredOutputs
+
+# Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
+GREEDY_TEMPERATURE = 1e-5
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+Guide = tuple[str, str]  # grammar type and text, as SamplingParams has them
+NO_GUIDE: Guide = ("", "")
+
+
+class Defaults(msgspec.Struct):
+    """Where a request is silent: what the checkpoint's generation_config.json recommends, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def load(cls, folder: Path) -> Defaults:
+        """Raises ValueError for a generation_config.json that is not one."""
+        file = folder / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            known = {name: found[name] for name in cls.__struct_fields__ if found.get(name) is not None}
+            return msgspec.convert(known, cls)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{file} cannot be used: {error}") from error
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine allows."""
+
+    vocab_size: int
+    max_seq_len: int
+    max_input_len: int
+    guided_decoding: bool = True
+
+
+def sampling_params(
+    request: Sampling,
+    defaults: Defaults,
+    limits: Limits,
+    end_id: int | None,
+    prompt_len: int,
+    max_tokens: int | None,
+    guide: Guide = NO_GUIDE,
+    log_probs: bool = False,
+    top_logprobs: int = 0,
+) -> SamplingParams:
+    """max_tokens: None for all that there is room for. Raises ApiError for what does not fit."""
+    if guide != NO_GUIDE and not limits.guided_decoding:
+        raise ApiError("structured outputs are switched off on this server (guided_decoding_backend none)")
+    temperature = _given(request.temperature, defaults.temperature)
+    top_k = _given(request.top_k, defaults.top_k)
+    bias = [(_token(i, limits, "logit_bias"), value) for i, value in (request.logit_bias or {}).items()]
+    for _, value in bias:
+        if not -100.0 <= value <= 100.0:
+            raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
+    seed = request.seed
+    return SamplingParams(
+        max_tokens=_room(prompt_len, max_tokens, limits),
+        min_tokens=request.min_tokens,
+        end_id=-1 if request.ignore_eos or end_id is None else end_id,
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+        top_k=max(top_k, 0),  # -1 is another word for none
+        top_p=_given(request.top_p, defaults.top_p),
+        min_p=_given(request.min_p, defaults.min_p),
+        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        stop_sequences=[[_token(i, limits, "stop_token_ids")] for i in request.stop_token_ids or []],
+        bias_ids=[i for i, _ in bias],
+        bias_values=[value for _, value in bias],
+        grammar_type=guide[0],
+        grammar=guide[1],
+        log_probs=log_probs,
+        top_logprobs=top_logprobs,
+        perf_metrics=True,
+    )
+
+
+def _room(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
+    if prompt_len > limits.max_input_len:
+        raise ApiError(
+            f"the prompt has {prompt_len} tokens; this model takes at most {limits.max_input_len}",
+            code="context_length_exceeded",
+        )
+    room = limits.max_seq_len - prompt_len
+    if max_tokens is not None and max_tokens > room:
+        raise ApiError(
+            f"This model's maximum context length is {limits.max_seq_len} tokens. The prompt has {prompt_len}"
+            f" tokens and {max_tokens} were requested; at most {room} are left",
+            code="context_length_exceeded",
+        )
+    return room if max_tokens is None else max_tokens
+
+
+def _token(value: str | int, limits: Limits, name: str) -> int:
+    try:
+        token = int(value)
+    except ValueError:
+        token = -1
+    if not 0 <= token < limits.vocab_size:
+        raise ApiError(
+            f"{name} holds {value}; token ids should lie in 0..{limits.vocab_size - 1}", param=name
+        )
+    return token
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def guide_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Guide:
+    """What an answer has to follow. Raises ApiError for a wrong or for more than one of them."""
+    guides = []
+    if response_format is not None and response_format.type == "json_object":
+        guides.append(schema_guide(ANY_OBJECT))
+    elif response_format is not None and response_format.type == "json_schema":
+        schema = (response_format.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise ApiError(
+                "response_format.json_schema should hold a name and, under schema, a JSON schema",
+                param="response_format",
+            )
+        guides.append(schema_guide(schema))
+    if structured is not None:
+        guides += _structured_guides(structured)
+    if len(guides) > 1:
+        raise ApiError(
+            "more than one of response_format and structured_outputs says what the answer is; give one",
+            param="structured_outputs",
+        )
+    return guides[0] if guides else NO_GUIDE
+
+
+def schema_guide(schema: Mapping[str, Any]) -> Guide:
+    """A guide to the JSON that a schema describes."""
+    return "json_schema", msgspec.json.encode(schema).decode()
+
+
+def _structured_guides(structured: StructuredOutputs) -> list[Guide]:
+    guides: list[Guide] = []
+    if isinstance(structured.json, str):
+        guides.append(("json_schema", structured.json))
+    elif structured.json is not None:
+        guides.append(schema_guide(structured.json))
+    if structured.json_object:
+        guides.append(schema_guide(ANY_OBJECT))
+    if structured.regex is not None:
+        guides.append(("regex", structured.regex))
+    if structured.grammar is not None:
+        guides.append(("ebnf_grammar", structured.grammar))
+    if structured.choice is not None:
+        if not structured.choice or not all(structured.choice):
+            raise ApiError(
+                "structured_outputs.choice should hold at least one text, and no empty one",
+                param="structured_outputs",
+            )
+        words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.choice)
+        guides.append(("ebnf_grammar", f"root ::= {words}"))
+    return guides

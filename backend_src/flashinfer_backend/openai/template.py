@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint's chat template: messages to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.openai.errors import ApiError
+
+Messages = Sequence[Mapping[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class ChatTemplate:
+    """Jinja, rendered in transformers' sandbox."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
+        """special_tokens: such as bos_token, which templates may use. tool_source: the template for prompts
+        with tools, where the checkpoint has another one for them."""
+        self.source, self._tool_source = source, tool_source or source
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
+        """The template of a checkpoint folder, or of `file`; None where the folder has none.
+
+        Raises ValueError for files that cannot be read.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {**_read_json(folder / "special_tokens_map.json"), **config}
+        tokens = {name: _content(value) for name, value in special.items() if name.endswith("_token")}
+        tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        found = {"default": file.read_text(encoding="utf-8")} if file else _find(folder, config)
+        default = found.get("default", found.get("tool_use"))
+        return None if default is None else cls(default, tokens, found.get("tool_use"))
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises ApiError for what the template cannot take."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        source = self._tool_source if tools else self.source
+        given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
+        for name in given + list(variables or {}):
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                param = name if name in ("tools", "documents") else "chat_template_kwargs"
+                raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
+        try:
+            rendered: Any = render_jinja_template(
+                [self._for_template(messages, source)],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                documents=[dict(document) for document in documents] if documents else None,
+                chat_template=source,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self._special_tokens, **(variables or {})},
+            )
+        except Exception as error:  # a template may raise anything, on purpose or not
+            raise ApiError(
+                f"the checkpoint's chat template refuses the messages: {error}", param="messages"
+            ) from error
+        return str(rendered[0][0])
+
+    def _for_template(self, messages: Messages, source: str) -> list[dict[str, Any]]:
+        """A template that does not know developers gets their words as the system's."""
+        knows = "developer" in source
+        return [
+            {**m, "role": "system" if m["role"] == "developer" and not knows else m["role"]} for m in messages
+        ]
+
+
+def plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as templates take them: text as one string, arguments of calls as objects. Raises ApiError."""
+    if not messages:
+        raise ApiError("messages is empty; it should have at least one message", param="messages")
+    return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise ApiError(f"{place}.role is {role!r}; it should be one of {', '.join(ROLES)}", param=place)
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise ApiError(f"{place}.content is missing", param=f"{place}.content")
+    plain["content"] = _text(content, f"{place}.content")
+    for name in ("audio", "function_call"):
+        if plain.pop(name, None):
+            raise ApiError(f"{place}.{name} is not supported", param=f"{place}.{name}")
+    if plain.get("tool_calls"):
+        calls = plain["tool_calls"]
+        if role != "assistant" or not isinstance(calls, list):
+            raise ApiError(f"{place}.tool_calls should be a list, of an assistant", param=place)
+        plain["tool_calls"] = [_plain_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _text(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(f"{place} should be a string or a list of parts", param=place)
+    texts = []
+    for n, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise ApiError(
+                f"{place}[{n}] is of type {kind!r}; only text is supported: {{'type': 'text', 'text': ...}}",
+                param=place,
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(f"{place} should hold a function with a name and arguments", param=place)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ApiError(f"{place}.function.arguments is not valid JSON: {error}", param=place) from None
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name, the newest way of storing them first."""
+    if (folder / "chat_template.jinja").is_file():
+        found = {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
+        for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            found[file.stem] = file.read_text(encoding="utf-8")
+        return found
+    for holder in (_read_json(folder / "chat_template.json"), config):
+        template = holder.get("chat_template")
+        if isinstance(template, str):
+            return {"default": template}
+        if isinstance(template, list):
+            return {each["name"]: each["template"] for each in template}
+    return {}
+
+
+def _content(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools of a request: what the template shows of them, and grammars that force calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that an answer may call. `choice`: AUTO, NONE, REQUIRED or a function's name.
+    `shown`: what the template gets."""
+
+    choice: str = NONE
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)  # of parameters, by function
+    parallel: bool = True
+
+    @property
+    def named(self) -> str | None:
+        """The one function that has to be called."""
+        return self.choice if self.choice not in (AUTO, NONE, REQUIRED) else None
+
+    @property
+    def guide(self) -> Guide:
+        """What forces a call: the arguments of the named function, or a list of calls."""
+        if self.named is not None:
+            return schema_guide(self.schemas[self.named])
+        if self.choice != REQUIRED:
+            return NO_GUIDE
+        definitions: dict[str, Any] = {}
+        calls = [_call_schema(n, *each, definitions) for n, each in enumerate(self.schemas.items())]
+        listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        if not self.parallel:
+            listed["maxItems"] = 1
+        if definitions:
+            listed["$defs"] = definitions
+        return schema_guide(listed)
+
+
+def read_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+) -> Tools:
+    """`tools` and `tool_choice` of a request. Raises ApiError."""
+    if not tools:
+        if choice not in (None, NONE, AUTO):
+            raise ApiError("tool_choice is set, but there are no tools", param="tool_choice")
+        return Tools()
+    functions = [_function(tool, f"tools[{n}]") for n, tool in enumerate(tools)]
+    names = [function["name"] for function in functions]
+    if len(set(names)) < len(names):
+        raise ApiError("two of the tools have the same name", param="tools")
+    chosen, allowed = _choice(choice)
+    unknown = {name for name in (*allowed, chosen) if name not in (*names, AUTO, NONE, REQUIRED)}
+    if unknown:
+        raise ApiError(
+            f"tool_choice names {', '.join(sorted(unknown))}; the tools are {', '.join(names)}",
+            param="tool_choice",
+        )
+    if chosen == NONE:  # what the model is not told of it does not call
+        return Tools()
+    taken = [function for function in functions if not allowed or function["name"] in allowed]
+    return Tools(
+        chosen,
+        [{"type": "function", "function": function} for function in taken],
+        {function["name"]: function.get("parameters") or NO_PARAMETERS for function in taken},
+        parallel is not False,
+    )
+
+
+def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ApiError(
+            f"{place} is of type {tool.get('type')!r}; only functions are supported:"
+            " {'type': 'function', 'function': {'name': ...}}",
+            param="tools",
+        )
+    name, parameters = function.get("name"), function.get("parameters")
+    allowed = {*string.ascii_letters, *string.digits, *"_-."}
+    if not isinstance(name, str) or not name or len(name) > 64 or set(name) - allowed:
+        raise ApiError(
+            f"{place}.function.name is {name!r}; it should be 1 to 64 letters, digits, _, - or .",
+            param="tools",
+        )
+    if name in (AUTO, NONE, REQUIRED):
+        raise ApiError(f"{place}.function.name is {name!r}, a word of tool_choice; rename it", param="tools")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise ApiError(f"{place}.function.parameters should be a JSON schema", param="tools")
+    # How strict a call is read is for the server; the model is not told.
+    return {key: value for key, value in function.items() if key != "strict" and value is not None}
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> tuple[str, list[str]]:
+    """(the choice or the function's name, the functions that are allowed, empty for all)."""
+    if choice is None:
+        return AUTO, []
+    if isinstance(choice, str):
+        if choice in (AUTO, NONE, REQUIRED):
+            return choice, []
+    elif choice.get("type") == "function":
+        name = (choice.get("function") or {}).get("name")
+        if isinstance(name, str):
+            return name, []
+    elif choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools") or {}
+        listed = [(tool.get("function") or {}).get("name") for tool in allowed.get("tools") or []]
+        names = [name for name in listed if isinstance(name, str)]
+        if allowed.get("mode") in (AUTO, REQUIRED) and names and len(names) == len(listed):
+            return str(allowed["mode"]), names
+    raise ApiError(
+        "tool_choice should be auto, none, required, or name a function:"
+        " {'type': 'function', 'function': {'name': ...}}",
+        param="tool_choice",
+    )
+
+
+def _call_schema(
+    number: int, name: str, parameters: Mapping[str, Any], definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """The schema of one call in a list. Definitions of its parameters go to the list's, under other names."""
+    prefix = f"f{number}_"
+    for key in ("$defs", "definitions"):
+        for defined, schema in (parameters.get(key) or {}).items():
+            definitions[prefix + defined] = _rename(schema, prefix)
+    own = {key: value for key, value in parameters.items() if key not in ("$defs", "definitions")}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": _rename(own, prefix)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _rename(schema: Any, prefix: str) -> Any:
+    if isinstance(schema, dict):
+        renamed = {key: _rename(value, prefix) for key, value in schema.items()}
+        reference = renamed.get("$ref")
+        for root in ("#/$defs/", "#/definitions/"):
+            if isinstance(reference, str) and reference.startswith(root):
+                renamed["$ref"] = f"#/$defs/{prefix}{reference[len(root) :]}"
+        return renamed
+    if isinstance(schema, list):
+        return [_rename(each, prefix) for each in schema]
+    return schema
+
+
+def new_call_id(tool_format: str) -> str:
+    """Mistral's templates take ids of nine letters or digits only."""
+    if tool_format == "mistral":
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of the OpenAI door, started by its parent: `python -m flashinfer_backend.openai.worker`.
+
+Its options come as JSON on standard input, since they hold keys, which a command line would show to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
+
+NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
+READY = b"ready\n"
+
+
+class WorkerOptions(msgspec.Struct, kw_only=True):
+    """listener, notify: inherited file descriptors; the second is told when the engine is there. follow: the
+    engine is another server's."""
+
+    engine: EngineConfig
+    run_dir: str
+    server_pid: int
+    follow: bool
+    listener: int
+    notify: int
+    names: list[str]
+    created: int  # seconds since the epoch
+    template_file: str | None
+    tool_format: str
+    reasoning_format: str
+    openai_defaults: bool
+    keys: list[str]
+    max_body_bytes: int
+    drain_s: int
+    metrics_dir: str
+
+
+def main() -> int:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = options.metrics_dir
+    import uvloop
+
+    return uvloop.run(_run(options))
+
+
+async def _run(options: WorkerOptions) -> int:
+    import uvicorn
+
+    from flashinfer_backend.openai.app import Access, make_app
+    from flashinfer_backend.openai.door import Door, Model
+    from flashinfer_backend.openai.link import EngineLink, Follower
+    from flashinfer_backend.openai.metrics import Metrics
+    from flashinfer_backend.transport.endpoint import Endpoint
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """As uvicorn's, but the process does not die by the signal once it has drained."""
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.handle_exit)
+            yield
+
+    config = options.engine
+    folder = resolve_model_dir(config.model_dir)
+    model = Model(
+        folder=folder,
+        tokenizer_folder=resolve_model_dir(config.tokenizer_dir or config.model_dir),
+        names=tuple(options.names),
+        created=options.created,
+        guided_decoding=config.guided_decoding_backend != "none",
+        template_file=Path(options.template_file) if options.template_file else None,
+        tool_format=options.tool_format,
+        reasoning_format=options.reasoning_format,
+        openai_defaults=options.openai_defaults,
+    )
+    try:
+        door = Door(model, Metrics(Path(options.metrics_dir)))
+    except (OSError, ValueError) as error:
+        print(f"openai: {error}", file=sys.stderr, flush=True)
+        return NO_ENGINE
+    app = make_app(door, Access(options.keys, options.max_body_bytes))
+    server = Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=options.drain_s,
+        )
+    )
+    kind = Follower if options.follow else Supervisor
+    supervisor = kind(Path(options.run_dir), options.server_pid, msgspec.json.encode(config))
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    endpoint = Endpoint(supervisor, on_server_lost=end)
+    door.link = EngineLink(endpoint, asyncio.get_running_loop())
+    failed = threading.Event()
+
+    def wait() -> None:
+        try:
+            endpoint.wait_ready()
+            os.write(options.notify, READY)
+        except EngineStartError as error:
+            print(f"openai: {error}", file=sys.stderr, flush=True)
+            failed.set()
+            end()
+        except AssertionError:  # closed before there was an engine
+            pass
+
+    threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
+    await server.serve(sockets=[socket.socket(fileno=options.listener)])
+    await asyncio.to_thread(endpoint.close)
+    return NO_ENGINE if failed.is_set() else 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that wait for the engine must not hold it up
