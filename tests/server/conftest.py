@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
+from openai_server import OpenAiServer, model_with_template, openai_running
 from running import EngineWatch, Server, build_repository, running, wait_for
 
 
@@ -75,3 +77,24 @@ def watch_unary(unary: Server) -> Iterator[EngineWatch]:
     watching = EngineWatch(unary)
     yield watching
     watching.close()
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with a chat template that knows tools and reasoning."""
+    return model_with_template(tmp_path_factory.mktemp("chat-model"))
+
+
+@pytest.fixture(scope="session")
+def door(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    """The OpenAI API with an engine of its own, for tests that leave it as it was."""
+    with openai_running(chat_model, tmp_path_factory.mktemp("openai")) as started:
+        yield started
+
+
+@pytest.fixture
+def client(door: OpenAiServer) -> Iterator[openai.OpenAI]:
+    """OpenAI's own, which checks every answer against its types."""
+    options = {"base_url": f"{door.url}/v1", "api_key": "none", "max_retries": 0}
+    with openai.OpenAI(**options, _strict_response_validation=True) as made:
+        yield made

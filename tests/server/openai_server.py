@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API with an engine of its own, as `python -m flashinfer_backend.openai` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import psutil
+from running import START_S, TIMEOUT_S, free_ports, wait_for
+
+from flashinfer_backend.core.paths import resolve_model_dir
+
+# Shows tools, reasoning and a system prompt to the bundled model in its own form of questions and answers.
+TEMPLATE = """\
+{{ bos_token }}\
+{% if tools %}Tools, as <tool_call>{"name": ..., "arguments": ...}</tool_call>: {{ tools | tojson }}
+{% endif %}\
+{% for message in messages %}\
+{% if message.role == 'user' %}Question: {{ message.content }}
+Answer:\
+{% elif message.role == 'assistant' %} {{ message.content }}\
+{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }})\
+{% endfor %}{% if not loop.last or not continue_final %}{{ '\\n' }}{% endif %}\
+{% elif message.role == 'tool' %}{{ message.content }}
+{% else %}{{ message.content }}
+{% endif %}\
+{% endfor %}\
+{% if add_generation_prompt and think_first %}<think>
+{% else %}{# <think></think> #}{% endif %}"""
+
+
+def model_with_template(folder: Path) -> Path:
+    """A copy of the bundled model with TEMPLATE."""
+    copy = folder / "tiny-chat"
+    shutil.copytree(resolve_model_dir("bundled"), copy)
+    file = copy / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["chat_template"]
+    file.write_text(json.dumps(config))
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    return copy
+
+
+class OpenAiServer:
+    """`parent` is the process of flashinfer_backend.openai."""
+
+    def __init__(self, model: Path | str, folder: Path, *arguments: str, **environment: str) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.log_path = folder / f"openai-{port}.log"
+        self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
+        settings = ["device=cpu", "max_tokens_in_paged_kv_cache=32768", "max_num_seqs=64"]
+        command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", str(model)]
+        command += ["--port", str(port), "--set", *settings, *arguments]
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1", **environment}
+        with self.log_path.open("w") as log:
+            self.parent = psutil.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.parent.poll() is None, f"the server ended:\n{self.log[-5000:]}"
+            return "OpenAI API ready" in self.log
+
+        wait_for(ready, "the OpenAI API to be ready", START_S)
+
+    def call(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, Message, Any]:
+        """Status, headers and JSON (or text) of an answer; a POST if there is a body."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                status, found, text = answer.status, answer.headers, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            status, found, text = error.code, error.headers, error.read().decode()
+        with contextlib.suppress(ValueError):
+            return status, found, json.loads(text)
+        return status, found, text
+
+    def error(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, str, str | None, Any]:
+        """Status, message, param and code of an answer in OpenAI's form of errors."""
+        status, _, answer = self.call(path, body, key)
+        error = answer["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["type"], answer
+        return status, error["message"], error["param"], error["code"]
+
+    @contextlib.contextmanager
+    def asked(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+        """A connection with a request sent; it is closed at the end, answered or not."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        try:
+            connection.request("POST", path, json.dumps(body))
+            yield connection
+        finally:
+            connection.close()
+
+    @contextlib.contextmanager
+    def opened(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """A streamed answer, once it has begun."""
+        with self.asked(path, body) as connection:
+            yield connection.getresponse()
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter of /metrics."""
+        _, _, text = self.call("/metrics")
+        lines = [line.rpartition(" ") for line in text.splitlines()]
+        return sum(float(value) for key, _, value in lines if key == f"flashinfer_backend_openai_{name}")
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that answer requests."""
+        found = []
+        for process in self.parent.children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "flashinfer_backend.openai.worker" in process.cmdline():
+                    found.append(process)
+        return found
+
+    def engine(self) -> psutil.Process:
+        (record,) = self.runs.glob("flashinfer-backend-*/*-openai/engine.json")
+        return psutil.Process(json.loads(record.read_text())["pid"])
+
+    def leftovers(self) -> list[str]:
+        """What is left of the server: processes, files of the run directory."""
+        left = [str(path) for path in self.runs.rglob("*")]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                ended = process.status() == psutil.STATUS_ZOMBIE
+                if str(self.runs) in line and not ended:
+                    left.append(f"{process.pid} {line}")
+        return left
+
+    def close(self) -> None:
+        if self.parent.poll() is None:
+            children = self.parent.children(recursive=True)
+            self.parent.terminate()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                self.parent.wait(TIMEOUT_S)
+            for process in [self.parent, *children]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        shutil.rmtree(self.runs, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def openai_running(
+    model: Path | str, folder: Path, *arguments: str, **environment: str
+) -> Iterator[OpenAiServer]:
+    """A server that is ready."""
+    server = OpenAiServer(model, folder, *arguments, **environment)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, without the [DONE] that ends it."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", text[-500:]
+    return [json.loads(line) for line in lines[:-1]]

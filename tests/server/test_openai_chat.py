@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/chat/completions through OpenAI's own client, which checks every answer against its types."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai_server import OpenAiServer, events
+
+ASK: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    body = {"model": "tiny-chat", "messages": ASK, "max_tokens": 12, "temperature": 0.0, **more}
+    return client.chat.completions.create(**body)
+
+
+def streamed(client: openai.OpenAI, **more: Any) -> list[Any]:
+    return list(ask(client, stream=True, **more))
+
+
+def test_an_answer_and_its_usage(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content.strip()
+    assert choice.finish_reason in ("stop", "length")
+    usage = answer.usage
+    assert usage.prompt_tokens > 5 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.completion_tokens <= 12 and answer.model == "tiny-chat"
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    whole = ask(client, max_tokens=30)
+    chunks = streamed(client, max_tokens=30, stream_options={"include_usage": True})
+    *parts, last = chunks
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == whole.choices[0].message.content
+    assert parts[0].choices[0].delta.role == "assistant"
+    finishes = [part.choices[0].finish_reason for part in parts]
+    assert finishes[-1] == whole.choices[0].finish_reason and not any(finishes[:-1])
+    assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
+    assert len(parts) > 3, "it was streamed"
+
+
+def test_an_asynchronous_client(door: OpenAiServer) -> None:
+    async def talk() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none") as client:
+
+            async def one(seed: int) -> str:
+                text = ""
+                async for chunk in await client.chat.completions.create(
+                    model="tiny-chat", messages=ASK, max_tokens=10, seed=seed, stream=True
+                ):
+                    text += chunk.choices[0].delta.content or ""
+                return text
+
+            return await asyncio.gather(*(one(seed) for seed in (1, 2, 3, 1)))
+
+    first, *others, again = asyncio.run(talk())
+    assert first == again and len({first, *others}) > 1
+
+
+def test_n_answers_of_one_prompt(client: openai.OpenAI) -> None:
+    answer = ask(client, n=3, temperature=1.0, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    alone = [ask(client, temperature=1.0, seed=7 + number).choices[0].message.content for number in range(3)]
+    assert [choice.message.content for choice in answer.choices] == alone
+    texts = dict.fromkeys(range(3), "")
+    for chunk in streamed(client, n=3, temperature=1.0, seed=7):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(texts.values()) == alone
+
+
+def test_stop_words_are_left_out(client: openai.OpenAI) -> None:
+    text = ask(client, max_tokens=30).choices[0].message.content
+    word = text.split()[3]
+    before = text[: text.index(word)]
+    answer = ask(client, max_tokens=30, stop=[word, "never said"])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (before, "stop")
+    chunks = streamed(client, max_tokens=30, stop=word)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == before
+    kept = ask(client, max_tokens=30, stop=word, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].message.content == before + word
+
+
+def test_log_probs_of_the_chosen_tokens(client: openai.OpenAI) -> None:
+    answer = ask(client, logprobs=True)
+    found = answer.choices[0].logprobs.content
+    assert "".join(one.token for one in found) == answer.choices[0].message.content
+    assert all(one.logprob <= 0 and bytes(one.bytes).decode() == one.token for one in found)
+    parts = [part for chunk in streamed(client, logprobs=True) for part in _probs(chunk)]
+    assert [(p.token, round(p.logprob, 3)) for p in parts] == [(p.token, round(p.logprob, 3)) for p in found]
+
+
+def _probs(chunk: Any) -> list[Any]:
+    probs = chunk.choices[0].logprobs
+    return probs.content if probs else []
+
+
+def test_the_likeliest_tokens(client: openai.OpenAI) -> None:
+    for one in ask(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content:
+        assert len(one.top_logprobs) == 3
+        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob), "greedy: the likeliest was chosen"
+        values = [other.logprob for other in one.top_logprobs]
+        assert values == sorted(values, reverse=True)
+
+
+def test_min_p_of_one_is_greedy(client: openai.OpenAI) -> None:
+    greedy = ask(client, max_tokens=30).choices[0].message.content
+    more = {"temperature": 2.0, "max_tokens": 30, "extra_body": {"min_p": 1.0}}
+    assert {ask(client, seed=seed, **more).choices[0].message.content for seed in range(3)} == {greedy}
+
+
+def test_biases_penalties_and_lengths(client: openai.OpenAI, door: OpenAiServer) -> None:
+    _, _, made = door.call("/tokenize", {"prompt": " sheep", "add_special_tokens": False})
+    (token, *_) = made["tokens"]
+    answer = ask(client, logit_bias={str(token): 100}, max_tokens=3, extra_body={"ignore_eos": True})
+    first = door.call("/detokenize", {"tokens": [token] * 3})[2]["prompt"]
+    assert answer.choices[0].message.content == first
+    long = ask(client, max_completion_tokens=40, max_tokens=40, extra_body={"min_tokens": 40})
+    assert (long.usage.completion_tokens, long.choices[0].finish_reason) == (40, "length")
+    plain = ask(client, max_tokens=40, extra_body={"ignore_eos": True})
+    varied = ask(
+        client,
+        max_tokens=40,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+        extra_body={"ignore_eos": True, "repetition_penalty": 1.5, "top_k": 50},
+    )
+    assert plain.choices[0].message.content != varied.choices[0].message.content
+
+
+def test_ids_and_text_parts(door: OpenAiServer) -> None:
+    parts = [{"type": "text", "text": "Why is the sky"}, {"type": "text", "text": "blue?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5, "return_token_ids": True}
+    _, _, answer = door.call("/v1/chat/completions", body)
+    prompt = door.call("/detokenize", {"tokens": answer["prompt_token_ids"]})[2]["prompt"]
+    assert prompt == "<|begin_of_text|>Question: Why is the sky\nblue?\nAnswer:"
+    assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
+    messages = {"messages": body["messages"]}
+    assert door.call("/tokenize", messages)[2]["tokens"] == answer["prompt_token_ids"]
+    with door.opened("/v1/chat/completions", {**body, "stream": True, "temperature": 0}) as stream:
+        chunks = events(stream.read().decode())
+    ids = [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"] and 0 < len(ids) <= 5
+
+
+def test_an_answer_that_is_begun_goes_on(client: openai.OpenAI) -> None:
+    whole = ask(client, max_tokens=20).choices[0].message.content
+    half = whole[: whole.index(" ", len(whole) // 2)]
+    begun = [*ASK, {"role": "assistant", "content": half.strip()}]
+    more = {
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"continue_final": True},
+    }
+    rest = ask(client, messages=begun, max_tokens=20, extra_body=more).choices[0].message.content
+    assert (half + rest).startswith(whole[: len(half) + 3])
+
+
+def test_reasoning_is_split_off(client: openai.OpenAI) -> None:
+    think = {"chat_template_kwargs": {"think_first": True}}
+    message = ask(client, extra_body=think).choices[0].message
+    assert message.content is None and message.reasoning_content
+    chunks = streamed(client, extra_body=think)
+    parts = [getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks]
+    assert "".join(parts) == message.reasoning_content
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_roles_and_the_system_prompt(client: openai.OpenAI, door: OpenAiServer) -> None:
+    developer = {"role": "developer", "content": "Speak plainly."}
+    body = {"messages": [developer, *ASK]}
+    tokens = door.call("/tokenize", body)[2]["tokens"]
+    text = door.call("/detokenize", {"tokens": tokens})[2]["prompt"]
+    assert text == "<|begin_of_text|>Speak plainly.\nQuestion: Why is the sky blue?\nAnswer:"
+    assert ask(client, messages=body["messages"]).usage.prompt_tokens == len(tokens)
+
+
+def test_a_prefix_that_is_cached_is_counted(client: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "Once upon a time there was a king. " * 12}, *ASK]
+    ask(client, messages=messages)
+    details = ask(client, messages=messages).usage.prompt_tokens_details
+    assert details.cached_tokens >= 64
+
+
+def test_models_and_paths_without_a_version(client: openai.OpenAI, door: OpenAiServer) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny-chat"]
+    assert client.models.retrieve("tiny-chat").id == "tiny-chat"
+    status, _, answer = door.call("/chat/completions", {"messages": ASK, "max_tokens": 2})
+    assert (status, answer["object"]) == (200, "chat.completion")
+    assert door.call("/health")[0] == 200

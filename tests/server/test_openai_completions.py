@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from openai_server import OpenAiServer, events
+
+PROMPT = "Once upon a time"
+
+
+def complete(client: openai.OpenAI, **more: Any) -> Any:
+    body = {"model": "tiny-chat", "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, **more}
+    return client.completions.create(**body)
+
+
+def test_texts_and_ids_are_prompts(client: openai.OpenAI, door: OpenAiServer) -> None:
+    text = complete(client).choices[0].text
+    ids = door.call("/tokenize", {"prompt": PROMPT})[2]
+    assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == 2048
+    assert complete(client, prompt=ids["tokens"]).choices[0].text == text
+    both = complete(client, prompt=[PROMPT, "The king"])
+    assert [choice.index for choice in both.choices] == [0, 1] and both.choices[0].text == text
+    pairs = complete(client, prompt=[ids["tokens"], ids["tokens"][:2]], n=2)
+    assert [choice.index for choice in pairs.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in pairs.choices[:2]] == [text] * 2
+    assert pairs.usage.prompt_tokens == ids["count"] + 2
+    bare = door.call("/tokenize", {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True})
+    assert bare[2]["tokens"] == ids["tokens"][1:] and len(bare[2]["token_strs"]) == ids["count"] - 1
+
+
+def streamed(door: OpenAiServer, **more: Any) -> list[Any]:
+    """Raw, since the client's types have no null for the reason of an answer that goes on."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, "stream": True, **more}
+    with door.opened("/v1/completions", body) as stream:
+        return events(stream.read().decode())
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI, door: OpenAiServer) -> None:
+    prompts = [PROMPT, "The king"]
+    whole = complete(client, prompt=prompts, max_tokens=30, logprobs=0)
+    texts, tokens, reasons = ["", ""], [[], []], [None, None]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(door, prompt=prompts, max_tokens=30, logprobs=0, stream_options=options)
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        tokens[choice["index"]] += choice["logprobs"]["tokens"]
+        reasons[choice["index"]] = choice["finish_reason"]
+        assert chunk["usage"]["prompt_tokens"] == whole.usage.prompt_tokens
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert last["usage"]["completion_tokens"] == whole.usage.completion_tokens and not last["choices"]
+    assert chunks[0]["usage"]["completion_tokens"] < last["usage"]["completion_tokens"]
+
+
+def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, door: OpenAiServer) -> None:
+    text = complete(client).choices[0].text
+    assert complete(client, echo=True).choices[0].text == PROMPT + text
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(door, echo=True)) == PROMPT + text
+    nothing = complete(client, echo=True, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+
+
+def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, door: OpenAiServer) -> None:
+    made = complete(client, logprobs=0).choices[0]
+    body = {"prompt": PROMPT + made.text, "max_tokens": 0, "echo": True, "logprobs": 2}
+    full = SimpleNamespace(**door.call("/v1/completions", body)[2]["choices"][0]["logprobs"])
+    assert full.token_logprobs[0] is None and full.top_logprobs[0] is None
+    count = len(made.logprobs.tokens)
+    assert full.tokens[-count:] == made.logprobs.tokens
+    assert full.token_logprobs[-count:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-3)
+    for chosen, value, best in zip(
+        full.tokens[1:], full.token_logprobs[1:], full.top_logprobs[1:], strict=True
+    ):
+        assert best[chosen] == pytest.approx(value) and 2 <= len(best) <= 3
+        assert math.fsum(math.exp(each) for each in best.values()) <= 1.0001
+    assert "".join(full.tokens[1:]) == PROMPT + made.text
+    assert full.text_offset[2] == len(full.tokens[0]) + len(full.tokens[1])
+
+
+def test_the_best_of_several(client: openai.OpenAI) -> None:
+    more = {"temperature": 1.0, "seed": 5, "logprobs": 0}
+    every = complete(client, n=4, **more).choices
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in every]
+    order = sorted(range(4), key=lambda number: -means[number])
+    best = complete(client, n=2, best_of=4, **more)
+    assert [choice.text for choice in best.choices] == [every[number].text for number in order[:2]]
+    assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in every)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"n": 3, "best_of": 2}, "at least n"),
+        ({"best_of": 2, "stream": True}, "cannot be streamed"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "cannot be streamed"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [[]]}, "empty"),
+        ({"prompt": [1, "x"]}, "prompt should be"),
+        ({"prompt": [1, 99999]}, "0..2047"),
+        ({"prompt": [[1, True]]}, "0..2047"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"n": 100, "prompt": ["a", "b"]}, "several requests"),
+    ],
+)
+def test_wrong_completions(door: OpenAiServer, more: dict[str, Any], words: str) -> None:
+    status, message, _, _ = door.error("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, **more})
+    assert status == 400 and words in message

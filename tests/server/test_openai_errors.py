@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the OpenAI API: OpenAI's form and statuses, with what was wrong and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai_server import OpenAiServer, model_with_template, openai_running
+
+ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"temprature": 1}, "temprature", "Unrecognized request argument supplied: temprature"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
+        ({"temperature": "hot"}, "temperature", "Expected"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"top_p": 1.5}, "top_p", "<= 1"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": 5000}, None, "maximum context length is 2048"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "one of them"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "0..2047"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "-100..100"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids", "0..2047"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"store": True}, "store", "keeps nothing"),
+        ({"functions": []}, "functions", "use tools"),
+        ({"modalities": ["text", "audio"]}, "modalities", "only text"),
+        ({"service_tier": "flex"}, "service_tier", "flex"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no use of"),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs", "no use of reasoning_effort"),
+        ({"documents": [{"text": "x"}]}, "documents", "no use of documents"),
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "robot"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         None, "not valid JSON"),
+        ({"messages": None}, "messages", "Expected"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    door: OpenAiServer, more: dict[str, Any], param: str | None, words: str
+) -> None:
+    status, message, found, _ = door.error(CHAT, {"messages": ASK, "max_tokens": 3, **more})
+    assert status == 400 and words in message
+    assert param is None or found == param
+
+
+def test_bodies_paths_and_models(door: OpenAiServer) -> None:
+    assert door.error(CHAT, b"{")[:2] == (400, "the body is not valid JSON: Input data was truncated")
+    assert door.error(CHAT, {})[1:] == ("messages is missing", "messages", "missing_required_parameter")
+    assert door.error(CHAT, b"[" * 100_000)[0] == 400
+    status, message, param, code = door.error(CHAT, {"messages": ASK, "model": "gpt-4"})
+    assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
+    assert door.error("/v1/embeddings", {})[:2] == (404, "there is no /v1/embeddings")
+    assert door.error(CHAT)[:2] == (405, f"{CHAT} takes no GET")
+    assert door.error("/v1/models/gpt-4")[3] == "model_not_found"
+    assert door.error("/tokenize", {})[0] == 400
+    assert door.error("/detokenize", {"tokens": [-1]})[0] == 400
+    prompt = "word " * 3000
+    assert door.error("/v1/completions", {"prompt": prompt})[3] == "context_length_exceeded"
+    assert door.metric('errors_total{status="404"}') >= 3
+
+
+def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=ASK)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.chat.completions.create(model="tiny-chat", messages=ASK, max_tokens=9999)
+
+
+def test_a_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
+    """And one process can do with little: keys, sizes, several names."""
+    model = model_with_template(tmp_path)
+    (model / "chat_template.jinja").unlink()
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nsecret-1\nsecret-2\n")
+    arguments = ["--api-key-file", str(keys), "--max-request-bytes", "2000", "--workers", "2"]
+    arguments += ["--served-model-name", "one", "--served-model-name", "two"]
+    with openai_running(model, tmp_path, *arguments, FLASHINFER_BACKEND_API_KEYS="secret-3") as server:
+        status, message, _, _ = server.error(CHAT, {"messages": ASK}, "secret-1")
+        assert status == 400 and "no chat template" in message and "/v1/completions" in message
+        body = {"prompt": "Once", "max_tokens": 2, "model": "two"}
+        for key in ("secret-1", "secret-2", "secret-3"):
+            assert server.call("/v1/completions", body, key)[0] == 200
+        for key in ("secret-4", "secret-", None):
+            assert server.error("/v1/completions", body, key)[::3] == (401, "invalid_api_key")
+            assert server.error("/tokenize", {"prompt": "x"}, key)[0] == 401
+        assert server.call("/health")[0] == server.call("/metrics")[0] == server.call("/")[0] == 200
+        assert [m["id"] for m in server.call("/v1/models", key="secret-1")[2]["data"]] == ["one", "two"]
+        large = {**body, "prompt": "x" * 3000}
+        assert server.error("/v1/completions", large, "secret-1")[0] == 413
+        assert len(server.workers()) == 2
+        # The sum over both processes, whichever is asked.
+        assert {server.metric('sequences_finished_total{finish_reason="length"}') for _ in range(6)} == {3.0}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API while clients leave, engines and processes end, and the server is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai_server import OpenAiServer, events, openai_running
+from running import TIMEOUT_S, wait_for
+
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0.0,
+}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def server(chat_model: Path, tmp_path: Path) -> Iterator[OpenAiServer]:
+    with openai_running(chat_model, tmp_path, "--drain-seconds", "20") as started:
+        yield started
+
+
+def engine(server: OpenAiServer, name: str) -> float:
+    return server.metric(f"engine_{name}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(door: OpenAiServer, stream: bool) -> None:
+    with door.asked(CHAT, {**LONG, "stream": stream, "n": 2}) as connection:
+        wait_for(lambda: engine(door, "requests_running") == 2, "both to run")
+        if stream:
+            assert connection.getresponse().read(10)
+    wait_for(lambda: engine(door, "blocks_used") == engine(door, "requests_running") == 0, "free blocks")
+
+
+def test_an_engine_that_ends_is_replaced(server: OpenAiServer) -> None:
+    first = server.engine()
+    with server.opened(CHAT, {**LONG, "stream": True}) as answer:
+        assert answer.status == 200 and answer.read(10)
+        first.kill()
+        text = answer.read().decode()
+    last = json.loads(text.splitlines()[-2].removeprefix("data: "))
+    assert last["error"]["code"] == "engine_unavailable" and "[DONE]" not in text
+    status, headers, answer_body = server.call(CHAT, LONG)
+    if status != 200:  # it may be back already
+        assert (status, answer_body["error"]["code"]) == (503, "engine_unavailable")
+        assert int(headers["Retry-After"]) > 0 and server.call("/health")[0] == 503
+    wait_for(lambda: server.call("/health")[0] == 200, "another engine")
+    assert server.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200 and server.engine().pid != first.pid
+
+
+def test_a_process_that_ends_is_replaced(server: OpenAiServer) -> None:
+    (first,) = server.workers()
+    first.kill()
+    wait_for(lambda: server.workers() and server.workers()[0].pid != first.pid, "another process")
+    assert server.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200, "the connection waited for it"
+    assert "another takes its place" in server.log
+
+
+def test_running_requests_end_before_the_server_does(server: OpenAiServer) -> None:
+    texts: list[str] = []
+
+    def read() -> None:
+        with server.opened(CHAT, {**LONG, "max_tokens": 300, "stream": True}) as answer:
+            answer.read(10)
+            begun.set()
+            texts.append("data: " + answer.read().decode())
+
+    begun = threading.Event()
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(TIMEOUT_S)
+    server.parent.terminate()
+    reader.join(TIMEOUT_S)
+    assert server.parent.wait(TIMEOUT_S) == 0
+    assert '"finish_reason":"length"' in texts[0] and texts[0].endswith("data: [DONE]\n\n")
+    wait_for(lambda: not server.leftovers(), "nothing to be left")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(chat_model: Path, tmp_path: Path, number: int) -> None:
+    with openai_running(chat_model, tmp_path, "--workers", "2") as server:
+        server.parent.send_signal(number)
+        server.parent.wait(TIMEOUT_S)
+        files = [] if number == signal.SIGINT else [str(path) for path in server.runs.rglob("*")]
+        wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
+
+
+def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:
+    server = OpenAiServer(chat_model, tmp_path, "max_seq_len=999999")
+    try:
+        assert server.parent.wait(TIMEOUT_S * 2) == 1
+        assert "max_seq_len 999999" in server.log
+        wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
+
+
+def test_a_full_queue_is_said_before_a_stream_begins(chat_model: Path, tmp_path: Path) -> None:
+    settings = ["max_num_seqs=1", "max_queue_size=1"]
+    with openai_running(chat_model, tmp_path, *settings) as server:
+        with server.opened(CHAT, {**LONG, "stream": True}) as first:
+            assert first.read(10)
+            with server.asked(CHAT, {**LONG, "stream": True}):
+                wait_for(lambda: engine(server, "requests_waiting") == 1, "one to wait")
+                status, headers, answer = server.call(CHAT, {**LONG, "stream": True})
+                assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+                assert headers["Retry-After"]
+        wait_for(lambda: engine(server, "requests_running") == 0, "the others to be dropped")
+        with server.opened(CHAT, {**LONG, "max_tokens": 3, "stream": True}) as answer:
+            assert events(answer.read().decode())[-1]["choices"][0]["finish_reason"] == "length"

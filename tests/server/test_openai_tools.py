@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured outputs and tool calls of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from openai_server import OpenAiServer
+
+ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+CITIES = ["Paris", "Ulm", "Rome"]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "enum": [1, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"City": {"type": "string", "enum": CITIES}},
+        },
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+class Animal(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: Literal[4]
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    body = {"model": "tiny-chat", "messages": ASK, "max_tokens": 200, "temperature": 0.0, **more}
+    return client.chat.completions.create(**body)
+
+
+def gathered(chunks: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """Content, calls and finish reason of a stream."""
+    content, calls, finish = "", [], ""
+    ids: list[str] = []
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for call in delta.tool_calls or []:
+            if call.index == len(calls):
+                calls.append([call.function.name, ""])
+                ids.append(call.id)
+            calls[call.index][1] += call.function.arguments or ""
+        finish = chunk.choices[0].finish_reason or finish
+    assert len(set(ids)) == len(ids) and all(ids)
+    return content, [(name, arguments) for name, arguments in calls], finish
+
+
+def calls_of(answer: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in answer.choices[0].message.tool_calls]
+
+
+def check_weather(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert found["city"] in CITIES and found["days"] in (1, 3) and len(found) == 2
+
+
+def test_a_named_function_is_called(client: openai.OpenAI) -> None:
+    answer = ask(client, tools=[NOW, WEATHER], tool_choice=NAMED)
+    ((name, arguments),) = calls_of(answer)
+    assert (name, answer.choices[0].finish_reason) == ("weather", "stop")
+    assert answer.choices[0].message.content is None
+    check_weather(arguments)
+    streamed = gathered(ask(client, tools=[NOW, WEATHER], tool_choice=NAMED, stream=True))
+    assert streamed == ("", [(name, arguments)], "stop")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_function_has_to_be_called(client: openai.OpenAI, seed: int) -> None:
+    more = {"tools": [WEATHER, NOW], "tool_choice": "required", "temperature": 1.0, "seed": seed}
+    answer = ask(client, **more, parallel_tool_calls=False)
+    ((name, arguments),) = calls_of(answer)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    if name == "weather":
+        check_weather(arguments)
+    else:
+        assert (name, json.loads(arguments)) == ("now", {})
+    streamed = gathered(ask(client, **more, parallel_tool_calls=False, stream=True))
+    assert streamed == ("", [(name, arguments)], "tool_calls")
+
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+
+
+def saying(text: str) -> dict[str, Any]:
+    """Has the model say this."""
+    return {"structured_outputs": {"grammar": f"root ::= {json.dumps(text)}"}}
+
+
+def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"tools": [WEATHER, NOW], "extra_body": saying(f"Let me see.\n{CALL}\n{CALL}")}
+    answer = ask(client, **more)
+    weather = ("weather", '{"city": "Ulm"}')
+    assert answer.choices[0].message.content == "Let me see."
+    assert (calls_of(answer), answer.choices[0].finish_reason) == ([weather] * 2, "tool_calls")
+    streamed = ask(client, **more, stream=True)
+    assert gathered(streamed) == ("Let me see.", [weather] * 2, "tool_calls")
+    one = ask(client, **more, parallel_tool_calls=False)
+    assert (calls_of(one), one.choices[0].finish_reason) == ([weather], "tool_calls")
+    one = ask(client, **more, parallel_tool_calls=False, stream=True)
+    assert gathered(one) == ("Let me see.", [weather], "tool_calls")
+
+
+def test_tools_that_may_not_be_called(client: openai.OpenAI, door: OpenAiServer) -> None:
+    """The model is not told of them, so the prompt is another one, and its text is content."""
+    answer = ask(client, tools=[WEATHER], tool_choice="none", extra_body=saying(CALL))
+    assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == (CALL, None)
+    shown = door.call("/tokenize", {"messages": ASK, "tools": [WEATHER]})[2]["count"]
+    assert answer.usage.prompt_tokens < shown - 50
+
+
+def test_answers_to_calls_are_shown_to_the_model(door: OpenAiServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Rain."}]},
+    ]
+    tokens = door.call("/tokenize", {"messages": messages})[2]["tokens"]
+    text = door.call("/detokenize", {"tokens": tokens})[2]["prompt"]
+    assert text.endswith("Paris?\nAnswer: weather(Ulm)\nRain.\n")
+
+
+def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model="tiny-chat", messages=ASK, response_format=Animal, max_tokens=200, temperature=0.0
+    )
+    animal = parsed.choices[0].message.parsed
+    assert animal is not None and animal.legs == 4
+    tool = openai.pydantic_function_tool(Animal)
+    called = client.chat.completions.parse(
+        model="tiny-chat", messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = called.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Animal)
+    with client.chat.completions.stream(
+        model="tiny-chat", messages=ASK, response_format=Animal, max_tokens=200, temperature=0.0
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == animal
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
+    def text(**more: Any) -> str:
+        answer = ask(client, stream=stream, **more)
+        return gathered(answer)[0] if stream else answer.choices[0].message.content
+
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+    listed = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema, "strict": True}}
+    assert len(json.loads(text(response_format=listed))) == 2
+    guides = {
+        "json": (schema, lambda said: len(json.loads(said)) == 2),
+        "regex": ("[ab]{3}-[0-9]", lambda said: re.fullmatch("[ab]{3}-[0-9]", said)),
+        "choice": (['say "yes"', "né\n"], lambda said: said in ('say "yes"', "né\n")),
+        "grammar": ('root ::= "up" | "down"', lambda said: said in ("up", "down")),
+    }
+    for kind, (guide, fits) in guides.items():
+        assert fits(text(extra_body={"structured_outputs": {kind: guide}})), kind
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    answer = ask(client, response_format={"type": "json_object"}, max_tokens=30)
+    assert answer.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"tools": [WEATHER, WEATHER]}, "same name"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "the tools are",
+        ),
+        ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice should be"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters"),
+        ({"response_format": {"type": "json_schema"}}, "JSON schema"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "more than one"),
+        ({"structured_outputs": {"regex": "(("}}, "regex"),
+        (
+            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "drop one",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_tools_and_guides(door: OpenAiServer, more: dict[str, Any], words: str, stream: bool) -> None:
+    body = {"messages": ASK, "max_tokens": 5, "stream": stream, **more}
+    status, message, _, _ = door.error("/v1/chat/completions", body)
+    assert status == 400 and words in message
