@@ -2,7 +2,8 @@
 #
 # make serve              tritonserver with the bundled model, in the foreground
 # make serve MODEL=DIR    the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py,
-#                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens
+#                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens,
+#                         OPENAI_PORT (9000) where the OpenAI API does; OPENAI_PORT= leaves that out
 # make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
 # make lint               ruff, mypy
 # make bench              times of the host's work for every step and chunk, and of the ensemble
@@ -12,7 +13,7 @@
 # Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
 # PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
-variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT PIP_ARGS UV TESTS WORKERS MINUTES
+variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT PIP_ARGS UV TESTS WORKERS MINUTES
 PYTHON ?= python3
 MODEL ?= bundled
 KNOBS ?=
@@ -20,6 +21,7 @@ HOST ?= 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
 PIP_ARGS ?=
 TESTS ?=
 WORKERS ?= 2
@@ -39,9 +41,9 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 constraints := -c requirements/constraints.txt
 ifeq ($(GPU),0)
 constraints += -c requirements/constraints-cpu.txt
-serve_extras := server
+serve_extras := server,openai
 else
-serve_extras := server,cuda
+serve_extras := server,openai,cuda
 endif
 development_extras := $(serve_extras),client,test,lint
 ifneq ($(UV),)
@@ -58,6 +60,7 @@ size := $(if $(filter 0,$(GPU)),0.4 GB; 3 GB where torch brings CUDA,4 GB)
 announcement := installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT))
 
 .PHONY: help serve test lint bench attack clean
 

@@ -23,49 +23,47 @@ KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 AUTO = "auto"
 
 
-def add_api_arguments(parser: Any, prefix: str = "") -> None:
+def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the API itself, whoever starts the engine."""
+    parser.add_argument("--workers", type=int, default=1, help="processes that answer requests (default: 1)")
     parser.add_argument(
-        f"--{prefix}workers", type=int, default=1, help="processes that answer requests (default: 1)"
-    )
-    parser.add_argument(
-        f"--{prefix}served-model-name",
+        "--served-model-name",
         action="append",
         help="the model's name in requests, more than once for several (default: its folder's name)",
     )
     parser.add_argument(
-        f"--{prefix}api-key-file",
+        "--api-key-file",
         type=Path,
         help=f"keys of clients, one a line (also: {KEYS_VARIABLE}, with commas; default: none is needed)",
     )
     parser.add_argument(
-        f"--{prefix}chat-template", type=Path, help="a Jinja file instead of the checkpoint's chat template"
+        "--chat-template", type=Path, help="a Jinja file instead of the checkpoint's chat template"
     )
     parser.add_argument(
-        f"--{prefix}tool-format",
+        "--tool-format",
         choices=(AUTO, *TOOL_FORMATS),
         default=AUTO,
         help="how the model writes tool calls (default: as its chat template shows)",
     )
     parser.add_argument(
-        f"--{prefix}reasoning-format",
+        "--reasoning-format",
         choices=(AUTO, *REASONING_FORMATS),
         default=AUTO,
         help="how the model writes its reasoning (default: as its chat template shows)",
     )
     parser.add_argument(
-        f"--{prefix}default-sampling",
+        "--default-sampling",
         choices=("checkpoint", "openai"),
         default="checkpoint",
         help="where a request is silent: what generation_config.json recommends, or OpenAI's defaults",
     )
     parser.add_argument(
-        f"--{prefix}max-request-bytes", type=int, default=32 << 20, help="largest body (default: 32 MiB)"
+        "--max-request-bytes", type=int, default=32 << 20, help="largest body (default: 32 MiB)"
     )
     parser.add_argument(
-        f"--{prefix}drain-seconds",
+        "--drain-seconds",
         type=int,
-        default=30 if not prefix else 4,
+        default=30,
         help="how long running requests may go on after SIGTERM (default: %(default)s)",
     )
 
@@ -83,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=9000, help="default: 9000")
-    add_api_arguments(parser)
+    _add_api_arguments(parser)
     options = parser.parse_args(argv)
     try:
         address = resolve(options.host)

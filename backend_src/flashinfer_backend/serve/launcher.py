@@ -19,6 +19,7 @@ import numpy as np
 
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, resolve
+from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
 from flashinfer_backend.serve.preflight import (
     Installation,
     ServeError,
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the names of this server's shared memory begin with, and those of no other; what is left"
         " of it when the server has ended is removed (default: %(default)s, with the process's number)",
     )
+    add_arguments(parser)
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")
     return parser
 
@@ -159,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
             "metrics port": options.metrics_port,
         }
         address = resolve(options.host)
+        door = OpenAiDoor(options, address)
+        ports |= {"OpenAI port": door.port} if door.port is not None else {}
         check_ports(address, ports)
         check_numpy(server, np.__version__)
         env = environment(server)
@@ -176,9 +180,10 @@ def main(argv: list[str] | None = None) -> int:
             drain_s=options.drain_seconds,
             shm_prefix=options.shm_prefix,
         )
+        door.configure(repository)
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
     policy = Policy(options.drain_seconds, options.restarts, options.shm_prefix)
     with serving(repository):
-        return Watchdog([*args, *options.server_args], env, address, options.http_port, policy).run()
+        return Watchdog([*args, *options.server_args], env, address, options.http_port, policy, door).run()

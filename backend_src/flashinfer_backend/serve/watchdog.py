@@ -25,6 +25,7 @@ from pathlib import Path
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
 from flashinfer_backend.serve.addresses import Address, reachable_at
+from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
@@ -62,13 +63,21 @@ class Watchdog:
     """Runs one command line of tritonserver for as long as this process is not told to stop."""
 
     def __init__(
-        self, args: list[str], env: dict[str, str], address: Address, port: int, policy: Policy
+        self,
+        args: list[str],
+        env: dict[str, str],
+        address: Address,
+        port: int,
+        policy: Policy,
+        door: OpenAiDoor,
     ) -> None:
-        """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`."""
-        self._args, self._policy = args, policy
+        """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`. door: the
+        OpenAI API on the same engine, which is there from start to end."""
+        self._args, self._policy, self._door = args, policy, door
         self._env = {**env, SERVE_PID: str(os.getpid())}
         self._address, self._port = address, port
         self._url = reachable_at(address, port)
+        self._door_ended = False  # by itself
         self._asked_at = 0.0  # when this process was told to stop; 0: not yet
         self._was_ready = False
         self._failures = 0  # of starts in a row
@@ -79,12 +88,14 @@ class Watchdog:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         try:
+            self._door.start(os.getpid())
             while True:
                 server = _Run(self._args, self._env, self._url, self._policy)
                 reason = self._watch(server)
                 if self._asked_at:
+                    self._door.terminate()
                     server.stop(self._asked_at)
-                    return 0
+                    return 1 if self._door_ended else 0
                 if not self._was_ready:
                     status = abs(server.end()) or 1
                     _say(server.why_not_ready() or f"{reason} before it was ready")
@@ -93,6 +104,7 @@ class Watchdog:
                     return 0 if self._asked_at else 1
         finally:
             self._stand_in.close()
+            self._door.close()
             _end_engines()
 
     def _stop(self, *_: object) -> None:
@@ -101,6 +113,11 @@ class Watchdog:
     def _watch(self, server: _Run) -> str:
         """Why the server has to be started again; nothing that counts when this process should end."""
         while not self._asked_at:
+            if self._door.status is not None:
+                _say(f"the OpenAI API ended with status {self._door.status}")
+                self._door_ended = True
+                self._stop()
+                break
             if reason := server.problem():
                 return reason
             if not server.ready_at and server.look_ready():

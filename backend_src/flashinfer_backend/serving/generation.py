@@ -101,7 +101,7 @@ class Generation:
         row, params = self.row, self.row.params
         texts = stop_word_texts(params.stop_sequences, decoder)
         pairs = zip(params.stop_sequences, texts, strict=True)
-        followed = set(request.stop_words)
+        followed = set(row.stop_words)
         ids = [word for word, text in pairs if text not in followed or not text]
         echo = not row.streaming and not row.exclude_input
         prompt = row.prompt.tolist() if echo else []

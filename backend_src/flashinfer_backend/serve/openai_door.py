@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API beside tritonserver: a process that uses the same engine (openai/parent.py)."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import signal
+import subprocess
+import sys
+from importlib import util as importlib_util
+from pathlib import Path
+
+from flashinfer_backend.serve.addresses import Address
+from flashinfer_backend.serve.preflight import ServeError
+
+PREFIX = "--openai-"
+# Arguments that `python -m flashinfer_backend.openai` has under the same names without the prefix.
+PASSED_ON = {
+    "workers": "processes that answer requests",
+    "served-model-name": "the model's name in requests",
+    "api-key-file": "keys of clients, one a line",
+    "chat-template": "a Jinja file instead of the checkpoint's chat template",
+    "tool-format": "how the model writes tool calls",
+    "reasoning-format": "how the model writes its reasoning",
+    "default-sampling": "checkpoint or openai: values where a request is silent",
+    "max-request-bytes": "largest body",
+}
+DRAIN_S = 4  # of the time that the server has for ending
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--openai-port and what belongs to it."""
+    parser.add_argument(
+        f"{PREFIX}port", type=int, help="port of the OpenAI API on the same engine (default: none)"
+    )
+    for name, text in PASSED_ON.items():
+        parser.add_argument(
+            PREFIX + name, help=f"{text} (python -m flashinfer_backend.openai --help)", metavar="VALUE"
+        )
+
+
+class OpenAiDoor:
+    """The API's process, or none."""
+
+    def __init__(self, options: argparse.Namespace, address: Address) -> None:
+        """options: of a parser that `add_arguments` was called for. Raises ServeError."""
+        self.port: int | None = options.openai_port
+        self._process: subprocess.Popen[bytes] | None = None
+        given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
+        self._arguments = [word for name, value in given.items() if value for word in (f"--{name}", value)]
+        if self.port is None:
+            if self._arguments:
+                raise ServeError(f"{PREFIX}{self._arguments[0][2:]} needs --openai-port")
+            return
+        missing = [name for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
+                   if importlib_util.find_spec(name) is None]  # fmt: skip
+        if missing:
+            raise ServeError(
+                f"--openai-port needs the package {missing[0]}; install it with"
+                " `pip install 'flashinfer-backend[openai]'`"
+            )
+        self._arguments += ["--host", str(address), "--port", str(self.port), "--drain-seconds", str(DRAIN_S)]
+
+    def configure(self, repository: Path) -> None:
+        """Finds the engine's settings in the model repository. Raises ServeError."""
+        if self.port is not None:
+            self._arguments += ["--llm-config", str(_llm_config(repository))]
+
+    def start(self, server_pid: int) -> None:
+        """Opens the API on the engine of the server with this pid. It ends with the server, and with us."""
+        if self.port is not None:
+            command = [sys.executable, "-m", "flashinfer_backend.openai", "--beside", str(server_pid)]
+            self._process = subprocess.Popen(
+                [*command, *self._arguments], start_new_session=True, preexec_fn=_end_with_parent
+            )
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the process; None while it runs, and where there is none."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def terminate(self) -> None:
+        """Has it end; running requests have DRAIN_S for it."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """The server has ended: waits for the process, which ends with it."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(DRAIN_S + 1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def _llm_config(repository: Path) -> Path:
+    """The config.pbtxt of the model that has the engine. Raises ServeError."""
+    found = [file for file in sorted(repository.glob("*/config.pbtxt")) if _has_engine(file)]
+    if len(found) != 1:
+        names = ", ".join(file.parent.name for file in found) or "none"
+        raise ServeError(
+            f"--openai-port needs one model with an engine (a parameter model_dir) in {repository}; it has"
+            f" {names}"
+        )
+    return found[0]
+
+
+def _has_engine(file: Path) -> bool:
+    from flashinfer_backend.openai.__main__ import read_llm_config
+
+    try:
+        return "model_dir" in read_llm_config(file)[1]
+    except ValueError as error:
+        raise ServeError(str(error)) from None
+
+
+def _end_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

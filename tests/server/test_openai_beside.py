@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API beside tritonserver: one engine, two doors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from running import TIMEOUT_S, Server, build_repository, free_ports, wait_for
+
+PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the sky blue?\nAnswer:"]
+
+
+class BothDoors(Server):
+    def __init__(self, repository: Path, folder: Path) -> None:
+        (self.openai_port,) = free_ports(1)
+        command = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
+        command += ["--openai-port", str(self.openai_port)]
+        command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+        super().__init__(repository, folder, command)
+
+    @property
+    def run_dir(self) -> Path:
+        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")  # beside it are the metrics of the API
+        return found
+
+    def openai(self, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://127.0.0.1:{self.openai_port}{path}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data), timeout=TIMEOUT_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError:
+            return 0, b""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+    folder = tmp_path_factory.mktemp("both")
+    server = BothDoors(build_repository(folder), folder)
+    try:
+        server.wait_ready()
+        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_both_doors_give_the_same(both: BothDoors, temperature: float) -> None:
+    more = {"max_tokens": 24, "temperature": temperature, "seed": 11}
+    for prompt in PROMPTS:
+        body = {"text_input": prompt, "stream": False, "exclude_input_in_output": True, **more}
+        if not temperature:
+            del body["seed"]
+        status, answer = both.post(body)
+        assert status == 200, answer
+        _, text = both.openai("/v1/completions", {"prompt": prompt, "return_token_ids": True, **more})
+        (choice,) = json.loads(text)["choices"]
+        assert choice["text"] == answer["text_output"]
+        _, ids = both.openai("/tokenize", {"prompt": prompt + choice["text"]})
+        assert choice["prompt_token_ids"] + choice["token_ids"] == json.loads(ids)["tokens"]
+
+
+def test_one_engine_has_both_doors_requests(both: BothDoors) -> None:
+    assert len(both.matching("flashinfer_backend.engine")) <= 2, "the engine, and tee of its log"
+    prompt = "A long story about a king and his three daughters. " * 8
+    both.post({"text_input": prompt, "max_tokens": 2})
+    _, text = both.openai("/v1/completions", {"prompt": prompt, "max_tokens": 2})
+    assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "found by the other"
+
+
+def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
+    first = both.engine_pid()
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: both.engine_pid() != first, "another engine")
+    wait_for(lambda: both.openai("/health")[0] == 200 and both.ready("models/ensemble"), "both doors", 60)
+    test_both_doors_give_the_same(both, 0.0)
+
+
+def test_the_server_ends_with_both_doors(tmp_path: Path) -> None:
+    server = BothDoors(build_repository(tmp_path), tmp_path)
+    try:
+        server.wait_ready()
+        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
+        doors = [p for p in psutil.process_iter() if str(server.openai_port) in _line(p)]
+        assert server.interrupt() == 0
+        wait_for(lambda: not server.leftovers() and server.openai("/health")[0] == 0, "the end")
+        assert not any(door.is_running() and door.status() != psutil.STATUS_ZOMBIE for door in doors)
+    finally:
+        server.close()
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--openai-workers", "2"], "needs --openai-port"),
+        (["--openai-port", "0", "--openai-api-key-file", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_arguments_keep_the_server_from_starting(
+    repository: Path, arguments: list[str], words: str
+) -> None:
+    http, grpc, metrics = free_ports(3)
+    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
+    ran = subprocess.run([*command, *ports, *arguments], capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 1 and words in ran.stdout + ran.stderr
