@@ -144,6 +144,7 @@ class JsonResponse(GenerationResponse):
         try:
             content = encode(await self._body())
         except ApiError as error:
+            self.door.metrics.error(error.status)
             await error.response()(scope, receive, send)
             return
         length = (b"content-length", str(len(content)).encode())
@@ -167,6 +168,7 @@ class EventResponse(GenerationResponse):
                     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
+            self.door.metrics.error(error.status)
             if not begun:
                 await error.response()(scope, receive, send)
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -130,6 +131,8 @@ async def _run(options: WorkerOptions) -> int:
         except AssertionError:  # closed before there was an engine
             pass
 
+    gc.collect()
+    gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
     threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
     await asyncio.to_thread(endpoint.close)
