@@ -35,11 +35,13 @@ def engine(server: OpenAiServer, name: str) -> float:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(door: OpenAiServer, stream: bool) -> None:
+    before = engine(door, "cancellations")
     with door.asked(CHAT, {**LONG, "stream": stream, "n": 2}) as connection:
         wait_for(lambda: engine(door, "requests_running") == 2, "both to run")
         if stream:
             assert connection.getresponse().read(10)
     wait_for(lambda: engine(door, "blocks_used") == engine(door, "requests_running") == 0, "free blocks")
+    assert engine(door, "cancellations") == before + 2, "they did not come to their end"
 
 
 def test_an_engine_that_ends_is_replaced(server: OpenAiServer) -> None:

@@ -29,6 +29,7 @@ ENGINE = {
     "blocks_used": "Blocks that sequences hold",
     "blocks_cached": "Blocks of the prefix cache that nobody holds",
     "preemptions": "Sequences that gave their slot back, since the engine started",
+    "cancellations": "Sequences that their clients ended, since the engine started",
     "prompt_tokens": "Prompt tokens since the engine started",
     "prompt_tokens_reused": "Of these, found in the prefix cache",
     "generated_tokens": "Tokens generated since the engine started",

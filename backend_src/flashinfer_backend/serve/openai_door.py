@@ -32,7 +32,7 @@ DRAIN_S = 4  # of the time that the server has for ending
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--openai-port and what belongs to it."""
     parser.add_argument(
-        f"{PREFIX}port", type=int, help="port of the OpenAI API on the same engine (default: none)"
+        "--openai-port", type=int, help="port of the OpenAI API on the same engine (default: none)"
     )
     for name, text in PASSED_ON.items():
         parser.add_argument(

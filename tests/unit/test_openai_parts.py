@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the OpenAI API without an engine: templates, defaults, tools, chunks of any number of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai.chat import Answer
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats import choice
+from flashinfer_backend.openai.formats.events import Event, merged
+from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.requests import ChatRequest, decode
+from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
+from flashinfer_backend.openai.template import ChatTemplate, plain_messages
+from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
+from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport import protocol
+
+ASK = [{"role": "user", "content": "Hi"}]
+LIMITS = Limits(2048, 100, 99)
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        stem, _, ending = name.rpartition("_")
+        file = folder / f"{stem.replace('__', '/')}.{ending}"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
+    write(tmp_path, tokenizer_config_json={"chat_template": named, "bos_token": {"content": "<s>"}})
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(ASK) == "plain"
+    assert template.render(ASK, tools=[{"x": 1}]).startswith("with [{")
+    write(tmp_path, chat_template_json={"chat_template": "older"})
+    assert ChatTemplate.load(tmp_path).source == "older"  # type: ignore[union-attr]
+    write(tmp_path, chat_template_jinja="{{ bos_token }}{{ messages[0].content }}")
+    newest = ChatTemplate.load(tmp_path)
+    assert newest is not None and newest.render(ASK) == "<s>Hi"
+    other = tmp_path / "mine.jinja"
+    other.write_text("mine")
+    assert ChatTemplate.load(tmp_path, other).source == "mine"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% for m in",
+    ],
+)
+def test_a_template_can_only_fail(source: str) -> None:
+    """One that raises, or reaches for Python's insides, makes an error of the request."""
+    try:
+        text = ChatTemplate(source, {}).render(ASK)
+    except ApiError as error:
+        assert error.status == 400
+    else:
+        assert "class" not in text
+
+
+def test_messages_as_templates_take_them() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    user, assistant = plain_messages(
+        [
+            {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"], "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call], "audio": None},
+        ]
+    )
+    assert user == {"role": "user", "content": "a\nb"}
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": [1]} and assistant["content"] == ""
+
+
+def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
+    write(
+        tmp_path, generation_config_json={"temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": None}
+    )
+    defaults = Defaults.load(tmp_path)
+    silent = decode(ChatRequest, json.dumps({"messages": ASK}).encode())
+    params = sampling_params(silent, defaults, LIMITS, 2, 10, None)
+    assert (params.temperature, params.top_k, params.top_p, params.end_id) == (0.6, 20, 1.0, 2)
+    assert params.max_tokens == 90, "all that there is room for"
+    body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True}
+    said = sampling_params(decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, 2, 10, 5)
+    assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
+    other = sampling_params(silent, defaults, LIMITS, 2, 10, None)
+    assert other.seed != params.seed
+    write(tmp_path, generation_config_json={"temperature": "hot"})
+    with pytest.raises(ValueError, match="generation_config"):
+        Defaults.load(tmp_path)
+
+
+def test_definitions_of_several_tools_stay_apart() -> None:
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        parameters = {
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/X"}, "y": {"anyOf": [{"$ref": "#/$defs/X"}]}},
+            "$defs": {"X": {"type": kind}},
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = read_tools([tool("a", "string"), tool("b", "integer")], "required", None)
+    kind, text = tools.guide
+    schema = json.loads(text)
+    assert kind == "json_schema"
+    assert schema["$defs"] == {"f0_X": {"type": "string"}, "f1_X": {"type": "integer"}}
+    first, second = schema["items"]["anyOf"]
+    assert first["properties"]["parameters"]["properties"]["x"] == {"$ref": "#/$defs/f0_X"}
+    assert second["properties"]["parameters"]["properties"]["y"] == {"anyOf": [{"$ref": "#/$defs/f1_X"}]}
+    allowed = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "b"}}]},
+    }
+    taken = read_tools([tool("a", "string"), tool("b", "integer")], allowed, None)
+    assert (taken.choice, list(taken.schemas)) == (AUTO, ["b"])
+
+
+TOKENIZER = TextTokenizer(resolve_model_dir("bundled"))
+DECODER = DeltaDecoder(TOKENIZER.backend, False)
+SCHEMAS: Any = {"weather": {"properties": {"city": {"type": "string"}}}}
+HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Köln 🌧"}}</tool_call>'
+XML = "<tool_call><function=weather><parameter=city>\nKöln 🌧\n</parameter></function></tool_call>"
+TEXTS = {
+    "hermes": f"<think>Ich überlege … 🤔</think>\n\nMoment.\n{HERMES}\n{HERMES}",
+    "qwen3_coder": f"<think>Hm</think>{XML}\n{XML} und",
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Köln 🌧"}}',
+    "mistral": 'Ja. [TOOL_CALLS]weather[ARGS]{"city": "Köln 🌧"}[TOOL_CALLS]weather{}',
+    "none": "Schöne Grüße 🌍 <tool_call>",
+    "harmony": "<|channel|>analysis<|message|>Hm 🤔<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.weather<|message|>{"city": "Köln"}<|call|>',
+}
+
+
+def answered(text: str, tools: str, cuts: set[int], streaming: bool, stop: list[str]) -> Any:
+    """Events of an answer whose tokens arrive one by one, and are taken after those that `cuts` names."""
+    cancelled: list[int] = []
+    link: Any = SimpleNamespace(
+        endpoint=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
+    )
+    params = SamplingParams(max_tokens=999)
+    row = GenerationRequest(np.array([5], "<i4"), params, streaming, True, stop, bool(stop))
+    streams = Streams(link)
+    stream = Stream(row, link, streams)
+    stream.handle = protocol.make_handle(1, 2)
+    if stream.follows_text:
+        stream.match_stop_words(DECODER)
+    turn: Any = SimpleNamespace(
+        reader=lambda: choice.make_reader(
+            tools, "harmony" if tools == "harmony" else "think", SCHEMAS, False
+        ),
+        door=SimpleNamespace(
+            decoder=lambda skip: DECODER, metrics=SimpleNamespace(ended=lambda stream, chunk: None)
+        ),
+        skip_special_tokens=False,
+        tools=Tools(AUTO, [], SCHEMAS),
+        streams=streams,
+    )
+    answer, events = Answer(turn, stream), []
+    (ids,) = TOKENIZER.encode_batch([text], False)
+    for n, token in enumerate(ids):
+        stream.on_token(token, protocol.RUNNING, None)
+        if n in cuts and (chunk := stream.take()) is not None:
+            events += answer.take(chunk)
+    if not stream.ended:
+        stream.on_token(protocol.NO_TOKEN, protocol.FINISHED_END_ID, None)
+        chunk = stream.take()
+        assert chunk is not None and chunk.last
+        events += answer.take(chunk)
+    return [Event(e.kind, e.text) for e in merged(events)], answer.finish
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(TEXTS)),
+    st.sets(st.integers(0, 90)),
+    st.sampled_from([[], ["Moment"], ["🌧"], ["</tool_call>\n", "never"]]),
+)
+def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], stop: list[str]) -> None:
+    whole = answered(TEXTS[tools], tools, set(), False, stop)
+    assert whole[0] and not any(word in event.text for word in stop for event in whole[0])
+    assert answered(TEXTS[tools], tools, cuts, True, stop) == whole
+    assert answered(TEXTS[tools], tools, set(range(999)), True, stop) == whole
