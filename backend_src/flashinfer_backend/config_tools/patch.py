@@ -139,6 +139,9 @@ def read_values(repository: Path, llm_name: str) -> dict[str, str]:
         model, field = knob.places[0]
         if field == REPORT_OUTPUTS:
             continue
+        if field == SECOND_ENSEMBLE:
+            values[knob.name] = str((repository / BLS).is_dir()).lower()
+            continue
         file = repository / (llm_name if model == LLM else model) / "config.pbtxt"
         with contextlib.suppress(OSError, UnicodeError, text_format.ParseError, KeyError, IndexError):
             config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())

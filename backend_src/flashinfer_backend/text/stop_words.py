@@ -51,9 +51,9 @@ class StopWordMatcher:
         """words: stop words, empty ones are ignored. context_ids: the prompt, where the text follows
         it in one decode, else empty (a sequence's first token may lose its leading space). id_words:
         stop words that are exactly these ids, such as those with ids that write no text."""
-        # Each automaton takes the same steps for any number of words, and goes on where it was.
+        # Each automaton takes the same steps for any number of words.
         self._text_search = _search([(word, index) for index, word in enumerate(words)])
-        self._id_search = _search([(tuple(ids), len(words) + n) for n, ids in enumerate(id_words)])
+        self._id_search = _search([(_as_text(ids), len(words) + n) for n, ids in enumerate(id_words)])
         self._sorted = sorted(filter(None, words)) if hold_back else []
         self._sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
         self._longest_ids = max(map(len, id_words), default=0)
@@ -61,7 +61,6 @@ class StopWordMatcher:
         self._starts: list[int] = []  # the text's length before each of them
         self._longest = max(map(len, words), default=0)
         self._begun = 0  # characters at the end of the text that are the beginning of a word
-        self._ids_fed = 0
         self._decoder = decoder
         self._context = list(context_ids[-CONTEXT_IDS:])
         self._hold_back = hold_back
@@ -105,11 +104,12 @@ class StopWordMatcher:
 
     def _find_ids(self, new_ids: Sequence[int], ends: list[int]) -> StopMatch | None:
         """The first id word that ends within the ids fed last. ends: the text's length after each."""
-        fed, self._ids_fed = self._ids_fed, self._ids_fed + len(new_ids)
         if self._id_search is None:
             return None
-        self._id_search.set(tuple(new_ids))
-        matches = [(at - fed, size, index) for at, (index, size) in self._id_search]
+        recent = self._ids[-(len(new_ids) + self._longest_ids - 1) :]
+        earlier = len(recent) - len(new_ids)
+        found = self._id_search.iter(_as_text(recent))
+        matches = [(at - earlier, size, index) for at, (index, size) in found if at >= earlier]
         if not matches:
             return None
         first = min(at for at, _, _ in matches)
@@ -124,8 +124,10 @@ class StopWordMatcher:
         """(begin, end, word) of the first word that ends within `text`, the characters fed last."""
         if self._text_search is None:
             return None
-        self._text_search.set(text)
-        matches = ((at + 1 - size, at + 1, index) for at, (index, size) in self._text_search)
+        recent = self._tail[-(len(text) + self._longest - 1) :]
+        offset, earlier = self._length - len(recent), self._length - len(text)
+        found = ((offset + at + 1, index, size) for at, (index, size) in self._text_search.iter(recent))
+        matches = ((end - size, end, index) for end, index, size in found if end > earlier)
         return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
 
     def _update_held(self, ends: list[int], new_chars: int) -> None:
@@ -153,22 +155,23 @@ class StopWordMatcher:
         return next((n for n in ends if _begins(self._sorted_ids, tuple(self._ids[-n:]))), 0)
 
 
-def _search(words: list[tuple[str, int]] | list[tuple[tuple[int, ...], int]]) -> Any:
-    """An iterator over (last place, (index, length)) of all words that end in what it is set to; places are
-    counted from the first it was ever set to. None where no word is left: empty ones do not count, and of
-    equal ones the first does."""
-    kept: dict[Any, int] = {}
+def _search(words: list[tuple[str, int]]) -> Any:
+    """An automaton that finds (last place, (index, length)) of all words in a text, or None where no word is
+    left: empty ones do not count, and of equal ones the first does. Its iterators are not kept to go on with:
+    to set one to another text ends the process (pyahocorasick 2.3.1)."""
+    automaton = ahocorasick.Automaton()
     for word, index in words:
-        if word:
-            kept.setdefault(word, index)
-    if not kept:
+        if word and word not in automaton:
+            automaton.add_word(word, (index, len(word)))
+    if not len(automaton):
         return None
-    kind = ahocorasick.KEY_STRING if isinstance(next(iter(kept)), str) else ahocorasick.KEY_SEQUENCE
-    automaton = ahocorasick.Automaton(ahocorasick.STORE_ANY, kind)
-    for word, index in kept.items():
-        automaton.add_word(word, (index, len(word)))
     automaton.make_automaton()
-    return automaton.iter("" if kind == ahocorasick.KEY_STRING else ())
+    return automaton
+
+
+def _as_text(ids: Sequence[int]) -> str:
+    """A character for each id."""
+    return "".join(map(chr, ids))
 
 
 def _begins(words: list[Any], part: Any) -> bool:
