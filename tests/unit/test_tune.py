@@ -28,7 +28,8 @@ LLAMA_8B: dict[Role, tuned.Shape] = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-# Microseconds of one product on an H200: tokens -> with cuBLAS, with cublasLt (docs/performance.md).
+# Microseconds of one product on an H200: tokens -> with cuBLAS, with cublasLt
+# (docs/notes/performance-notes.md).
 RECORDED: dict[Role, dict[int, tuple[float, float]]] = {
     "qkv": {80: (16.1, 16.2), 128: (16.7, 16.7), 208: (21.4, 20.6), 272: (28.1, 22.8), 512: (35.7, 35.7)},
     "o": {80: (13.0, 12.7), 128: (14.3, 14.4), 208: (18.6, 16.8), 272: (21.8, 19.6), 512: (24.7, 24.6)},

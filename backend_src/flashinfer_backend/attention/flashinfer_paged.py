@@ -36,7 +36,7 @@ class FlashInferAttention:
     cache: of bfloat16 or float16, on a CUDA device; num_heads: query heads.
     max_num_seqs: most rows in a step. max_pages_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (page_size 16, 32, 64 or 128), the "triton" kernel beside this
-    file, or "auto", which takes what measured faster (docs/performance.md).
+    file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
     All calls must come from one thread with one current stream.
     Raises ValueError for shapes that these kernels do not have.
     """
@@ -56,7 +56,8 @@ class FlashInferAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
         self.sm_scale = 1.0 / math.sqrt(head_dim)
-        # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows (docs/performance.md).
+        # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows
+        # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         device = cache.device
         self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, shape.dtype), device)
