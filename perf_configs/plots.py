@@ -11,12 +11,14 @@ from perf_configs.results import Document
 
 SWEEP_ROW = "s"
 STEP_FIELDS = ("rows", "context", "step_us", "floor_us")
-SERVERS = {"ours": ("this backend", "tab:green"), "vllm": ("vLLM", "tab:blue")}
+COLOURS = {"ours": "tab:green", "vllm": "tab:blue"}
+TIMES = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
 
 
 def draw(document: Document, step_times: Path | None, folder: Path, stem: str) -> list[Path]:
     """Writes <stem>-latency.svg when the document holds a rate sweep and <stem>-step.svg when step_times is
-    given; returns what was written. Without matplotlib nothing is drawn, with a message."""
+    given, which is of the document's GPU and model; returns what was written. Without matplotlib nothing is
+    drawn, with a message."""
     try:
         import matplotlib
     except ImportError:
@@ -29,7 +31,7 @@ def draw(document: Document, step_times: Path | None, folder: Path, stem: str) -
         _draw_sweep(document, written[-1])
     if step_times is not None:
         written.append(folder / f"{stem}-step.svg")
-        _draw_steps(read_step_times(step_times), written[-1])
+        _draw_steps(read_step_times(step_times), _measured_on(document), written[-1])
     return written
 
 
@@ -49,31 +51,45 @@ def read_step_times(path: Path) -> list[dict[str, Any]]:
     return cases
 
 
+def _measured_on(document: Document) -> str:
+    """GPUs and models of the document's runs, or of its machines where there are no runs."""
+    machines = {run["machine"] for run in document["runs"]} or set(document["machines"])
+    gpus = {document["machines"][machine]["gpu"] for machine in machines}
+    models = {run["checkpoint"]["name"] for run in document["runs"] if run.get("checkpoint")}
+    return ", ".join([*sorted(gpus), *sorted(models)])
+
+
+def _label(run: dict[str, Any]) -> str:
+    """Server and version. tritonserver's version says little of this backend: its commit does."""
+    return f"vLLM {run['version']}" if run["server"] == "vllm" else f"this backend, {run['commit']}"
+
+
 def _draw_sweep(document: Document, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for axis, name in zip(axes, ("ttft", "tpot"), strict=True):
-        for server, (label, colour) in SERVERS.items():
+        for server, colour in COLOURS.items():
             runs = [r for r in document["runs"] if r["row"] == SWEEP_ROW and r["server"] == server]
             runs.sort(key=lambda run: run["request_rate"])
             rates = [run["request_rate"] for run in runs]
             for which, style in (("median", "-o"), ("p99", "--^")):
                 values = [run["summary"][f"{which}_{name}_ms"] for run in runs]
                 if runs:
-                    axis.plot(rates, values, style, color=colour, label=f"{label}, {which}")
+                    label = f"{_label(runs[-1])}: {'median' if which == 'median' else 'P99'}"
+                    axis.plot(rates, values, style, color=colour, label=label)
         axis.set_xlabel("requests/s")
-        axis.set_ylabel(f"{name.upper()}, ms")
+        axis.set_ylabel(TIMES[name])
         axis.set_ylim(bottom=0)
         axis.grid(True, which="both", alpha=0.3)
         axis.legend()
-    figure.suptitle("Latency against request rate, ShareGPT-shaped load")
+    figure.suptitle(f"Latency against request rate, ShareGPT-shaped load\n{_measured_on(document)}")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def _draw_steps(cases: list[dict[str, Any]], path: Path) -> None:
+def _draw_steps(cases: list[dict[str, Any]], measured_on: str, path: Path) -> None:
     from matplotlib import pyplot
 
     cases = sorted(cases, key=lambda c: (c["context"], c["rows"]))
@@ -81,16 +97,20 @@ def _draw_steps(cases: list[dict[str, Any]], path: Path) -> None:
     for context in dict.fromkeys(c["context"] for c in cases):
         part = [c for c in cases if c["context"] == context]
         rows = [c["rows"] for c in part]
-        (line,) = axis.plot(rows, [c["step_us"] / 1e3 for c in part], "-o", label=f"context {context}")
+        (line,) = axis.plot(
+            rows, [c["step_us"] / 1e3 for c in part], "-o", label=f"{context} tokens of context"
+        )
         floor = [c["floor_us"] / 1e3 for c in part]
-        axis.plot(rows, floor, ":", color=line.get_color(), label=f"context {context}, floor")
+        axis.plot(rows, floor, ":", color=line.get_color(), label=f"{context} tokens, floor")
     axis.set_xscale("log", base=2)
+    rows = sorted({c["rows"] for c in cases})
+    axis.set_xticks(rows, [str(count) for count in rows])
     axis.set_xlabel("sequences in the step")
     axis.set_ylabel("decode step, ms")
     axis.set_ylim(bottom=0)
     axis.grid(True, alpha=0.3)
     axis.legend()
-    figure.suptitle("Decode step against the time to read weights and KV cache once")
+    figure.suptitle(f"Decode step against the time to read weights and KV cache once\n{measured_on}")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

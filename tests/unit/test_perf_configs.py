@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -189,7 +190,10 @@ def test_merging_keeps_the_latest_of_each(tmp_path):
     assert run.main(["--merge", *files, "--out", str(tmp_path / "out")]) == 0
     assert results.load(tmp_path / "out/two.json") == results.merge([first, second])
     assert "| a |" in (tmp_path / "out/two.md").read_text()
-    assert (tmp_path / "out/two-latency.svg").stat().st_size > 1000
+    drawing = (tmp_path / "out/two-latency.svg").read_text()
+    assert {"G", "this backend, c: P99", "time to first token, ms"} <= set(
+        re.findall("<!-- (.*) -->", drawing)
+    )
     for text in ("[]", "no JSON", '{"machines": {}, "runs": 1}', '{"machines": {}, "runs": [{}]}'):
         (tmp_path / "three.json").write_text(text)
         with pytest.raises(ValueError, match="no result document"):
@@ -227,6 +231,7 @@ def test_step_times_are_drawn(tmp_path):
     path.write_text(json.dumps([case, case | {"rows": 64}, {"prefill": 2048, "us": 1.0}]))
     written = plots.draw(document(), path, tmp_path, "x")
     assert [p.name for p in written] == ["x-step.svg"] and written[0].stat().st_size > 1000
+    assert {"G", "1", "64"} <= set(re.findall("<!-- (.*) -->", written[0].read_text()))
     for text in ("no JSON", "[]", "[1]", '[{"step_us": 1.0}]'):
         path.write_text(text)
         with pytest.raises(ValueError, match="holds no decode steps"):
