@@ -82,7 +82,7 @@ def with_what(model: str) -> dict[str, str]:
     """What a reader wants to know of a measurement."""
     import triton
 
-    versions = {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "triton": triton.__version__}
+    versions = {"torch": str(torch.__version__), "CUDA": str(torch.version.cuda), "triton": triton.__version__}
     return {"shape": Path(model).name, **versions, "by": "python -m flashinfer_backend.tune"}
 
 
