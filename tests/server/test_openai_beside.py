@@ -86,7 +86,9 @@ def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
     first = both.engine_pid()
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: both.engine_pid() != first, "another engine")
-    wait_for(lambda: both.openai("/health")[0] == 200 and both.ready("models/ensemble"), "both doors", 60)
+    asked = {"prompt": "Once", "max_tokens": 1}
+    wait_for(lambda: both.openai("/v1/completions", asked)[0] == 200, "the OpenAI API", 60)
+    wait_for(lambda: both.post({"text_input": "Once", "max_tokens": 1})[0] == 200, "the ensemble", 60)
     test_both_doors_give_the_same(both, 0.0)
 
 

@@ -97,14 +97,11 @@ class GrammarMaker:
         with self._lock:
             self._forget(waiting)
 
-    def forget_unbegun(self, waiting: Waiting) -> bool:
-        """Forget a request whose guide nobody is at work on; False if somebody is, or it is there."""
+    def begun(self, waiting: Waiting) -> bool:
+        """Whether somebody is, or was, at work on a request's guide."""
         with self._lock:
             job = self._jobs.get(waiting.key)
-            if waiting.outcome is not None or (job is not None and job.began is not None):
-                return False
-            self._forget(waiting)
-            return True
+            return waiting.outcome is not None or (job is not None and job.began is not None)
 
     def _forget(self, waiting: Waiting) -> None:
         job = self._jobs.get(waiting.key)

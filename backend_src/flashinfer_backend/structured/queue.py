@@ -51,12 +51,18 @@ class GrammarQueue:
         if not self._waiting:
             return
         now = time.monotonic()
+        # One that is at work has its own limit, from when it began. Looked at before turns are passed on: one
+        # that gets its turn just now is late all the same.
+        late = {
+            handle
+            for handle, waiting in self._waiting.items()
+            if now - waiting.since > maker.MOST_WAIT_SECONDS and not self._maker.begun(waiting)
+        }
         self._maker.pass_turns(now)
         for handle, waiting in list(self._waiting.items()):
             request, outcome = waiting.request, waiting.outcome
-            late = outcome is None and now - waiting.since > maker.MOST_WAIT_SECONDS
-            # One that is at work has its own limit, from when it began.
-            if late and self._maker.forget_unbegun(waiting):
+            if outcome is None and handle in late:
+                self._maker.forget(waiting)
                 outcome = GrammarError(
                     f"the guide was not ready within {maker.MOST_WAIT_SECONDS:g} s, as other guides"
                     " came first: try again later"

@@ -82,7 +82,8 @@ def with_what(model: str) -> dict[str, str]:
     """What a reader wants to know of a measurement."""
     import triton
 
-    versions = {"torch": str(torch.__version__), "CUDA": str(torch.version.cuda), "triton": triton.__version__}
+    versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "triton": triton.__version__}
+    versions = {name: str(version) for name, version in versions.items()}  # torch's is no plain text
     return {"shape": Path(model).name, **versions, "by": "python -m flashinfer_backend.tune"}
 
 
