@@ -84,11 +84,7 @@ def set_field(config: Any, field: str, text: str) -> None:
             raise KeyError(f"{config.name} has no parameter {name}")
         config.parameters[name].string_value = text
         return
-    message: Any = config
-    for part in path:
-        message = getattr(message, part)
-        if not isinstance(message, Message):
-            message = message[0]
+    message = _inner(config, path)
     value = getattr(message, name)
     if isinstance(value, bool):
         setattr(message, name, text == "true")
@@ -96,6 +92,15 @@ def set_field(config: Any, field: str, text: str) -> None:
         setattr(message, name, int(text))
     else:
         value[:] = [int(part) for part in text.split(",")]
+
+
+def _inner(config: Any, path: list[str]) -> Any:
+    """The message that a path of fields leads to; a repeated one stands for its first element."""
+    for part in path:
+        config = getattr(config, part)
+        if not isinstance(config, Message):
+            config = config[0]
+    return config
 
 
 def with_engine_knobs(text: str, values: Mapping[str, str]) -> str:
@@ -121,12 +126,7 @@ def get_field(config: Any, field: str) -> str:
         if name not in config.parameters:
             raise KeyError(f"{config.name} has no parameter {name}")
         return str(config.parameters[name].string_value)
-    message: Any = config
-    for part in path:
-        message = getattr(message, part)
-        if not isinstance(message, Message):
-            message = message[0]
-    value = getattr(message, name)
+    value = getattr(_inner(config, path), name)
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int) else ",".join(map(str, value))
