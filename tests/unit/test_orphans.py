@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
+from flashinfer_backend.serve import openai_door
 from flashinfer_backend.serve.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import orphans
 
@@ -91,13 +93,17 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
         os.kill(os.getpid(), signal.SIGTERM)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    # Handlers of our own first: the signal must not end the tests where the watchdog has ended before.
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    parser = argparse.ArgumentParser()
+    openai_door.add_arguments(parser)
+    host = ipaddress.ip_address("127.0.0.1")
+    door = openai_door.OpenAiDoor(parser.parse_args([]), host)
+    watchdog = Watchdog(["bash", str(tmp_path / "server")], dict(os.environ), host, 9, Policy(), door)
     stopping = threading.Thread(target=stop)
     stopping.start()
     try:
-        command = ["bash", str(tmp_path / "server")]
-        host = ipaddress.ip_address("127.0.0.1")
-        assert Watchdog(command, dict(os.environ), host, 9, Policy()).run() == 0
+        assert watchdog.run() == 0
     finally:
         stopping.join()
         for number, handler in before.items():
