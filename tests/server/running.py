@@ -26,7 +26,9 @@ import psutil
 import zmq
 
 from flashinfer_backend.config_tools import cli
+from flashinfer_backend.serve import launcher as serve
 from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.addresses import resolve
 
 ROOT = Path(__file__).parents[2]
 START_S = 90
@@ -216,6 +218,19 @@ def running(
         server.close()
 
 
+def plain_command(repository: Path, tmp_path: Path) -> list[str]:
+    """tritonserver as it is started by hand: without serve, and no explicit model control."""
+    found = serve.find_server(tmp_path / "backends")
+    args = serve.command(found, repository, resolve("127.0.0.1"), 1, 2, 3)
+    names = {"--http-port": "{http}", "--grpc-port": "{grpc}", "--metrics-port": "{metrics}"}
+    dropped = ("--model-control-mode", "--http-restricted-api", "--grpc-restricted-protocol")
+    args.remove("--disable-auto-complete-config")
+    pairs = [(name, names.get(name, value)) for name, value in zip(args[1::2], args[2::2], strict=True)]
+    environment = serve.environment(found)
+    setting = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH")]
+    return ["env", *setting, args[0]] + [word for pair in pairs if pair[0] not in dropped for word in pair]
+
+
 class EngineWatch:
     """Reads the engine's status, as a stub does."""
 
@@ -237,4 +252,13 @@ class EngineWatch:
         self._socket.close(linger=100)
 
 
-__all__ = ["EngineWatch", "Server", "build_repository", "protocol", "rundir", "running", "wait_for"]
+__all__ = [
+    "EngineWatch",
+    "Server",
+    "build_repository",
+    "plain_command",
+    "protocol",
+    "rundir",
+    "running",
+    "wait_for",
+]

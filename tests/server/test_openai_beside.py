@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -90,6 +92,24 @@ def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
     wait_for(lambda: both.openai("/v1/completions", asked)[0] == 200, "the OpenAI API", 60)
     wait_for(lambda: both.post({"text_input": "Once", "max_tokens": 1})[0] == 200, "the ensemble", 60)
     test_both_doors_give_the_same(both, 0.0)
+
+
+def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) -> None:
+    """The engine stays when a stub dies, so what the API has open must not notice, nor what comes next."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    expected = both.openai("/v1/completions", body)
+    assert expected[0] == 200
+    engine, times = both.engine_pid(), both.log.count("serve: ready again")
+    answers: list[tuple[int, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(both.openai("/v1/completions", body)))
+    asking.start()
+    time.sleep(0.2)
+    both.matching("/postprocessing/1/")[0].kill()
+    asking.join()
+    wait_for(lambda: both.log.count("serve: ready again") > times, "tritonserver", 60)
+    answers.append(both.openai("/v1/completions", body))
+    texts = [json.loads(answer)["choices"][0]["text"] for status, answer in (expected, *answers)]
+    assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine
 
 
 def test_the_server_ends_with_both_doors(tmp_path: Path) -> None:

@@ -21,13 +21,11 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from running import Server, build_repository, running, wait_for
+from running import Server, build_repository, plain_command, running, wait_for
 from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.serve import launcher as serve
-from flashinfer_backend.serve.addresses import resolve
 from flashinfer_backend.serve.stand_in import RESTARTING
 
 ENDLESS = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}
@@ -244,19 +242,6 @@ def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path)
         wait_gone(server)
     finally:
         server.close()
-
-
-def plain_command(repository: Path, tmp_path: Path) -> list[str]:
-    """tritonserver as it is started by hand: no explicit model control."""
-    found = serve.find_server(tmp_path / "backends")
-    args = serve.command(found, repository, resolve("127.0.0.1"), 1, 2, 3)
-    names = {"--http-port": "{http}", "--grpc-port": "{grpc}", "--metrics-port": "{metrics}"}
-    dropped = ("--model-control-mode", "--http-restricted-api", "--grpc-restricted-protocol")
-    args.remove("--disable-auto-complete-config")
-    pairs = [(name, names.get(name, value)) for name, value in zip(args[1::2], args[2::2], strict=True)]
-    environment = serve.environment(found)
-    setting = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH")]
-    return ["env", *setting, args[0]] + [word for pair in pairs if pair[0] not in dropped for word in pair]
 
 
 def test_without_decoupled_mode_and_without_model_control(tmp_path: Path) -> None:

@@ -77,8 +77,10 @@ class Endpoint:
         self._settled = threading.Event()  # ready for the first time, or failed to get there
         self._error: Exception | None = None
         self.status: protocol.Status | None = None
-        with rundir.locked(supervisor.run_dir):
-            self._peers = PeerSocket(supervisor.run_dir)
+        self._peers: PeerSocket | None = None
+        if supervisor.takes_part:
+            with rundir.locked(supervisor.run_dir):
+                self._peers = PeerSocket(supervisor.run_dir)
         self._thread = threading.Thread(target=self._run, name="engine link", daemon=True)
         self._thread.start()
 
@@ -122,6 +124,7 @@ class Endpoint:
     def tell_stop(self, request_id: str) -> None:
         """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
         ValueError for an id that does not fit a message."""
+        assert self._peers is not None, "only stubs stop each other's requests"
         message = STOP + request_id.encode()
         if len(message) > LONGEST:
             raise ValueError(
@@ -135,7 +138,8 @@ class Endpoint:
             self._closing = True
             os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self._peers.close()
+        if self._peers is not None:
+            self._peers.close()
         self._supervisor.leave()
         os.close(self._wake)
 
@@ -177,8 +181,11 @@ class Endpoint:
             socket.connect(protocol.socket_address(self._supervisor.run_dir))
             socket.send(protocol.encode(protocol.Hello(self._pid, wants_status=True)))
             poller = zmq.Poller()
-            for readable in (socket, self._wake, pidfd, self._peers.fileno()):
+            for readable in (socket, self._wake, pidfd):
                 poller.register(readable, zmq.POLLIN)
+            peers = self._peers
+            if peers is not None:
+                poller.register(peers.fileno(), zmq.POLLIN)
             while not self._closing:
                 ready = dict(poller.poll())
                 if self._wake in ready:
@@ -187,8 +194,8 @@ class Endpoint:
                         socket.send(self._outbox.popleft())
                 if socket in ready:
                     self._receive(socket)
-                if self._peers.fileno() in ready:
-                    for message in self._peers.receive():
+                if peers is not None and peers.fileno() in ready:
+                    for message in peers.receive():
                         self._take_peer_message(message)
                 if pidfd in ready:
                     self._receive(socket)  # what the engine sent before it ended still counts

@@ -57,6 +57,8 @@ def restart_delay(failures: int) -> float:
 class Supervisor:
     """One stub's hand on the engine of its model."""
 
+    takes_part = True  # whether the engine lives as long as this stub, which the others tell what they do
+
     def __init__(
         self,
         run_dir: Path,
