@@ -72,8 +72,9 @@ serve: $(VENV)/for-serve
 	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
 	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served $(listen)
 
+# Without that limit a worker that crashes leaves the others waiting for ever.
 test: $(VENV)/for-development
-	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadgroup --benchmark-disable \
+	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadgroup --max-worker-restart 0 --benchmark-disable \
 		tests/unit tests/engine tests/server tests/gpu tests/benchmarks)  # benchmarks once each, untimed
 
 bench: $(VENV)/for-development
