@@ -45,7 +45,7 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
         scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))
     while scheduler.queue or scheduler.prefilling:
         plan = scheduler.schedule(False)
-        assert plan is not None and plan.prefill_samples.all()
+        assert plan is not None and plan.samples.all()
         accept(scheduler.table, plan, np.zeros(len(plan.sample_slots), np.int32))
     return scheduler
 
@@ -53,7 +53,7 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
 def test_schedule_a_decode_step(benchmark):
     scheduler = decoding_scheduler()
     plan = benchmark.pedantic(scheduler.schedule, args=(False,), rounds=ROUNDS)
-    assert len(plan.decode_slots) == ROWS
+    assert plan.num_rows == plan.num_decodes == ROWS
 
 
 def test_schedule_and_take_in_a_decode_step(benchmark):
