@@ -27,8 +27,8 @@ import psutil
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import WorkerOptions
-from flashinfer_backend.serve.addresses import resolve
 from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.addresses import resolve
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.supervisor import EngineRecord
 

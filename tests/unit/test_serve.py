@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from flashinfer_backend.serve import addresses
 from flashinfer_backend.serve import launcher as serve
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
+from flashinfer_backend.transport import addresses
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
 CHILD = """

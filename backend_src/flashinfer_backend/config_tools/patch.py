@@ -10,8 +10,8 @@ from typing import Any
 
 from google.protobuf import text_format
 from google.protobuf.message import Message
-from tritonclient.grpc import model_config_pb2
 
+from flashinfer_backend.config_tools import model_config
 from flashinfer_backend.config_tools.knobs import (
     BLS,
     KNOBS,
@@ -38,12 +38,7 @@ ENGINE_END = "# End of the engine's.\n"
 
 def load_templates(model_repo: Path) -> dict[str, Any]:
     """ModelConfig of each model of a repository with the default names."""
-    return {
-        model: text_format.Parse(
-            (model_repo / model / "config.pbtxt").read_text(encoding="utf-8"), model_config_pb2.ModelConfig()
-        )
-        for model in MODELS
-    }
+    return {model: model_config.read(model_repo / model / "config.pbtxt") for model in MODELS}
 
 
 def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str) -> None:
@@ -143,9 +138,8 @@ def read_values(repository: Path, llm_name: str) -> dict[str, str]:
             values[knob.name] = str((repository / BLS).is_dir()).lower()
             continue
         file = repository / (llm_name if model == LLM else model) / "config.pbtxt"
-        with contextlib.suppress(OSError, UnicodeError, text_format.ParseError, KeyError, IndexError):
-            config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-            values[knob.name] = get_field(config, field)
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            values[knob.name] = get_field(model_config.read(file), field)
     return values
 
 

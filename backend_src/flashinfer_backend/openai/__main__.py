@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
+from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions
-from flashinfer_backend.serve.addresses import AddressError, check_ports, resolve
+from flashinfer_backend.transport.addresses import AddressError, check_ports, resolve
 
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 AUTO = "auto"
@@ -103,7 +104,7 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
     if options.beside is not None:
         if options.llm_config is None or options.set:
             raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")
-        name, parameters = read_llm_config(options.llm_config)
+        name, parameters = read_parameters(options.llm_config)
         return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
     if options.llm_config is not None:
         raise ValueError("--llm-config is for --beside; give settings by --set")
@@ -118,19 +119,6 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
         parameters[name] = value
     config = EngineConfig.from_parameters(parameters)
     return config, run_dir(os.getpid(), "openai"), os.getpid()
-
-
-def read_llm_config(file: Path) -> tuple[str, dict[str, str]]:
-    """(the model's name, its string parameters that are set) of a config.pbtxt. Raises ValueError."""
-    from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
-
-    try:
-        config = text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    except text_format.ParseError as error:
-        raise ValueError(f"{file} is not a model's configuration: {error}") from None
-    parameters = {name: value.string_value for name, value in config.parameters.items()}
-    return config.name or file.parent.name, parameters
 
 
 def _worker_options(options: Any, config: EngineConfig, folder: Path, server: int) -> WorkerOptions:

@@ -19,8 +19,8 @@ import msgspec
 
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.openai.worker import NO_ENGINE, READY, WorkerOptions
-from flashinfer_backend.serve.addresses import Address, reachable_at
 from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.addresses import Address, reachable_at
 
 POLL_S = 0.2
 RESTART_S = 1.0  # between a process's unexpected end and its successor

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from flashinfer_backend.core.paths import unservable
-from flashinfer_backend.serve.addresses import Address, AddressError, check_ports, resolve
 from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
 from flashinfer_backend.serve.preflight import (
     Installation,
@@ -30,6 +29,7 @@ from flashinfer_backend.serve.preflight import (
     serving,
 )
 from flashinfer_backend.serve.watchdog import DRAIN_S, RESTARTS, Policy, Watchdog
+from flashinfer_backend.transport.addresses import Address, AddressError, check_ports, resolve
 
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
 # machine. The server refuses them to everybody, unless they are opened by name.

@@ -11,8 +11,9 @@ import sys
 from importlib import util as importlib_util
 from pathlib import Path
 
-from flashinfer_backend.serve.addresses import Address
+from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.serve.preflight import ServeError
+from flashinfer_backend.transport.addresses import Address
 
 PREFIX = "--openai-"
 # Arguments that `python -m flashinfer_backend.openai` has under the same names without the prefix.
@@ -112,10 +113,8 @@ def _llm_config(repository: Path) -> Path:
 
 
 def _has_engine(file: Path) -> bool:
-    from flashinfer_backend.openai.__main__ import read_llm_config
-
     try:
-        return "model_dir" in read_llm_config(file)[1]
+        return "model_dir" in read_parameters(file)[1]
     except ValueError as error:
         raise ServeError(str(error)) from None
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib import util as importlib_util
 from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.config_tools import model_config
 
 IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 # The server's threads build and free hundreds of small objects for each streamed token. By default glibc
@@ -154,7 +157,11 @@ def check_ordering(server: Installation, repository: Path) -> None:
     if server.version is None or not UNORDERED[0] <= server.version <= UNORDERED[1]:
         return
     for file in sorted(repository.glob("*/config.pbtxt")):
-        if (count := ordered_instances(file.read_text(encoding="utf-8"))) > 1:
+        try:
+            count = ordered_instances(model_config.read(file))
+        except ValueError as error:
+            raise ServeError(str(error)) from None
+        if count > 1:
             raise ServeError(
                 f"tritonserver {_text(server.version)} (of the releases 25.09 to 26.07) does not keep the"
                 f" order of answers of several instances, and {file.parent.name} has {count}: chunks of a"
@@ -162,13 +169,9 @@ def check_ordering(server: Installation, repository: Path) -> None:
             )
 
 
-def ordered_instances(config: str) -> int:
-    """Instances of a model whose answers have to keep their order; 0 where they need not. `config`: its
-    config.pbtxt."""
-    from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
-
-    model = text_format.Parse(config, model_config_pb2.ModelConfig(), allow_unknown_field=True)
+def ordered_instances(model: Any) -> int:
+    """Instances of a model whose answers have to keep their order; 0 where they need not. `model`: its
+    ModelConfig."""
     if not model.dynamic_batching.preserve_ordering:
         return 0
     return sum(max(group.count, 1) for group in model.instance_group)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from flashinfer_backend.serve.addresses import Address
+from flashinfer_backend.transport.addresses import Address
 
 RESTARTING = "The server is being started again; please try again."
 READ_S = 2.0  # how long a client may take to send its request

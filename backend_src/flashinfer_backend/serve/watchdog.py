@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
-from flashinfer_backend.serve.addresses import Address, reachable_at
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import peers, rundir, supervisor
+from flashinfer_backend.transport.addresses import Address, reachable_at
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
 
 TICK_S = 0.1

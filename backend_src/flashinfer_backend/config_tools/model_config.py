@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads config.pbtxt files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def read(file: Path) -> Any:
+    """The ModelConfig of a config.pbtxt. Fields that our release of the format does not know are left out:
+    the server that serves the file may be newer. Raises OSError, and ValueError for other content."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2  # brings grpc in, which few callers need otherwise
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
+    except (text_format.ParseError, UnicodeError) as error:
+        raise ValueError(f"{file} is not a model's configuration: {error}") from None
+
+
+def read_parameters(file: Path) -> tuple[str, dict[str, str]]:
+    """(the model's name, its string parameters that are set) of a config.pbtxt. Raises as `read` does."""
+    config = read(file)
+    parameters = {name: value.string_value for name, value in config.parameters.items()}
+    return config.name or file.parent.name, parameters
