@@ -15,8 +15,8 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.responder import OpenRequest, Responder
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton.responder import Responder
+from flashinfer_backend.triton.sequence import OpenRequest, Sequence
 
 TIMEOUT_S = 20
 OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}

@@ -13,15 +13,13 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton.engine_metrics import EngineMetrics
-
-if TYPE_CHECKING:
-    from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
 

@@ -1,19 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence of a Triton request."""
+"""A Triton request that is open, and its sequences."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flashinfer_backend.serving.generation import Chunk, Generation
 from flashinfer_backend.triton.outputs import Place, Reported
 from flashinfer_backend.triton.requests import Row
 
-if TYPE_CHECKING:
-    from flashinfer_backend.triton.responder import OpenRequest
-
 FAILED = "Executor failed process requestId {} due to the following error: {}"
+
+
+class OpenRequest:
+    """A Triton request until its final response. Its sequences share one sender thread, so that the
+    order of responses holds and the final flag goes with the last one."""
+
+    def __init__(
+        self, cancel: Callable[[int], None], sender: Any, request_id: str, outputs: set[str]
+    ) -> None:
+        """cancel: asks the engine to end the sequence with this handle."""
+        self.sender, self.request_id, self.outputs = sender, request_id, outputs
+        # The ensemble asks for what it maps, chunk among it; a client that names no outputs asks for all
+        # there are, also for context_phase_params, which the ensemble does not map.
+        self.in_ensemble = "chunk" in outputs and "context_phase_params" not in outputs
+        self.sequences: list[Sequence] = []
+        self.remaining = 0  # sequences that have not ended
+        # Ended since postprocessing got none of its chunks. Should somebody be there to read, say why.
+        self.unread = False
+        self.waited = False  # for a whole MOST_WAIT_NS, while postprocessing had not had any of its chunks
+        self.cancel = cancel
+        self._lock = threading.Lock()
+        self._finished = False
+
+    def finish(self, response: Any, flags: Any) -> None:
+        """Sends the final response, unless there has been one."""
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                self.sender.send(response, flags=flags)
+
+    def finish_large(self, response: Any, flags: Any) -> None:
+        """The same for a response that may not fit into shared memory. A final flag closes the sender, also
+        if sending fails, and then nobody could tell the client: so the flag follows by itself."""
+        with self._lock:
+            if not self._finished:
+                self.sender.send(response)
+                self._finished = True
+                self.sender.send(flags=flags)
+
+    def fail(self, response: Any, flags: Any) -> None:
+        """Sends an error as the final response. After a response that could not be sent, a model that is not
+        decoupled may send no other: then the request ends without, and the server makes an error of it."""
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                try:
+                    self.sender.send(response, flags=flags)
+                except Exception:
+                    self.sender.send(flags=flags)
+                    raise
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has left; not to be asked of the server once the request is finished."""
+        with self._lock:
+            return not self._finished and bool(self.sender.is_cancelled())
+
+    def cancel_all(self) -> None:
+        """Asks the engine to end all sequences; each is answered with what it has."""
+        for sequence in list(self.sequences):
+            if sequence.handle and not sequence.ended:
+                self.cancel(sequence.handle)
 
 
 class Sequence(Generation):

@@ -6,15 +6,13 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton.departed import DepartedClients
-
-if TYPE_CHECKING:
-    from flashinfer_backend.triton.responder import OpenRequest
+from flashinfer_backend.triton.sequence import OpenRequest
 
 # Sequences that one check looks at. More would keep the interpreter from the sender threads for too long, and
 # asking about a direct client takes a round trip to the server.

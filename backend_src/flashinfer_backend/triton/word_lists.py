@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashinfer_backend.triton.bounds import MOST_WORDS, check_word_ids
 
-if TYPE_CHECKING:
-    from flashinfer_backend.triton.requests import Limits
 
-
-def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, limits: Limits) -> list[list[int]]:
+def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, vocab_size: int) -> list[list[int]]:
     """Words of one row of a sparse list int32 [B, 2, W]: in [row, 0] the ids of all words one after
     another, in [row, 1] the ends of the words (inclusive prefix sums of their lengths), padded with -1.
 
@@ -49,8 +45,8 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, limits: Li
             raise ValueError(f"{name} has more than {MOST_WORDS} words in a row; it should not")
         word = ids[begin:end]
         for i in word:
-            if not 0 <= i < limits.vocab_size:
-                raise ValueError(f"{name} holds {i}; token ids should lie in 0..{limits.vocab_size - 1}")
+            if not 0 <= i < vocab_size:
+                raise ValueError(f"{name} holds {i}; token ids should lie in 0..{vocab_size - 1}")
         words.append(word)
         begin = end
     return words
