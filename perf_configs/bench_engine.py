@@ -129,7 +129,7 @@ def _graph_seconds(core: Core, rows: int) -> float:
     runner = core.runner
     assert runner.graphs is not None, "the model's decode graphs are switched off"
     torch.cuda.synchronize()
-    last_token = runner.last_token.clone()
+    last_token = runner.state.last_token.clone()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph = runner.graphs.graph(rows)
     for _ in range(3):
@@ -139,7 +139,7 @@ def _graph_seconds(core: Core, rows: int) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    runner.last_token.copy_(last_token)
+    runner.state.last_token.copy_(last_token)
     return begin.elapsed_time(end) / REPLAYS / 1e3
 
 

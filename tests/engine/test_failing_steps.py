@@ -77,7 +77,7 @@ def test_stateful_rows_beside_the_one_that_fails_keep_their_tokens(tmp_path, mon
 def test_a_prompt_whose_step_fails_takes_no_stream_with_it(reuse, tmp_path):
     streams = expected(tmp_path)
     core = start_core(Path("bundled"), enable_kv_cache_reuse=reuse)
-    plan_attention, failed = core.runner.attention.plan, []
+    plan_attention, failed = core.runner.state.attention.plan, []
 
     def fail_once(batch: Any) -> None:
         if not failed and 33 in batch.q_lens.tolist():
@@ -85,14 +85,14 @@ def test_a_prompt_whose_step_fails_takes_no_stream_with_it(reuse, tmp_path):
             raise RuntimeError("no room for this prompt")
         plan_attention(batch)
 
-    core.runner.attention.plan = fail_once
+    core.runner.state.attention.plan = fail_once
     message = fails_beside(streams, core, tmp_path, GREEDY)
     assert message == "RuntimeError: no room for this prompt"
 
 
 def test_a_step_of_streams_that_fails_ends_them_and_the_engine_goes_on(tmp_path):
     core = start_core(Path("bundled"))
-    run, failing = core.runner.attention.run, []
+    run, failing = core.runner.state.attention.run, []
 
     def fail_once(layer: int, q: Any, out: Any) -> None:
         if layer == 1 and len(q) == 4 and not failing:
@@ -100,7 +100,7 @@ def test_a_step_of_streams_that_fails_ends_them_and_the_engine_goes_on(tmp_path)
             raise RuntimeError("no room")
         run(layer, q, out)
 
-    core.runner.attention.run = fail_once
+    core.runner.state.attention.run = fail_once
     with serve(core, tmp_path) as client:
         ids = [client.submit(prompt, GREEDY) for prompt in STREAMS]
         client.wait(ids)

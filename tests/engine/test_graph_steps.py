@@ -16,7 +16,7 @@ from engine.harness import serve, start_core
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker.decode_graphs import COLUMNS, DecodeGraphs, _Captured
-from flashinfer_backend.worker.runner import Runner
+from flashinfer_backend.worker.device_state import DeviceState
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
@@ -25,8 +25,8 @@ PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
 class ItemAttention:
     """The Triton kernel's view: work items in the step's upload, blocks in the block table."""
 
-    def __init__(self, runner: Runner, bucket: int, words: torch.Tensor) -> None:
-        self._runner, self.bucket, self._items = runner, bucket, words.view(-1, split.ITEM_WORDS)
+    def __init__(self, state: DeviceState, bucket: int, words: torch.Tensor) -> None:
+        self._state, self.bucket, self._items = state, bucket, words.view(-1, split.ITEM_WORDS)
         self.reads_block_table = True
 
     def plan(self, batch: Any, host: np.ndarray) -> None:
@@ -36,7 +36,7 @@ class ItemAttention:
         split.split_rows(batch.kv_lens, batch.slots, len(items), items)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        table, (k_cache, v_cache) = self._runner.block_table, self._runner.kv_cache.layers[layer]
+        table, (k_cache, v_cache) = self._state.block_table, self._state.kv_cache.layers[layer]
         used = self._items[self._items[:, 0] >= 0].tolist()
         for row in range(self.bucket):
             mine = [item for item in used if item[0] == row]
@@ -51,9 +51,9 @@ class EagerGraphs(DecodeGraphs):
     """Replays by running the step."""
 
     def _capture(self, size: int, capture: Any) -> _Captured:
-        own = split.max_items(size, self._runner.model.config.num_kv_heads) * split.ITEM_WORDS
+        own = split.max_items(size, self._state.model.config.num_kv_heads) * split.ITEM_WORDS
         inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
-        attention = ItemAttention(self._runner, size, inputs[:own])
+        attention = ItemAttention(self._state, size, inputs[:own])
         tokens = torch.zeros(size, dtype=torch.int32)
         self.steps = 0
 
@@ -79,7 +79,7 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
             Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=blocks
         )
         if name == "graphs":
-            core.runner.graphs = EagerGraphs(core.runner, core.runner._staging, SIZES, None)
+            core.runner.graphs = EagerGraphs(core.runner.state, SIZES, None)
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
         assert not blocks or core.scheduler.preemptions

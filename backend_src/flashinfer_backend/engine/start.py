@@ -28,9 +28,9 @@ def start(config: EngineConfig) -> Core:
     """Load the model and allocate everything. Raises ValueError or OSError with what to change."""
     config, runner = start_runner(config)
     manager = KVCacheManager(
-        runner.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
+        runner.state.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
     )
-    model_config = runner.model.config
+    model_config = runner.state.model.config
     scheduling = device.active().scheduling
     scheduler = Scheduler(config, manager, model_config.eos_token_ids, scheduling)
     return Core(config, model_config, scheduler, runner)

@@ -8,18 +8,15 @@ upload and one launch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.worker.capture import GraphCapture
-
-if TYPE_CHECKING:
-    from flashinfer_backend.worker.runner import Runner
+from flashinfer_backend.worker.device_state import DeviceState
 
 COLUMNS = 7  # int32 words per row of a graph's input, beside attention's
 
@@ -43,18 +40,17 @@ class _Captured(NamedTuple):
 class DecodeGraphs:
     """Captured decode steps; `replay` runs the smallest that fits."""
 
-    def __init__(self, runner: Runner, staging: StagingRing, sizes: list[int], capture: GraphCapture) -> None:
-        self._runner = runner
-        self._staging = staging
+    def __init__(self, state: DeviceState, sizes: list[int], capture: GraphCapture) -> None:
+        self._state = state
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
         # Inert rows: dummy slot, position 0, no new block, temperature 0, nothing suppressed.
-        self._padding = np.array([[runner.dummy_slot], [0], [-1], [0], [-1]], np.int32)
-        self._opened = np.full(runner.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
+        self._padding = np.array([[state.dummy_slot], [0], [-1], [0], [-1]], np.int32)
+        self._opened = np.full(state.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
         # One for all sizes: a step's logits are used up before the next step.
-        vocab = runner.model.config.vocab_size
+        vocab = state.model.config.vocab_size
         shape = (self._sizes[-1], vocab)
-        self._logits = torch.empty(shape, dtype=runner.model.dtype, device=runner.device)
+        self._logits = torch.empty(shape, dtype=state.model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
         self._captured = {size: self._capture(size, capture) for size in reversed(self._sizes)}
 
@@ -67,7 +63,7 @@ class DecodeGraphs:
         replay."""
         captured = self._captured[self._size(plan.num_rows)]
         if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
-            self._runner.update_block_table(plan)
+            self._state.update_block_table(plan)
         self._upload(plan, captured.inputs, captured.attention)
         captured.graph.replay()
         return captured.tokens[: plan.num_rows], captured.logits
@@ -82,7 +78,7 @@ class DecodeGraphs:
     def _upload(self, plan: StepPlan, inputs: torch.Tensor, attention: Any) -> None:
         """Give a graph its step: attention's words, seeds [2 size], then COLUMNS - 2 columns [size]."""
         rows, size = plan.num_rows, attention.bucket
-        words = self._staging.begin(len(inputs))
+        words = self._state.staging.begin(len(inputs))
         own = len(words) - COLUMNS * size
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
@@ -101,13 +97,13 @@ class DecodeGraphs:
             q_lens=self._ones[:size],
             kv_lens=positions + 1,
             slots=slots,
-            block_table=self._runner.block_table,
+            block_table=self._state.block_table,
         )
         attention.plan(batch, words[:own])
-        self._staging.send(inputs)
+        self._state.staging.send(inputs)
 
     def _capture(self, size: int, capture: GraphCapture) -> _Captured:
-        runner, none = self._runner, np.empty(0, np.int32)
+        state, none = self._state, np.empty(0, np.int32)
         empty = StepPlan(
             slots=none,
             starts=none,
@@ -119,9 +115,9 @@ class DecodeGraphs:
             seed=np.empty(0, np.uint64),
             suppressed=none,
         )
-        own = runner.attention.graph_words(size)
-        inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=runner.device)
-        attention = runner.attention.graph_state(size, runner.block_table, inputs[:own])
+        own = state.attention.graph_words(size)
+        inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=state.device)
+        attention = state.attention.graph_state(size, state.block_table, inputs[:own])
         self._upload(empty, inputs, attention)
         graph, tokens = capture(lambda: self._step(inputs[own:], attention, size))
         return _Captured(graph, inputs, attention, tokens, self._logits[:size])
@@ -129,19 +125,19 @@ class DecodeGraphs:
     def _step(self, data: torch.Tensor, attention: Any, size: int) -> torch.Tensor:
         """What is captured: tokens int32 [size], their logits in self._logits. Reads only the static input
         and device state."""
-        runner = self._runner
+        state = self._state
         seed = data[: 2 * size].view(torch.int64)
         slots, positions, blocks, temperature, suppressed = data[2 * size :].split(size)
-        input_ids, cache_locations = runner.ops.decode_inputs(
-            slots, positions, blocks, runner.last_token, runner.block_table, runner.block_size
+        input_ids, cache_locations = state.ops.decode_inputs(
+            slots, positions, blocks, state.last_token, state.block_table, state.block_size
         )
-        hidden = runner.model(input_ids, positions, cache_locations, runner.kv_cache.layers, attention)
-        logits = runner.model.logits(hidden, self._logits[:size])
-        return runner.ops.sample(
+        hidden = state.model(input_ids, positions, cache_locations, state.kv_cache.layers, attention)
+        logits = state.model.logits(hidden, self._logits[:size])
+        return state.ops.sample(
             logits,
             temperature.view(torch.float32),
             seed,
             positions + 1,
             suppressed,
-            (runner.last_token, slots),
+            (state.last_token, slots),
         )

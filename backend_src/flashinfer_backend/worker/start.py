@@ -160,12 +160,12 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-            runner.run(_prompt_plan(runner.dummy_slot, length))
+            runner.run(_prompt_plan(runner.state.dummy_slot, length))
         if config.cuda_graph_batch_sizes != "none":  # plain torch has none
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
         warm_up_sampling(config, runner)
-    runner.run(_prompt_plan(runner.dummy_slot, 1))
+    runner.run(_prompt_plan(runner.state.dummy_slot, 1))
 
 
 def _prompt_plan(slot: int, length: int) -> StepPlan:
