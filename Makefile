@@ -5,7 +5,7 @@
 #                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens,
 #                         OPENAI_PORT (9000) where the OpenAI API does; OPENAI_PORT= leaves that out
 # make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
-# make lint               ruff, mypy
+# make lint               ruff, mypy, import-linter
 # make bench              times of the host's work for every step and chunk, and of the ensemble
 # make attack             kills, stops, floods and hostile requests against a real server for MINUTES (30)
 # make clean              removes .venv and served/
@@ -86,6 +86,7 @@ attack: $(VENV)/for-development
 lint: $(VENV)/for-development
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
