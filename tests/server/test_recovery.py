@@ -176,6 +176,24 @@ def test_stopped_postprocessing_does_not_stop_the_service(
 
 
 @pytest.mark.timeout(400)
+def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_path: Path) -> None:
+    """What is open has its time; the engine stays."""
+    options = ["--restart-after-growth", "1", "--drain-seconds", "60"]
+    with running(repository, tmp_path, options=options) as server:
+        engine, servers = server.engine_pid(), server.matching("bin/tritonserver")
+        streams = start_streams(server, 4)
+        wait_for(lambda: "memory has grown by" in server.log, "growth")
+        for events in streams.join():
+            assert isinstance(events, list), events
+            assert events[-1]["finish_reason"] == "length" and len(events) > 4, events[-1]
+        wait_again(server, 1)
+        assert server.answers(PROMPT)
+        assert server.engine_pid() == engine and server.matching("bin/tritonserver") != servers
+        assert server.interrupt() == 0
+        wait_gone(server)
+
+
+@pytest.mark.timeout(400)
 def test_serve_gives_up_a_server_that_dies_again_and_again(repository: Path, tmp_path: Path) -> None:
     with running(repository, tmp_path, options=["--restarts", "1"]) as server:
         server.matching("bin/tritonserver")[0].kill()

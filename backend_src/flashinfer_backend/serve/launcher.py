@@ -120,6 +120,14 @@ def _parser() -> argparse.ArgumentParser:
         " (default: %(default)s)",
     )
     parser.add_argument(
+        "--restart-after-growth",
+        type=_count,
+        default=0,
+        metavar="MIB",
+        help="start tritonserver again, which takes some seconds, when its memory has grown by so much since"
+        " it was ready; 0: never (default; docs/reliability.md tells why it grows)",
+    )
+    parser.add_argument(
         "--shm-prefix",
         default=f"flashinfer-backend-{os.getpid()}_",
         help="what the names of this server's shared memory begin with, and those of no other; what is left"
@@ -184,6 +192,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
-    policy = Policy(options.drain_seconds, options.restarts, options.shm_prefix)
+    policy = Policy(options.drain_seconds, options.restarts, options.restart_after_growth, options.shm_prefix)
     with serving(repository):
         return Watchdog([*args, *options.server_args], env, address, options.http_port, policy, door).run()

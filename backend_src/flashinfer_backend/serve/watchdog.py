@@ -44,6 +44,8 @@ RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
 # Threads of the server parse JSON by recursion, some 170 bytes of stack for every bracket. With 8 MiB, fifty
 # thousand brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
+MIB = 1 << 20
+GROWN = "The server is being started again; please try again."
 LOST = "A process of the server ended unexpectedly, and the server is being started again; please try again."
 STOPPING = "The server is shutting down."
 
@@ -51,11 +53,13 @@ STOPPING = "The server is shutting down."
 @dataclass(frozen=True)
 class Policy:
     """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts in a row that
-    did not live for a minute, give up; 0 never does. shm_prefix: what the names of this server's shared
-    memory begin with, and no others: what has such a name is removed when the server has ended."""
+    did not live for a minute, give up; 0 never does. growth_mib: how much tritonserver's memory may grow
+    before it is started again; 0: as it likes. shm_prefix: what the names of this server's shared memory
+    begin with, and no others: what has such a name is removed when the server has ended."""
 
     drain_s: float = DRAIN_S
     restarts: int = RESTARTS
+    growth_mib: int = 0
     shm_prefix: str = ""
 
 
@@ -94,13 +98,15 @@ class Watchdog:
                 reason = self._watch(server)
                 if self._asked_at:
                     self._door.terminate()
-                    server.stop(self._asked_at)
+                    server.stop(self._asked_at, STOPPING)
                     return 1 if self._door_ended else 0
                 if not self._was_ready:
                     status = abs(server.end()) or 1
                     _say(server.why_not_ready() or f"{reason} before it was ready")
                     return status
-                if not self._restart_after(server, reason):
+                if server.grown:
+                    self._start_again(server, reason)
+                elif not self._restart_after(server, reason):
                     return 0 if self._asked_at else 1
         finally:
             self._stand_in.close()
@@ -129,6 +135,13 @@ class Watchdog:
                 self._was_ready = True
             server.wait(TICK_S)
         return ""
+
+    def _start_again(self, server: _Run, reason: str) -> None:
+        """Ends a server that is well, once what is open has ended or had its time."""
+        _say(f"{reason}; starting the server again")
+        self._stand_in.close()
+        self._stand_in.enter_context(stand_in(self._address, self._port))
+        server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
 
     def _restart_after(self, server: _Run, reason: str) -> bool:
         """Ends what is left of a server and waits until the next one is due; False where none is."""
@@ -165,7 +178,9 @@ class _Run:
         self._engines: dict[Path, int] = {}
         self._stopped: dict[int, float] = {}  # by pid, since when
         self._next_look = self._answered_at = 0.0
+        self._ready_bytes = 0  # the server's memory when it was ready
         self.ready_at = 0.0
+        self.grown = False  # by more than the policy allows
 
     def problem(self) -> str:
         """What of the server has died; empty while all is well."""
@@ -211,6 +226,11 @@ class _Run:
             self._answered_at = now
         if now > self._answered_at + HANGS_S:
             return f"tritonserver has not answered for {HANGS_S:g} s"
+        limit = self._policy.growth_mib
+        growth = (rundir.memory_bytes(self._child.pid) - self._ready_bytes) / MIB if limit else 0.0
+        if growth > limit:
+            self.grown = True
+            return f"tritonserver's memory has grown by {growth:.0f} MiB, more than {limit}"
         return ""
 
     def look_ready(self) -> bool:
@@ -238,6 +258,7 @@ class _Run:
         widen_thread_pipes(self._child.pid)
         self.ready_at = self._answered_at = time.monotonic()
         self._next_look = self.ready_at + LOOK_EVERY_S
+        self._ready_bytes = rundir.memory_bytes(self._child.pid)
         return True
 
     def why_not_ready(self) -> str:
@@ -254,8 +275,9 @@ class _Run:
             _tell_stubs(peers.FAIL + message.encode())
             self._poll_child(ERRORS_S)
 
-    def stop(self, asked_at: float) -> None:
-        """Lets open requests go on for a while, refuses new ones, and ends the server."""
+    def stop(self, asked_at: float, message: str, end_s: float = END_S) -> None:
+        """Lets open requests go on for a while, refuses new ones, and ends the server. message: what requests
+        are told that had not ended by then; end_s: how long the server may take after that."""
         self._log.stopping()
         self._seen.update(stubs_of(self._child.pid))
         self._child.send_signal(signal.SIGTERM)
@@ -264,8 +286,8 @@ class _Run:
             now = time.monotonic()
             if now > drained and not told:
                 told = True
-                _tell_stubs(peers.FAIL + STOPPING.encode())
-            if now > drained + END_S:
+                _tell_stubs(peers.FAIL + message.encode())
+            if now > drained + end_s:
                 break
             self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
             self._poll_child(TICK_S)

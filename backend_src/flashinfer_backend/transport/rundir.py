@@ -89,6 +89,15 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def memory_bytes(pid: int) -> int:
+    """Private memory of a process that is not swapped out, in bytes; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process has been stopped by a signal (one that a debugger looks at has not)."""
     with contextlib.suppress(OSError):
