@@ -47,7 +47,7 @@ class LocalSocket:
             time.sleep(timeout_ms / 1000)
         return messages
 
-    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowReport] | None) -> None:
+    def send_tokens(self, pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
         tokens = protocol.unpack_tokens(frame)[:, 1]
         self.output_tokens += int((tokens != protocol.NO_TOKEN).sum())
 

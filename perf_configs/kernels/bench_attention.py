@@ -5,7 +5,7 @@
         [--heads 32] [--kv-heads 8] [--trials 20] [--json FILE]
 
 The table of vLLM's pull request 19825: for each number of sequences and longest length, lengths are uniform
-in 1..max_seq_len with one of max_seq_len, pages of 16 tokens in random order, bfloat16, head_dim 128. On
+in 1..max_seq_len with one of max_seq_len, blocks of 16 tokens in random order, bfloat16, head_dim 128. On
 compute capability 9.0 the TensorRT-LLM call (trtllm_batch_decode_with_kv_cache) runs XQA. Each contender's
 call is a CUDA graph of its own, replayed 10 times to warm up and `trials` times between events; a memory
 write larger than L2 precedes each. "speed-up" is (wrapper - other) / wrapper in percent, as there. GB/s
@@ -24,7 +24,7 @@ import torch
 
 from flashinfer_backend.attention import split, triton_decode
 
-PAGE, DIM = 16, 128
+BLOCK_SIZE, DIM = 16, 128
 
 
 def timed(call: Callable[[], object], trials: int, flush: torch.Tensor) -> tuple[float, float]:
@@ -55,26 +55,26 @@ def draw_lens(num_seqs: int, max_seq_len: int) -> np.ndarray:
     return lens
 
 
-def pages_of(lens: np.ndarray) -> int:
-    return int(((lens + PAGE - 1) // PAGE).sum())
+def blocks_of(lens: np.ndarray) -> int:
+    return int(((lens + BLOCK_SIZE - 1) // BLOCK_SIZE).sum())
 
 
 class Bench:
-    def __init__(self, heads: int, kv_heads: int, pages: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, blocks: int) -> None:
         self.heads, self.kv_heads = heads, kv_heads
-        shape = (pages, PAGE, kv_heads, DIM)
+        shape = (blocks, BLOCK_SIZE, kv_heads, DIM)
         self.cache = tuple(torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv")
         self.float_workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
         self.trtllm_workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
         self.flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-        self.order = torch.randperm(pages, device="cuda", dtype=torch.int32)
+        self.order = torch.randperm(blocks, device="cuda", dtype=torch.int32)
 
     def case(self, num_seqs: int, max_seq_len: int, trials: int) -> dict:
         lens = draw_lens(num_seqs, max_seq_len)
-        counts = (lens + PAGE - 1) // PAGE
+        counts = (lens + BLOCK_SIZE - 1) // BLOCK_SIZE
         indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         indices = self.order[: int(indptr[-1])]
-        columns = -(-max_seq_len // PAGE)
+        columns = -(-max_seq_len // BLOCK_SIZE)
         places = torch.arange(columns, device="cuda") + torch.from_numpy(indptr[:-1]).cuda().long()[:, None]
         table = indices[places.clamp(max=len(indices) - 1)].contiguous()
         q = torch.randn(num_seqs, self.heads, DIM, device="cuda").bfloat16()
@@ -83,12 +83,13 @@ class Bench:
 
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.float_workspace, use_tensor_cores=True)
         wrapper.plan(
-            torch.from_numpy(indptr), indices, torch.from_numpy(lens - (counts - 1) * PAGE).int(), self.heads,
-            self.kv_heads, DIM, PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+            torch.from_numpy(indptr), indices, torch.from_numpy(lens - (counts - 1) * BLOCK_SIZE).int(),
+            self.heads, self.kv_heads, DIM, BLOCK_SIZE,
+            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
         max_items = split.max_items(num_seqs, self.kv_heads)
         items = np.zeros((max_items, split.ITEM_WORDS), dtype=np.int32)
-        split.split_rows(lens, max_items, items)
+        split.split_rows(lens, np.arange(num_seqs, dtype=np.int32), max_items, items)
         items_device = torch.from_numpy(items).cuda()
         space = triton_decode.DecodeWorkspace(
             num_seqs, max_items, self.heads, self.kv_heads, DIM, torch.device("cuda")
@@ -136,14 +137,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--json")
     options = parser.parse_args()
-    page_bytes = PAGE * options.kv_heads * DIM * 4
-    room = int(torch.cuda.mem_get_info()[0] * 0.85) // page_bytes
+    block_bytes = BLOCK_SIZE * options.kv_heads * DIM * 4
+    room = int(torch.cuda.mem_get_info()[0] * 0.85) // block_bytes
     cases = [
         (s, m)
         for m in map(int, options.max_seq_lens.split(","))
         for s in map(int, options.num_seqs.split(","))
     ]
-    needed = {case: pages_of(draw_lens(*case)) for case in cases}
+    needed = {case: blocks_of(draw_lens(*case)) for case in cases}
     cases = [case for case in cases if needed[case] <= room]
     bench = Bench(options.heads, options.kv_heads, max(needed[case] for case in cases))
     print("| sequences | longest | wrapper us (std) | TRT-LLM us (std) | gain % | Triton us (std) | gain % |")

@@ -27,7 +27,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import cuda_ops
 
-PAGE = 16
+BLOCK_SIZE = 16
 
 
 def graph_time(body: Callable[[], object], replays: int = 10) -> float:
@@ -59,13 +59,13 @@ class Bench:
         self.config, self.ops = config, ops
         self.model = Transformer(config, ops, torch.bfloat16, "cuda", max_seq_len=max(max_context, 8192))
         load_weights(self.model, "", "dummy")
-        pages = tokens // PAGE + max_seqs + 2
-        shape = (pages, PAGE, config.num_kv_heads, config.head_dim)
+        blocks = tokens // BLOCK_SIZE + max_seqs + 2
+        shape = (blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.caches = [
             tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")
             for _ in range(config.num_layers)
         ]
-        self.pages, self.columns = pages, -(-max_context // PAGE)
+        self.blocks, self.columns = blocks, -(-max_context // BLOCK_SIZE)
         self.max_seqs = max_seqs
 
     def attention(self, decode_backend: str) -> FlashInferAttention:
@@ -77,18 +77,18 @@ class Bench:
     def batch(
         self, q_lens: np.ndarray, kv_lens: np.ndarray
     ) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor]:
-        """The step plus positions and cache locations; pages are drawn at random as after long service."""
+        """The step plus positions and cache locations; blocks are drawn at random as after long service."""
         rows = len(q_lens)
-        free = np.random.default_rng(0).permutation(np.arange(1, self.pages))
+        free = np.random.default_rng(0).permutation(np.arange(1, self.blocks))
         table = np.zeros((self.max_seqs, self.columns), dtype=np.int32)
         positions, taken = [], 0
         for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-            count = -(-int(kv_len) // PAGE)
+            count = -(-int(kv_len) // BLOCK_SIZE)
             table[row, :count] = free[taken : taken + count]
             taken += count
             positions.append(np.stack((np.full(q_len, row), np.arange(kv_len - q_len, kv_len))))
         row_of, position = np.concatenate(positions, axis=1)
-        cache_locations = table[row_of, position // PAGE] * PAGE + position % PAGE
+        cache_locations = table[row_of, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         slots = np.arange(rows, dtype=np.int32)
         batch = AttentionBatch(q_lens, kv_lens, slots, torch.from_numpy(table).cuda())
         to_device = lambda array: torch.from_numpy(array.astype(np.int32)).cuda()  # noqa: E731
@@ -98,7 +98,7 @@ class Bench:
         config, model, ops = self.config, self.model, self.ops
         layers: list = list(model.layers)
         q_lens, kv_lens = np.ones(rows, dtype=np.int32), np.full(rows, context, dtype=np.int32)
-        batch, positions, slots = self.batch(q_lens, kv_lens)
+        batch, positions, where = self.batch(q_lens, kv_lens)
         attention = self.attention(decode_backend)
         host = np.zeros(attention.graph_words(rows), np.int32)
         words = torch.zeros(len(host), dtype=torch.int32, device="cuda")
@@ -110,7 +110,7 @@ class Bench:
         zeros = torch.zeros(rows, device="cuda")
 
         def step() -> None:
-            logits = model.logits(model.forward(ids, positions, slots, self.caches, state))
+            logits = model.logits(model.forward(ids, positions, where, self.caches, state))
             ops.sample(logits, zeros, zeros.long(), positions)
 
         result: dict = {"rows": rows, "context": context, "step_us": graph_time(step)}
@@ -126,7 +126,7 @@ class Bench:
 
         def rope(index: int, layer) -> None:
             ops.rope_and_store(
-                qkv, positions, model.cos_sin, *self.caches[index], slots, layer.q_norm, layer.k_norm, eps,
+                qkv, positions, model.cos_sin, *self.caches[index], where, layer.q_norm, layer.k_norm, eps,
                 heads, config.num_kv_heads,
             )  # fmt: skip
 
@@ -148,7 +148,7 @@ class Bench:
     def prefill(self, tokens: int) -> dict:
         """One eager prefill of a single prompt, timed with events; includes the launches."""
         q_lens = np.array([tokens], dtype=np.int32)
-        batch, positions, slots = self.batch(q_lens, q_lens)
+        batch, positions, where = self.batch(q_lens, q_lens)
         attention = self.attention("auto")
         ids = torch.randint(0, self.config.vocab_size, (tokens,), device="cuda")
         times = []
@@ -156,7 +156,7 @@ class Bench:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             attention.plan(batch)
-            self.model.logits(self.model.forward(ids, positions, slots, self.caches, attention)[-1:])
+            self.model.logits(self.model.forward(ids, positions, where, self.caches, attention)[-1:])
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3)

@@ -38,7 +38,7 @@ class Client:
         self.tokens: dict[int, list[int]] = {}
         self.code: dict[int, int] = {}
         self.failure: dict[int, protocol.Failure] = {}
-        self.extras: dict[int, list[protocol.RowReport]] = {}
+        self.reports: dict[int, list[protocol.RowReport]] = {}
         self.statuses: list[protocol.Status] = []
         self.thread: threading.Thread | None = None
 
@@ -69,8 +69,8 @@ class Client:
                     self.tokens[local_id].append(token)
                 if code != protocol.RUNNING:
                     self.code[local_id] = code
-            for extra in protocol.decode_reports(rest[0]) if rest else []:
-                self.extras.setdefault(extra.local_id, []).append(extra)
+            for report in protocol.decode_reports(rest[0]) if rest else []:
+                self.reports.setdefault(report.local_id, []).append(report)
         elif kind == protocol.FAILURE:
             failure = protocol.decode_failure(body)
             self.failure[protocol.split_handle(failure.handle)[1]] = failure
@@ -87,8 +87,8 @@ class Client:
 
     def queue_times(self, local_ids: list[int]) -> list[list[int]]:
         """The queue times that came for each, in nanoseconds; there should be one."""
-        extras = [self.extras.get(i, []) for i in local_ids]
-        return [[e.queue_ns for e in each if e.queue_ns is not None] for each in extras]
+        reports = [self.reports.get(i, []) for i in local_ids]
+        return [[e.queue_ns for e in each if e.queue_ns is not None] for each in reports]
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]

@@ -75,7 +75,7 @@ def expected(checkpoint: Path) -> dict[tuple[int, ...], list[int]]:
             id="no_evict",
         ),
         pytest.param(
-            {"max_num_seqs": 12, "tokens_per_block": 32, "enable_kv_cache_reuse": False}, id="page32"
+            {"max_num_seqs": 12, "tokens_per_block": 32, "enable_kv_cache_reuse": False}, id="block32"
         ),
         pytest.param(
             {
@@ -188,7 +188,7 @@ def test_output_is_cut_where_max_seq_len_ends(checkpoint, tmp_path):
         assert len(client.generate([[5] * 30], GREEDY)[0]) == 10
 
 
-def test_sequences_of_one_request_share_prompt_pages(checkpoint, tmp_path):
+def test_sequences_of_one_request_share_prompt_blocks(checkpoint, tmp_path):
     """Even with the prefix cache off; each continues on its own seed."""
     core = start_core(checkpoint, enable_kv_cache_reuse=False)
     prompt = list(range(3, 103))
@@ -202,7 +202,7 @@ def test_sequences_of_one_request_share_prompt_pages(checkpoint, tmp_path):
         ]
         client.wait(ids)
         assert len({tuple(client.tokens[i]) for i in ids}) == 3
-        reused = [client.extras[i][-1].perf.reused_blocks for i in ids]
+        reused = [client.reports[i][-1].perf.reused_blocks for i in ids]
         assert reused == [0, 6, 6]
         single = client.generate([prompt], SamplingParams(max_tokens=16, temperature=1.0, seed=2))
         assert single[0] == client.tokens[ids[2]]

@@ -141,7 +141,7 @@ def test_guides_with_other_features(tokenizer, tmp_path):
         assert not client.failure
         assert re.fullmatch("[a-z_<>|]{9}", tokenizer.backend.decode(client.tokens[third]))
         assert tokenizer.backend.decode(client.tokens[one]) == "a-b"
-        assert len([e.log_prob for e in client.extras[one] if e.log_prob is not None]) == len(
+        assert len([e.log_prob for e in client.reports[one] if e.log_prob is not None]) == len(
             client.tokens[one]
         )
         assert len(client.tokens[other]) >= 5
@@ -181,7 +181,7 @@ def test_a_token_that_does_not_follow_the_guide_is_not_sent(tmp_path, monkeypatc
         one = client.submit([0], guided("regex", "[a-z ]{20,}", log_probs=True))
         client.wait([one])
         assert client.failure[one].message == "no such token"
-        log_probs = [e.log_prob for e in client.extras[one] if e.log_prob is not None]
+        log_probs = [e.log_prob for e in client.reports[one] if e.log_prob is not None]
         assert len(client.tokens[one]) == len(log_probs) == followed
         assert len(client.queue_times([one])[0]) == 1
 

@@ -115,7 +115,7 @@ def test_a_burst_that_finds_slots_is_not_refused(checkpoint, tmp_path):
         client.wait(ids)
 
 
-def test_status_counts_pages_and_requests(checkpoint, tmp_path):
+def test_status_counts_blocks_and_requests(checkpoint, tmp_path):
     core = start_core(checkpoint, enable_kv_cache_reuse=False)
     with serve(core, tmp_path, wants_status=True) as client:
         one = client.submit([5] * 33, LONG)

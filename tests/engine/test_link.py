@@ -39,7 +39,7 @@ class Answer:
         self.failure: tuple[str, bool] | None = None
         self.started, self.ended = threading.Event(), threading.Event()
 
-    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
+    def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         if token != protocol.NO_TOKEN:
             self.tokens.append(token)
         self.code = code

@@ -30,8 +30,8 @@ class Recorder(LocalSocket):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.inbox.append(protocol.Submit(protocol.make_handle(self.pid, local_id), prompt, params))
 
-    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
-        super().send_tokens(pid, frame, extras)
+    def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
+        super().send_tokens(pid, frame, reports)
         self.log.append(protocol.unpack_tokens(frame)[:, 0].tolist())
 
 

@@ -25,7 +25,7 @@ class Recorder(LocalSocket):
         self.tokens: dict[int, list[int]] = {}
         self.codes: dict[int, int] = {}
 
-    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+    def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         for local_id, token, code in protocol.unpack_tokens(frame).tolist():
             if token != protocol.NO_TOKEN:
                 self.tokens.setdefault(local_id, []).append(token)

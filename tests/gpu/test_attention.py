@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer attention against plain torch over the same pages."""
+"""FlashInfer attention against plain torch over the same blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = [
 ]
 
 HEADS = [(32, 8), (28, 4), (16, 8), (32, 32)]
-DIM, PAGE, MAX_SEQS, MAX_PAGES, LAYERS = 128, 16, 64, 300, 2
+DIM, BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS, LAYERS = 128, 16, 64, 300, 2
 
 
 class Setup:
-    """Random caches, a random block table over distinct pages, and both implementations."""
+    """Random caches, a random block table over distinct blocks, and both implementations."""
 
     def __init__(self, heads: int, kv_heads: int, decode_backend: str = "auto", seed: int = 0):
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
@@ -29,15 +29,15 @@ class Setup:
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.heads = heads
-        self.pages = 4000
-        shape = (self.pages, PAGE, kv_heads, DIM)
+        self.blocks = 4000
+        shape = (self.blocks, BLOCK_SIZE, kv_heads, DIM)
         self.caches = [
             tuple(torch.randn(shape, device="cuda").bfloat16() for _ in "kv") for _ in range(LAYERS)
         ]
-        # The last row is the slot of padded rows: all of its pages are page 0.
-        self.table = torch.zeros(MAX_SEQS + 1, MAX_PAGES, dtype=torch.int32, device="cuda")
+        # The last row is the slot of padded rows: all of its blocks are block 0.
+        self.table = torch.zeros(MAX_SEQS + 1, MAX_BLOCKS, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
-            KVCache.over(self.caches), heads, MAX_SEQS, MAX_PAGES, decode_backend
+            KVCache.over(self.caches), heads, MAX_SEQS, MAX_BLOCKS, decode_backend
         )
         wide = [tuple(cache.float() for cache in pair) for pair in self.caches]
         self.reference = TorchPagedAttention(KVCache.over(wide), heads)
@@ -45,11 +45,11 @@ class Setup:
     def batch(self, q_lens, kv_lens) -> AttentionBatch:
         rows = len(q_lens)
         slots = self.rng.permutation(MAX_SEQS)[:rows].astype(np.int32)
-        pages = iter(self.rng.permutation(np.arange(1, self.pages)))
-        table = np.zeros((MAX_SEQS + 1, MAX_PAGES), dtype=np.int32)
+        blocks = iter(self.rng.permutation(np.arange(1, self.blocks)))
+        table = np.zeros((MAX_SEQS + 1, MAX_BLOCKS), dtype=np.int32)
         for slot, kv_len in zip(slots, kv_lens, strict=True):
-            count = -(-int(kv_len) // PAGE)
-            table[slot, :count] = [next(pages) for _ in range(count)]
+            count = -(-int(kv_len) // BLOCK_SIZE)
+            table[slot, :count] = [next(blocks) for _ in range(count)]
         self.table.copy_(torch.from_numpy(table))
         q_lens = np.array(q_lens, dtype=np.int32)
         return AttentionBatch(
@@ -162,8 +162,8 @@ def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
             assert out.isfinite().all()
 
 
-def test_a_graph_sees_pages_that_the_table_gets_after_the_plan():
-    """A decode step's newest pages are entered by the graph itself."""
+def test_a_graph_sees_blocks_that_the_table_gets_after_the_plan():
+    """A decode step's newest blocks are entered by the graph itself."""
     setup = Setup(32, 8, "triton")
     rows = 9
     q, out = setup.query(rows), torch.empty(rows, 32, DIM, device="cuda", dtype=torch.bfloat16)
@@ -174,10 +174,10 @@ def test_a_graph_sees_pages_that_the_table_gets_after_the_plan():
     with torch.cuda.graph(graph):
         state.run(0, q, out)
     batch = setup.batch([1] * rows, [1, 17, 300, 4000, 16, 33, 64, 65, 999])
-    pages = setup.table.clone()
+    table = setup.table.clone()
     setup.table.zero_()
     state.plan(batch)
-    setup.table.copy_(pages)
+    setup.table.copy_(table)
     graph.replay()
     assert_close(out, setup.expected(batch, 0, q))
 

@@ -78,7 +78,7 @@ def test_preemption_and_prefix_reuse_leave_nothing(tmp_path):
     folder = make_checkpoint("llama", tmp_path / "model", **SIZES)
     params = SamplingParams(max_tokens=64, temperature=0.0)
     core = start_core(folder, **(SETTINGS | {"max_tokens_in_paged_kv_cache": 800, "max_seq_len": 256}))
-    with serve(core, tmp_path / "run") as client:  # checks on leaving that no page and no slot is lost
+    with serve(core, tmp_path / "run") as client:  # checks on leaving that no block and no slot is lost
         first = client.generate(make_prompts(12), params)
         assert [len(row) for row in first] == [64] * 12
         client.generate(make_prompts(12), params)

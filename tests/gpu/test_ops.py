@@ -92,26 +92,26 @@ def test_products_repeat_bit_for_bit(ops):
 @pytest.mark.parametrize("heads, kv_heads, dim", HEADS)
 @pytest.mark.parametrize("norm", [False, True])
 def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm):
-    pages, page = 80, 16
+    blocks, block_size = 80, 16
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim)
     positions = torch.randint(0, 5000, (tokens,), device="cuda", dtype=torch.int32)
     angles = torch.outer(torch.arange(5000.0), 1 / 1e4 ** (torch.arange(0, dim, 2) / dim)).cuda()
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    caches = [randn(pages, page, kv_heads, dim) for _ in range(2)]
-    slots = torch.randperm(pages * page, device="cuda")[:tokens].int()
+    caches = [randn(blocks, block_size, kv_heads, dim) for _ in range(2)]
+    locations = torch.randperm(blocks * block_size, device="cuda")[:tokens].int()
     q_norm, k_norm = (randn(dim) + 1, randn(dim) + 1) if norm else (None, None)
     expected_caches = [cache.clone() for cache in caches]
-    arguments = (slots, q_norm, k_norm, 1e-6, heads, kv_heads)
+    arguments = (locations, q_norm, k_norm, 1e-6, heads, kv_heads)
     torch.cuda.synchronize()
     expected = torch_ops.rope_and_store(qkv, positions, cos_sin, *expected_caches, *arguments)
     actual = ops.rope_and_store(qkv, positions, cos_sin, *caches, *arguments)
     assert_close(actual, expected)
     assert_close(caches[0], expected_caches[0])
     assert torch.equal(caches[1], expected_caches[1])
-    untouched = torch.ones(pages * page, dtype=torch.bool, device="cuda")
-    untouched[slots.long()] = False
+    untouched = torch.ones(blocks * block_size, dtype=torch.bool, device="cuda")
+    untouched[locations.long()] = False
     for cache, reference in zip(caches, expected_caches, strict=True):
-        flat, other = cache.view(pages * page, -1), reference.view(pages * page, -1)
+        flat, other = cache.view(blocks * block_size, -1), reference.view(blocks * block_size, -1)
         assert torch.equal(flat[untouched], other[untouched])
 
 

@@ -75,7 +75,7 @@ def mixed_params() -> list[SamplingParams]:
 def test_features_with_graphs_equal_features_without(tmp_path: Path):
     """Graphs give logits; the features overwrite their tokens."""
     settings = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_num_tokens": 1024}
-    produced, extras = [], []
+    produced, reports = [], []
     for name, sizes in (("eager", "none"), ("graphs", "auto")):
         core = start_core(Path("bundled"), cuda_graph_batch_sizes=sizes, **settings)
         with serve(core, tmp_path / name) as client:
@@ -83,12 +83,12 @@ def test_features_with_graphs_equal_features_without(tmp_path: Path):
             produced.append(
                 [client.generate([p], params)[0] for p, params in zip(PROMPTS, mixed_params(), strict=True)]
             )
-            extras.append([client.extras.get(i, []) for i in range(1, len(PROMPTS) + 1)])
+            reports.append([client.reports.get(i, []) for i in range(1, len(PROMPTS) + 1)])
     # Attention may add in another order, and bfloat16 makes near ties: a sequence may part from there.
     equal = [eager == graphs for eager, graphs in zip(*produced, strict=True)]
     assert sum(equal) >= len(equal) - 2, equal
-    extras = [[e for e, same in zip(each, equal, strict=True) if same] for each in extras]
-    for eager, graphs in zip(*extras, strict=True):
+    reports = [[e for e, same in zip(each, equal, strict=True) if same] for each in reports]
+    for eager, graphs in zip(*reports, strict=True):
         for one, other in zip(eager, graphs, strict=True):
             if one.log_prob is not None:
                 assert other.log_prob == pytest.approx(one.log_prob, abs=0.2)
@@ -107,20 +107,20 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
         client.wait(ids)
         assert not client.failure
         for local_id, prompt, params in zip(ids, PROMPTS, all_params, strict=True):
-            tokens, extras = client.tokens[local_id], client.extras.get(local_id, [])
+            tokens, reports = client.tokens[local_id], client.reports.get(local_id, [])
             assert tokens
             if params.log_probs:
-                reported = [e.log_prob for e in extras if e.log_prob is not None]
+                reported = [e.log_prob for e in reports if e.log_prob is not None]
                 assert len(reported) == len(tokens) and max(reported) < 1e-4
             if params.generation_logits:
-                rows = torch.tensor(np.stack([np.frombuffer(e.generation_logits, "<f4") for e in extras]))
+                rows = torch.tensor(np.stack([np.frombuffer(e.generation_logits, "<f4") for e in reports]))
                 torch.testing.assert_close(
                     log_probs(rows, torch.tensor(tokens)).tolist(), reported, atol=1e-4, rtol=0
                 )
             if params.bad_words:
                 assert 100 not in tokens and (200, 201) not in itertools.pairwise(tokens)
             if params.context_logits:
-                assert len(extras[0].context_logits) == 4 * 2048 * len(prompt)
+                assert len(reports[0].context_logits) == 4 * 2048 * len(prompt)
 
 
 def test_guides_with_graphs(tmp_path: Path):

@@ -36,7 +36,7 @@ def test_decode_inputs(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_sample_with_bans_and_record(rows):
+def test_sample_with_suppressed_tokens_and_record(rows):
     from flashinfer_backend.ops import cuda_ops
 
     torch.manual_seed(rows)

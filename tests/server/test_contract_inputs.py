@@ -198,9 +198,9 @@ def test_several_sequences_share_the_prompt_and_differ_by_seed(contract: Server)
     assert [text_of(part) for part in parts] == [
         generate(contract, 16, **{**sampling, "seed": 40 + n})[TEXT] for n in range(3)
     ]
-    full_pages = (len(encode(prompt)) - 1) // 16
+    full_blocks = (len(encode(prompt)) - 1) // 16
     for part in parts[1:]:
-        assert part[-1]["kv_cache_reused_blocks"] == full_pages > 1
+        assert part[-1]["kv_cache_reused_blocks"] == full_blocks > 1
     (single,) = events(contract, 1, num_return_sequences=1)
     assert "sequence_index" not in single
     _, answer = contract.post(body(num_return_sequences=2))

@@ -150,7 +150,7 @@ def test_a_last_chunk_without_a_token_has_what_was_asked_for(contract: Server) -
 
 def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
     prompt = "A horse, a duck and a frog lived by the river and were friends. " * 5
-    pages = len(encode(prompt)) // 16
+    blocks = len(encode(prompt)) // 16
 
     def perf(stream: bool) -> dict[str, Any]:
         asked = {"text_input": prompt, "return_perf_metrics": True}
@@ -166,9 +166,11 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
         return last
 
     first, second, third = perf(False), perf(False), perf(True)
-    assert pages > 4 and first["kv_cache_reused_blocks"] == 0 and first["kv_cache_alloc_new_blocks"] >= pages
+    assert (
+        blocks > 4 and first["kv_cache_reused_blocks"] == 0 and first["kv_cache_alloc_new_blocks"] >= blocks
+    )
     for again in (second, third):
-        assert again["kv_cache_reused_blocks"] >= pages - 1
+        assert again["kv_cache_reused_blocks"] >= blocks - 1
         assert again["kv_cache_alloc_new_blocks"] < first["kv_cache_alloc_new_blocks"]
         assert again["kv_cache_alloc_total_blocks"] == (
             again["kv_cache_alloc_new_blocks"] + again["kv_cache_reused_blocks"]

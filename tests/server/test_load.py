@@ -116,7 +116,7 @@ def post(server: Server, path: str, request: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize(("model", "request_body"), [("ensemble", ENSEMBLE), ("llm", LLM)])
-def test_a_client_that_leaves_its_stream_frees_its_pages(
+def test_a_client_that_leaves_its_stream_frees_its_blocks(
     server: Server, watch: EngineWatch, model: str, request_body: dict[str, Any]
 ) -> None:
     idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")

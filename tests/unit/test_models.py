@@ -22,7 +22,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 
-PAGE = 16
+BLOCK_SIZE = 16
 
 
 def load(model_dir: Path, dtype: str = "float32") -> Transformer:
@@ -39,12 +39,13 @@ def attention_batch(q_lens, kv_lens, slots, table) -> AttentionBatch:
 class Paged:
     """Drives a Transformer over paged caches without a scheduler.
 
-    Pages are given out in random order, unwritten cache is NaN and unused table entries are far out of range.
+    Blocks are given out in random order; unwritten cache is NaN, unused entries of the table are far out of
+    range.
     """
 
-    def __init__(self, model: Transformer, num_slots: int = 4, max_pages: int = 12) -> None:
+    def __init__(self, model: Transformer, num_slots: int = 4, max_blocks: int = 12) -> None:
         config = model.config
-        shape = (num_slots * max_pages, PAGE, config.num_kv_heads, config.head_dim)
+        shape = (num_slots * max_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.model = model
         self.caches = [
             tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv")
@@ -52,8 +53,8 @@ class Paged:
         ]
         self.attention = TorchPagedAttention(KVCache.over(self.caches), config.num_heads)
         self.lens = [0] * num_slots
-        self.table = torch.full((num_slots, max_pages), 2**30, dtype=torch.int32)
-        self.free = torch.randperm(len(self.table) * max_pages, generator=torch.manual_seed(0)).tolist()
+        self.table = torch.full((num_slots, max_blocks), 2**30, dtype=torch.int32)
+        self.free = torch.randperm(len(self.table) * max_blocks, generator=torch.manual_seed(0)).tolist()
 
     def step(self, work: list[tuple[int, list[int]]], last_only: bool = False) -> list[Tensor]:
         """Run rows of (slot, new tokens) -> logits[q_len, V] per row; of the
@@ -61,10 +62,11 @@ class Paged:
         positions, cache_locations = [], []
         for slot, new in work:
             for position in range(self.lens[slot], self.lens[slot] + len(new)):
-                if position % PAGE == 0:
-                    self.table[slot, position // PAGE] = self.free.pop()
+                if position % BLOCK_SIZE == 0:
+                    self.table[slot, position // BLOCK_SIZE] = self.free.pop()
                 positions.append(position)
-                cache_locations.append(int(self.table[slot, position // PAGE]) * PAGE + position % PAGE)
+                block = int(self.table[slot, position // BLOCK_SIZE])
+                cache_locations.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
             self.lens[slot] += len(new)
         slots, q_lens = [slot for slot, _ in work], [len(new) for _, new in work]
         kv_lens = [self.lens[slot] for slot in slots]
@@ -169,21 +171,22 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v).float()
 
 
-@pytest.mark.parametrize(("query_block", "group_tokens"), [(1024, 4096), (8, 20)])
-def test_paged_attention_matches_dense(monkeypatch, query_block, group_tokens):
-    monkeypatch.setattr(torch_paged, "_QUERY_BLOCK", query_block)
+@pytest.mark.parametrize(("query_rows", "group_tokens"), [(1024, 4096), (8, 20)])
+def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens):
+    monkeypatch.setattr(torch_paged, "_QUERY_ROWS", query_rows)
     monkeypatch.setattr(torch_paged, "_GROUP_TOKENS", group_tokens)
     generator = torch.manual_seed(0)
     q_lens, kv_lens, slots = [1, 1, 1, 1, 30, 30, 1], [17, 160, 1, 150, 30, 101, 12], [5, 0, 3, 6, 1, 2, 4]
-    heads, kv_heads, dim, pages = 6, 2, 16, 80
-    caches = [tuple(torch.full((pages, PAGE, kv_heads, dim), torch.nan) for _ in "kv") for _ in range(2)]
+    heads, kv_heads, dim, blocks = 6, 2, 16, 80
+    shape = (blocks, BLOCK_SIZE, kv_heads, dim)
+    caches = [tuple(torch.full(shape, torch.nan) for _ in "kv") for _ in range(2)]
     table = torch.full((7, 11), -(2**30), dtype=torch.int32)
-    free = torch.randperm(pages, generator=generator).tolist()
+    free = torch.randperm(blocks, generator=generator).tolist()
     dense = {}
     for slot, kv_len in zip(slots, kv_lens, strict=True):
-        for page in range(-(-kv_len // PAGE)):
-            table[slot, page] = free.pop()
-        where = [int(table[slot, i // PAGE]) * PAGE + i % PAGE for i in range(kv_len)]
+        for block in range(-(-kv_len // BLOCK_SIZE)):
+            table[slot, block] = free.pop()
+        where = [int(table[slot, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE for i in range(kv_len)]
         for layer, pair_of_caches in enumerate(caches):
             for name, cache in zip("kv", pair_of_caches, strict=True):
                 dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)

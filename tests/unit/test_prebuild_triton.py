@@ -62,10 +62,10 @@ def sample_rows(rows: int) -> None:
     from flashinfer_backend.ops.triton_sample import sample
 
     data = torch.zeros(6 * rows, dtype=torch.int32)
-    slots, heat, position, banned = data[2 * rows :].view(4, rows)
+    slots, heat, position, suppressed = data[2 * rows :].view(4, rows)
     seed, record = data[: 2 * rows].view(torch.int64), (torch.zeros(257, dtype=torch.int32), slots)
     logits = torch.empty(rows, VOCAB, dtype=torch.bfloat16)
-    sample(logits, heat.view(torch.float32), seed, position, banned, record)
+    sample(logits, heat.view(torch.float32), seed, position, suppressed, record)
 
 
 def names(variants: list[tuple[Any, str]]) -> Counter[str]:

@@ -174,13 +174,13 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
     sequence._matcher = matcher  # type: ignore[assignment]
 
     def report(token: int) -> None:
-        extras = protocol.RowReport(1, log_prob=-float(token))
-        sequence.on_token(token, protocol.RUNNING, extras)
+        report = protocol.RowReport(1, log_prob=-float(token))
+        sequence.on_token(token, protocol.RUNNING, report)
 
     def sent() -> tuple[list[int], list[float | None], float]:
         chunk = sequence.take()
         assert chunk is not None
-        return chunk.ids, [extra.log_prob for extra in chunk.extras], sequence.cum_log_prob
+        return chunk.ids, [report.log_prob for report in chunk.reports], sequence.cum_log_prob
 
     report(1)
     report(2)

@@ -130,7 +130,7 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
     chunk = sequence.take()
     assert chunk is not None and sequence.ended and chunk.code == protocol.FINISHED_STOP_WORDS
     assert tokenizer.backend.decode(chunk.ids) == "a town"
-    assert [extra.perf for extra in chunk.extras] == ([] if engine_fails else [perf])
+    assert [report.perf for report in chunk.reports] == ([] if engine_fails else [perf])
     assert sequence.take() is None and len(asked) == 1
 
 

@@ -83,7 +83,7 @@ def test_greedy_takes_the_lowest_of_equal_ids(other_temperature):
     assert ids[0] == 9
 
 
-def test_banned_logits_are_never_sampled():
+def test_suppressed_logits_are_never_sampled():
     logits = torch.full((500, 8), -torch.inf)
     logits[:, 5] = -3.0
     for temperature in (0.0, 1.0):
@@ -97,15 +97,15 @@ def test_rms_norm_is_float32_inside():
     assert normed.tolist() == [[2.0] * 4]
 
 
-def test_store_touches_only_its_slots():
+def test_store_touches_only_its_locations():
     generator = torch.manual_seed(0)
     k_cache, v_cache = torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8)
     qkv = torch.randn(2, 4 * 8, generator=generator)
     table = torch.cat((torch.ones(9, 4), torch.zeros(9, 4)), dim=1)  # the identity rotation
-    slots = torch.tensor([11, 2], dtype=torch.int32)
+    locations = torch.tensor([11, 2], dtype=torch.int32)
     positions = torch.tensor([8, 0], dtype=torch.int32)
     q = torch_ops.rope_and_store(
-        qkv, positions, table, k_cache, v_cache, slots, None, None, 1e-6, num_heads=2, num_kv_heads=1
+        qkv, positions, table, k_cache, v_cache, locations, None, None, 1e-6, num_heads=2, num_kv_heads=1
     )
     torch.testing.assert_close(q, qkv[:, :16].view(2, 2, 8))
     for cache, start in ((k_cache, 16), (v_cache, 24)):

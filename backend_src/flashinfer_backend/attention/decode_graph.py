@@ -21,12 +21,12 @@ class DecodeGraphState:
 
     Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
     plan(batch, host) on the stream of the replay, with as many rows: pad with rows of one token in a slot
-    whose pages are all page 0.
+    whose blocks are all block 0.
 
     block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
     table while the graph runs, and of the step's upload the graph_words(bucket) that `plan` writes to `host`:
     the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
-    what they need, and the pages that the table has by then.
+    what they need, and the blocks that the table has by then.
     """
 
     def __init__(

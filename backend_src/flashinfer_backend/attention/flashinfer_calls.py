@@ -24,12 +24,12 @@ _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one attention layer: heads, cache pages and 16-bit dtype."""
+    """Of one attention layer: heads, block size of the cache in tokens and 16-bit dtype."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
+    block_size: int
     dtype: torch.dtype
 
 
@@ -85,7 +85,7 @@ class PagedCalls:
             rows,
             shape.num_heads,
             shape.num_kv_heads,
-            shape.page_size,
+            shape.block_size,
             graph,
             shape.head_dim,
             shape.head_dim,
@@ -109,10 +109,10 @@ class PagedCalls:
         rows: int,
     ) -> None:
         """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]."""
-        extra: list[Any] = [None, 0.0, self._sm_scale, 1.0, 0]  # scale of V, soft cap, scale, scale of V, -
+        more: list[Any] = [None, 0.0, self._sm_scale, 1.0, 0]  # scale of V, soft cap, scale, scale of V, -
         unused = [None] * 3
         if backend == "fa2":
-            extra = [None, None, 0.0, self._sm_scale, 1.0, 1.0, 0]  # block scales, soft cap, scale, rope, -
+            more = [None, None, 0.0, self._sm_scale, 1.0, 1.0, 0]  # block scales, soft cap, scale, rope, -
             unused = [None] * 6  # custom masks, ALiBi and multi-item scoring
         self._module(backend).paged_run(
             self._float_workspace,
@@ -131,7 +131,7 @@ class PagedCalls:
             -1,  # no sliding window
             True,  # programmatic dependent launch
             *unused,
-            *extra,
+            *more,
         )
 
     def xqa(
@@ -149,7 +149,7 @@ class PagedCalls:
             self._float_workspace,
             self._semaphores.view(torch.uint32),
             self._shape.num_kv_heads,
-            self._shape.page_size,
+            self._shape.block_size,
             enable_pdl=True,
         )
 

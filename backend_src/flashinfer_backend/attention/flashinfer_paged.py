@@ -34,9 +34,9 @@ class FlashInferAttention:
     """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
 
     cache: of bfloat16 or float16, on a CUDA device; num_heads: query heads.
-    max_num_seqs: most rows in a step. max_pages_per_seq: columns of the block table.
-    decode_backend: FlashInfer's "fa2" or "xqa" (page_size 16, 32, 64 or 128), the "triton" kernel beside this
-    file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
+    max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
+    decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
+    beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
     All calls must come from one thread with one current stream.
     Raises ValueError for shapes that these kernels do not have.
     """
@@ -46,12 +46,12 @@ class FlashInferAttention:
         cache: KVCache,
         num_heads: int,
         max_num_seqs: int,
-        max_pages_per_seq: int,
+        max_blocks_per_seq: int,
         decode_backend: str = "auto",
     ) -> None:
         shape = cache.format
-        num_kv_heads, head_dim, page_size = shape.num_kv_heads, shape.head_dim, shape.block_size
-        _check_supported(num_heads, num_kv_heads, head_dim, page_size, decode_backend, shape.dtype)
+        num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, shape.dtype)
         self.layers = cache.layers
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
@@ -60,7 +60,7 @@ class FlashInferAttention:
         # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         device = cache.device
-        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, page_size, shape.dtype), device)
+        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, block_size, shape.dtype), device)
         items = split.max_items(max_num_seqs, num_kv_heads)
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
@@ -68,8 +68,8 @@ class FlashInferAttention:
         self.workspace = triton_decode.DecodeWorkspace(
             max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
         )
-        self._decode = PagedMetadata(self._ring, rows, max_pages_per_seq, page_size, device)
-        self._prefill = PagedMetadata(self._ring, rows, max_pages_per_seq, page_size, device)
+        self._decode = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, device)
+        self._prefill = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, device)
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(device)
@@ -129,7 +129,7 @@ class FlashInferAttention:
     def plan_decode(
         self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
     ) -> Call:
-        """Upload lengths and pages of decode rows; bucket > 0 pads to that many rows for a graph of FA2 or
+        """Upload lengths and blocks of decode rows; bucket > 0 pads to that many rows for a graph of FA2 or
         XQA."""
         rows = bucket or len(slots)
         if backend == "triton":
@@ -226,7 +226,7 @@ class FlashInferAttention:
 
 
 def _check_supported(
-    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, decode_backend: str, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, decode_backend: str, dtype: torch.dtype
 ) -> None:
     if decode_backend not in ("auto", "fa2", "xqa", "triton"):
         raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa, triton")
@@ -240,5 +240,7 @@ def _check_supported(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-    if decode_backend == "xqa" and page_size not in (16, 32, 64, 128):
-        raise ValueError(f"XQA has page sizes 16, 32, 64 and 128, not {page_size}; use decode_backend fa2")
+    if decode_backend == "xqa" and block_size not in (16, 32, 64, 128):
+        raise ValueError(
+            f"XQA has blocks of 16, 32, 64 and 128 tokens, not {block_size}; use decode_backend fa2"
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths and page lists of a step, staged through pinned memory to fixed device addresses."""
+"""Lengths and block lists of a step, staged through pinned memory to fixed device addresses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from flashinfer_backend.attention.split import ITEM_WORDS
 
-_GATHERED = 256  # pages of a program; one size, so that a long sequence does not compile another
+_GATHERED = 256  # blocks of a program; one size, so that a long sequence does not compile another
 
 
 @triton.jit
-def _gather_pages(
+def _gather_blocks(
     table,
     slots,
     kv_lens,
@@ -25,26 +25,26 @@ def _gather_pages(
     out,
     table_stride,
     out_stride,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PACKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    pages = (tl.load(kv_lens + row) + PAGE - 1) // PAGE
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = (tl.load(kv_lens + row) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    index = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row).to(tl.int64)
-    valid = index < pages
-    page = tl.load(table + slot * table_stride + index, mask=valid & (slot >= 0), other=0)
+    valid = index < blocks
+    block = tl.load(table + slot * table_stride + index, mask=valid & (slot >= 0), other=0)
     if PACKED:
         start = tl.load(kv_indptr + row).to(tl.int64)
     else:
         start = row.to(tl.int64) * out_stride
-    tl.store(out + start + index, page, mask=valid)
+    tl.store(out + start + index, block, mask=valid)
 
 
 @dataclass
 class HostArrays:
-    """CPU int32 tensors of one plan: qo_indptr[rows + 1], kv_indptr[rows + 1] in pages, kv_lens[rows]."""
+    """CPU int32 tensors of one plan: qo_indptr[rows + 1], kv_indptr[rows + 1] in blocks, kv_lens[rows]."""
 
     qo_indptr: Tensor
     kv_indptr: Tensor
@@ -52,8 +52,8 @@ class HostArrays:
 
 
 class PinnedEntry:
-    """One ring slot: FlashInfer's plan workspace, the metadata vector, work items of the Triton kernel, and
-    the event that frees them."""
+    """What the ring hands out: FlashInfer's plan workspace, the metadata vector, work items of the Triton
+    kernel, and the event that frees them."""
 
     def __init__(self, workspace_bytes: int, segment: int, items: int) -> None:
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, pin_memory=True)
@@ -62,7 +62,7 @@ class PinnedEntry:
         self.items = torch.zeros((items, ITEM_WORDS), dtype=torch.int32, pin_memory=True)
         self.copied = torch.cuda.Event()
         self.segment = segment
-        self.max_pages = 1
+        self.max_blocks = 1
 
     def host(self, rows: int) -> HostArrays:
         parts = [self.words[i * self.segment :] for i in range(5)]
@@ -91,18 +91,18 @@ class PinnedRing:
 class PagedMetadata:
     """Device-side description of up to `max_rows` rows, at addresses that never change.
 
-    One int32 buffer of five equal segments, filled by one copy: qo_indptr, kv_indptr (in pages),
-    last_page_len, kv_lens, slots. `indices` holds the rows' pages, packed by kv_indptr (FA2, FA3) or as a
-    table of max_pages columns (XQA).
+    One int32 buffer of five equal segments, filled by one copy: qo_indptr, kv_indptr (in blocks),
+    last_page_len, kv_lens, slots. `indices` holds the rows' blocks, packed by kv_indptr (FA2, FA3) or as a
+    table of max_blocks columns (XQA).
     """
 
     def __init__(
-        self, ring: PinnedRing, max_rows: int, max_pages: int, page_size: int, device: torch.device
+        self, ring: PinnedRing, max_rows: int, max_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        self._ring, self.page_size, self.max_pages = ring, page_size, max_pages
+        self._ring, self.block_size, self.max_blocks = ring, block_size, max_blocks
         self._segment = self.segment(max_rows)
         self._device = torch.zeros(5 * self._segment, dtype=torch.int32, device=device)
-        self.indices = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
 
     @staticmethod
     def segment(max_rows: int) -> int:
@@ -115,43 +115,43 @@ class PagedMetadata:
         """Stage rows and copy them to the device; q_lens None means one query token per row, `first` is the
         row of the first query.
 
-        Rows beyond len(slots) are padding: slot -1, one token of page 0.
+        Rows beyond len(slots) are padding: slot -1, one token of block 0.
         """
         entry, given, segment = self._ring.next(), len(slots), self._segment
         qo, kv, last, lens, ids = (entry.array[i * segment :] for i in range(5))
         lens[:given], lens[given:rows] = kv_lens, 1
         ids[:given], ids[given:rows] = slots, -1
-        pages = (lens[:rows] + (self.page_size - 1)) // self.page_size
-        last[:rows] = lens[:rows] - (pages - 1) * self.page_size
+        blocks = (lens[:rows] + (self.block_size - 1)) // self.block_size
+        last[:rows] = lens[:rows] - (blocks - 1) * self.block_size
         kv[0], qo[0] = 0, first
-        np.cumsum(pages, out=kv[1 : rows + 1])
+        np.cumsum(blocks, out=kv[1 : rows + 1])
         if q_lens is None:
             qo[1 : rows + 1] = np.arange(1, rows + 1, dtype=np.int32)
         else:
             np.cumsum(q_lens, out=qo[1 : rows + 1])
             qo[1 : rows + 1] += first
-        entry.max_pages = int(pages.max())
-        if entry.max_pages > self.max_pages:
+        entry.max_blocks = int(blocks.max())
+        if entry.max_blocks > self.max_blocks:
             raise ValueError(
-                f"a sequence has {entry.max_pages} pages, the block table {self.max_pages} columns"
+                f"a sequence has {entry.max_blocks} blocks, the block table {self.max_blocks} columns"
             )
         self._device.copy_(entry.words, non_blocking=True)
         self._rows = rows
         return entry
 
     def gather(self, block_table: Tensor, entry: PinnedEntry, packed: bool) -> None:
-        """Write the uploaded rows' pages from block_table[slots, columns] (int32) to `indices`."""
-        _gather_pages[(self._rows, triton.cdiv(entry.max_pages, _GATHERED))](
+        """Write the uploaded rows' blocks from block_table[slots, columns] (int32) to `indices`."""
+        _gather_blocks[(self._rows, triton.cdiv(entry.max_blocks, _GATHERED))](
             block_table,
             self._device[4 * self._segment :],
             self._device[3 * self._segment :],
             self._device[self._segment :],
             self.indices,
             block_table.stride(0),
-            self.max_pages,
-            PAGE=self.page_size,
+            self.max_blocks,
+            BLOCK_SIZE=self.block_size,
             PACKED=packed,
-            BLOCK=_GATHERED,
+            COLUMNS=_GATHERED,
             num_warps=2,
         )
 
@@ -171,5 +171,5 @@ class PagedMetadata:
         return self._part(3, rows)
 
     def table(self, rows: int) -> Tensor:
-        """[rows, max_pages] int32; columns past a row's pages hold stale page numbers."""
-        return self.indices[: rows * self.max_pages].view(rows, self.max_pages)
+        """[rows, max_blocks] int32; columns past a row's blocks hold stale block numbers."""
+        return self.indices[: rows * self.max_blocks].view(rows, self.max_blocks)

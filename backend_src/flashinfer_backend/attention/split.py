@@ -22,8 +22,8 @@ def max_items(rows: int, num_kv_heads: int) -> int:
 
 
 def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray) -> None:
-    """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose pages are the block
-    table's rows `slots` (both int32 [rows]).
+    """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose blocks are in the
+    block table's rows `slots` (both int32 [rows]).
 
     items must be above the number of rows. A row's chunks are consecutive items; unused items have row -1.
     """

@@ -14,7 +14,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.kv_cache.cache import KVCache
 
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
-_QUERY_BLOCK = 1024
+_QUERY_ROWS = 1024
 
 # Keys that one group of decode rows gathers, padding included, unless a single row has more.
 _GROUP_TOKENS = 4096
@@ -24,7 +24,7 @@ class _DecodeGroup(NamedTuple):
     """Decode rows of similar length, attended together."""
 
     rows: Tensor | slice  # int64[B], rows of q
-    tokens: Tensor  # int64[B * L], cache slots of every row's keys, padded to the longest row
+    tokens: Tensor  # int64[B * L], cache locations of every row's keys, padded to the longest row
     mask: Tensor | None  # bool[B, 1, 1, L], False on padding; None without any
 
 
@@ -32,8 +32,8 @@ class _Prefill(NamedTuple):
     """One request's chunk of a prompt."""
 
     start: int  # first row in q
-    tokens: Tensor  # int64[kv_len], cache slots of the request's keys
-    blocks: list[tuple[int, int, Tensor | None]]  # (first, last) row of the chunk, mask bool[rows, keys]
+    tokens: Tensor  # int64[kv_len], cache locations of the request's keys
+    parts: list[tuple[int, int, Tensor | None]]  # (first, last) row of the chunk, mask bool[rows, keys]
 
 
 class TorchPagedAttention:
@@ -45,14 +45,14 @@ class TorchPagedAttention:
 
     def __init__(self, cache: KVCache, num_heads: int) -> None:
         shape = cache.format
-        num_kv_heads, head_dim, page_size = shape.num_kv_heads, shape.head_dim, shape.block_size
-        # Token granularity: [pages * page_size, Hkv, D] views of the same memory.
+        num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        # Token granularity: [blocks * block_size, Hkv, D] views of the same memory.
         self._flat = [tuple(part.view(-1, num_kv_heads, head_dim) for part in pair) for pair in cache.layers]
         self._device = cache.device
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._page_size = page_size
+        self._block_size = block_size
         # The gathered keys and values of one group or request, reused by every layer and step: fresh
         # memory of this size costs more in page faults than the attention itself.
         self._scratch = [cache[:0] for cache in self._flat[0]]
@@ -67,8 +67,8 @@ class TorchPagedAttention:
         for row in range(batch.num_single, len(batch.q_lens)):
             q_len, kv_len = int(batch.q_lens[row]), int(batch.kv_lens[row])
             positions = torch.arange(kv_len, device=self._device)
-            tokens = self._cache_slots(batch.block_table[int(batch.slots[row])], positions)
-            self._prefill.append(_Prefill(start, tokens, self._prefill_blocks(q_len, kv_len)))
+            tokens = self._cache_locations(batch.block_table[int(batch.slots[row])], positions)
+            self._prefill.append(_Prefill(start, tokens, self._prefill_parts(q_len, kv_len)))
             start += q_len
         gathers = [group.tokens for group in self._decode] + [chunk.tokens for chunk in self._prefill]
         longest = max(map(len, gathers), default=0)
@@ -89,7 +89,7 @@ class TorchPagedAttention:
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
             k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens))
-            for first, last, mask in request.blocks:
+            for first, last, mask in request.parts:
                 rows = slice(request.start + first, request.start + last)
                 seen = k.shape[2] if mask is None else mask.shape[1]
                 attended = F.scaled_dot_product_attention(
@@ -109,10 +109,10 @@ class TorchPagedAttention:
             for cache, scratch in zip(self._flat[layer], self._scratch, strict=True)
         ]
 
-    def _cache_slots(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Cache slots (page * P + offset) of positions[..., L] under the block tables table[..., pages]."""
-        pages = table.long().gather(-1, positions // self._page_size)
-        return pages * self._page_size + positions % self._page_size
+    def _cache_locations(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Where positions[..., L] lie (block * P + offset) under the block tables table[..., columns]."""
+        blocks = table.long().gather(-1, positions // self._block_size)
+        return blocks * self._block_size + positions % self._block_size
 
     def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:
         """Group decode rows by length: padding at most doubles what a group reads, and a group's keys stay
@@ -138,19 +138,19 @@ class TorchPagedAttention:
         positions = torch.arange(int(lens.max()), device=self._device).expand(len(rows), -1)
         valid = positions < kv_lens
         # Padding reads the row's own first token: a masked key must still be finite, and neither the rest
-        # of a page nor the rest of a block table has been written.
-        tokens = self._cache_slots(batch.block_table[slots], torch.where(valid, positions, 0))
+        # of a block nor the rest of a block table has been written.
+        tokens = self._cache_locations(batch.block_table[slots], torch.where(valid, positions, 0))
         mask = None if lens.min() == lens.max() else valid[:, None, None, :]
         where = as_slice or torch.as_tensor(rows, dtype=torch.int64, device=self._device)
         return _DecodeGroup(where, tokens.reshape(-1), mask)
 
-    def _prefill_blocks(self, q_len: int, kv_len: int) -> list[tuple[int, int, Tensor | None]]:
-        if q_len == kv_len and q_len <= _QUERY_BLOCK:
+    def _prefill_parts(self, q_len: int, kv_len: int) -> list[tuple[int, int, Tensor | None]]:
+        if q_len == kv_len and q_len <= _QUERY_ROWS:
             return [(0, q_len, None)]
-        blocks: list[tuple[int, int, Tensor | None]] = []
-        for first in range(0, q_len, _QUERY_BLOCK):
-            last = min(first + _QUERY_BLOCK, q_len)
+        parts: list[tuple[int, int, Tensor | None]] = []
+        for first in range(0, q_len, _QUERY_ROWS):
+            last = min(first + _QUERY_ROWS, q_len)
             seen = kv_len - q_len + last
             ones = torch.ones(last - first, seen, dtype=torch.bool, device=self._device)
-            blocks.append((first, last, ones.tril(seen - (last - first))))
-        return blocks
+            parts.append((first, last, ones.tril(seen - (last - first))))
+        return parts

@@ -86,9 +86,9 @@ def _decode(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -109,15 +109,15 @@ def _decode(
     slot = tl.load(items + item * 8 + 5)
     TOKEN: tl.constexpr = KV_HEADS * DIM
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
-    pages = table + slot.to(tl.int64) * table_stride
+    blocks = table + slot.to(tl.int64) * table_stride
     dims = tl.arange(0, DIM)
-    tokens = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, TILE)
     if PREFETCH > 0:
         # Older tokens' keys and values do not depend on the previous kernel: pull them into L2 meanwhile.
         ahead = start + tl.arange(0, PREFETCH)
         ahead = tl.minimum(ahead, end - 1)
-        ahead_page = tl.load(pages + ahead // PAGE).to(tl.int64)
-        place = (ahead_page * PAGE + ahead % PAGE) * TOKEN + head * DIM
+        ahead_block = tl.load(blocks + ahead // BLOCK_SIZE).to(tl.int64)
+        place = (ahead_block * BLOCK_SIZE + ahead % BLOCK_SIZE) * TOKEN + head * DIM
         size = tl.full([PREFETCH], DIM * 2, tl.int32)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
@@ -143,11 +143,11 @@ def _decode(
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, DIM], tl.float32)
-    for base in tl.range(start, end, BLOCK, num_stages=STAGES):
+    for base in tl.range(start, end, TILE, num_stages=STAGES):
         index = base + tokens
         valid = index < end
-        page = tl.load(pages + index // PAGE, mask=valid, other=0).to(tl.int64)
-        offset = (page * PAGE + index % PAGE) * TOKEN + head * DIM
+        block = tl.load(blocks + index // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        offset = (block * BLOCK_SIZE + index % BLOCK_SIZE) * TOKEN + head * DIM
         key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
         score = tl.dot(query, key.T) * scale_log2
         score = tl.where(valid[None, :], score, float("-inf"))
@@ -210,8 +210,8 @@ def decode(
     workspace: DecodeWorkspace,
     sm_scale: float,
 ) -> None:
-    """q, out [rows, Hq, D]; cache (K, V) each [pages, P, Hkv, D]; items int32 [n, ITEM_WORDS] on the device;
-    table int32 [slots, columns], the pages of each slot that the items name.
+    """q, out [rows, Hq, D]; cache (K, V) each [blocks, P, Hkv, D]; items int32 [n, ITEM_WORDS] on the device;
+    table int32 [slots, columns], the blocks of each slot that the items name.
     """
     k_cache, v_cache = cache
     _, heads, dim = q.shape
@@ -233,9 +233,9 @@ def decode(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        PAGE=k_cache.shape[1],
+        BLOCK_SIZE=k_cache.shape[1],
         GROUP=workspace.group,
-        BLOCK=config.block,
+        TILE=config.block,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
         QUERIES=triton.next_power_of_2(heads // kv_heads),

@@ -94,7 +94,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     # KV cache.
     tokens_per_block: Annotated[
-        Literal[16, 32, 64], Setting("tokens of a page of the KV cache, the grain of prefix reuse")
+        Literal[16, 32, 64], Setting("tokens of a block of the KV cache, the grain of prefix reuse")
     ] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[
         float,
@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = 0
     enable_kv_cache_reuse: Annotated[
-        bool, Setting("keep the pages of earlier prompts for prompts which begin with the same tokens")
+        bool, Setting("keep the blocks of earlier prompts for prompts which begin with the same tokens")
     ] = True
 
     # Scheduling.
@@ -122,8 +122,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     batch_scheduler_policy: Annotated[
         Literal["max_utilization", "guaranteed_no_evict"],
         Setting(
-            "max_utilization admits while pages last and may recompute the newest sequence later; "
-            "guaranteed_no_evict reserves all pages a sequence can need"
+            "max_utilization admits while blocks last and may recompute the newest sequence later; "
+            "guaranteed_no_evict reserves all blocks a sequence can need"
         ),
     ] = "max_utilization"
     schedule_policy: Annotated[
@@ -233,7 +233,7 @@ def fields(config: type[msgspec.Struct]) -> list[Field]:
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):
         hint = hints[field.name]
-        settings = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Setting)]
+        settings = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Setting)]
         if len(settings) != 1:
             raise TypeError(f"{config.__name__}.{field.name} should be Annotated with one Setting")
         setting = settings[0]

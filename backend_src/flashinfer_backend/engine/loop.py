@@ -288,14 +288,14 @@ class EngineLoop:
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)
         frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
-        extras = protocol.RowReport(local_id)
+        report = protocol.RowReport(local_id)
         if not request.first_token_ns:
-            extras.queue_ns = queue_ns(request)
+            report.queue_ns = queue_ns(request)
         if request.params.perf_metrics:
             request.last_token_ns = time.time_ns() if request.first_token_ns else 0
-            extras.perf = perf_of(request)
-        told = extras.queue_ns is not None or extras.perf is not None
-        self.socket.send_tokens(pid, frame, [extras] if told else None)
+            report.perf = perf_of(request)
+        told = report.queue_ns is not None or report.perf is not None
+        self.socket.send_tokens(pid, frame, [report] if told else None)
 
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:

@@ -123,8 +123,9 @@ class Transformer(nn.Module):
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
-        input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (page * P + offset), rows[R]
-        int32; kv_caches: per layer (K, V), each [pages, P, Hkv, D]. attention was planned for this step.
+        input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset),
+        rows[R] int32; kv_caches: per layer (K, V), each [blocks, P, Hkv, D]. attention was planned for this
+        step.
         """
         return drain(self.by_layers(input_ids, positions, cache_locations, kv_caches, attention, rows))
 

@@ -59,9 +59,9 @@ class Usage:
 
     def note(self, stream: Stream, chunk: Chunk) -> None:
         """Takes in what a chunk says of its prompt's blocks."""
-        for extra in chunk.extras:
-            if extra.perf is not None:
-                reused = extra.perf.reused_blocks * self._door.block_size
+        for report in chunk.reports:
+            if report.perf is not None:
+                reused = report.perf.reused_blocks * self._door.block_size
                 # Sequences of one prompt share its blocks anyway: what the first one found counts.
                 self._cached.setdefault(id(stream.row), reused)
 
@@ -89,10 +89,10 @@ class LogProb(msgspec.Struct):
 def token_log_probs(chunk: Chunk, decoder: DeltaDecoder, top: int) -> list[LogProb]:
     """Of each token of a chunk, with so many of the likeliest beside it."""
     result = []
-    for token, extra in zip(chunk.ids, log_probs(chunk), strict=False):
-        assert extra.log_prob is not None
-        best = [log_prob_of(i, value, decoder) for i, value in (extra.top_logprobs or [])[:top]]
-        one = log_prob_of(token, extra.log_prob, decoder)
+    for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
+        assert report.log_prob is not None
+        best = [log_prob_of(i, value, decoder) for i, value in (report.top_logprobs or [])[:top]]
+        one = log_prob_of(token, report.log_prob, decoder)
         one.top = best
         result.append(one)
     return result

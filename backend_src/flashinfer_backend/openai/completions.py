@@ -205,7 +205,7 @@ class _Reply:
 
     async def _prompt_probs(self, stream: Stream, chunk: Chunk) -> list[LogProb]:
         """Of the prompt's tokens; the first one has none (a positive number stands for that)."""
-        (data,) = [extra.context_logits for extra in chunk.extras if extra.context_logits is not None]
+        (data,) = [report.context_logits for report in chunk.reports if report.context_logits is not None]
         return await asyncio.to_thread(
             prompt_log_probs, stream.row.prompt, data, self._request.logprobs or 0, self._pieces
         )

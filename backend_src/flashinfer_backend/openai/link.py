@@ -181,4 +181,4 @@ def failure(stream: Stream) -> ApiError:
 
 def log_probs(chunk: Chunk) -> list[protocol.RowReport]:
     """What was reported of each of a chunk's ids, where log probabilities were asked for."""
-    return [extra for extra in chunk.extras if extra.log_prob is not None][: len(chunk.ids)]
+    return [report for report in chunk.reports if report.log_prob is not None][: len(chunk.ids)]

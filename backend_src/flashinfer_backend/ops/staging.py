@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 DEPTH = 3  # a step being read, one running, one being prepared
-UPLOADS = 7  # at most about so many vectors per step: block table, inputs, sampling; extras: 4
+# Vectors of a step, at most about: block table, inputs, sampling, and four for rows that ask for more than a
+# temperature.
+UPLOADS = 7
 
 
 class StagingRing:

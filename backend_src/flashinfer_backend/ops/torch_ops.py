@@ -78,8 +78,8 @@ def rope_and_store(
     """Rotate Q and K, write K and V to their places and return Q as [T, Hq, D], in `out` when given.
 
     qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
-    D/2 columns and the sines in the last; k_cache and v_cache [pages, P, Hkv, D], contiguous;
-    cache_locations[T] int32, page * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
+    D/2 columns and the sines in the last; k_cache and v_cache [blocks, P, Hkv, D], contiguous;
+    cache_locations[T] int32, block * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
     weights applied before the rotation, or None.
     """
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
@@ -89,9 +89,9 @@ def rope_and_store(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    slots = cache_locations.long()
-    k_cache.view(-1, num_kv_heads, head_dim)[slots] = _rotate(k, cos, sin)
-    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
+    where = cache_locations.long()
+    k_cache.view(-1, num_kv_heads, head_dim)[where] = _rotate(k, cos, sin)
+    v_cache.view(-1, num_kv_heads, head_dim)[where] = v
     rotated = _rotate(q, cos, sin)
     return rotated if out is None else out.copy_(rotated)
 
@@ -129,21 +129,21 @@ def gumbel_noise(bits: Tensor) -> Tensor:
 def decode_inputs(
     slots: Tensor,
     positions: Tensor,
-    new_pages: Tensor,
+    new_blocks: Tensor,
     last_token: Tensor,
     block_table: Tensor,
-    page_size: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """What decode rows feed the model: (input_ids, cache_locations), both int32 [R].
 
-    slots, positions, new_pages: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, max pages].
-    cache_locations is page * page_size + offset of each position. A row's new page, unless -1, is entered
+    slots, positions, new_blocks: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, columns].
+    cache_locations is block * block_size + offset of each position. A row's new block, unless -1, is entered
     into the block table as that position's; rows with one have slots of their own.
     """
-    columns = positions // page_size
-    pages = torch.where(new_pages >= 0, new_pages, block_table[slots, columns])
-    block_table[slots, columns] = pages
-    return last_token[slots], pages * page_size + positions % page_size
+    columns = positions // block_size
+    blocks = torch.where(new_blocks >= 0, new_blocks, block_table[slots, columns])
+    block_table[slots, columns] = blocks
+    return last_token[slots], blocks * block_size + positions % block_size
 
 
 def sample(

@@ -8,43 +8,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128
+_ROWS = 128  # of a program
 
 
 # One variant for graphs of all sizes: the columns of a graph's input are aligned as its number of rows is.
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions", "new_pages"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "positions", "new_blocks"])
 def _decode_inputs(
     slots,
     positions,
-    new_pages,
+    new_blocks,
     last_token,
     block_table,
     input_ids,
     cache_locations,
     rows,
     table_stride,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     slot = tl.load(slots + row, mask=valid, other=0)
     position = tl.load(positions + row, mask=valid, other=0)
     tl.store(input_ids + row, tl.load(last_token + slot, mask=valid, other=0), mask=valid)
-    entry = block_table + slot.to(tl.int64) * table_stride + position // PAGE
-    new_page = tl.load(new_pages + row, mask=valid, other=-1)
-    page = tl.where(new_page >= 0, new_page, tl.load(entry, mask=valid & (new_page < 0), other=0))
-    tl.store(entry, new_page, mask=new_page >= 0)
-    tl.store(cache_locations + row, page * PAGE + position % PAGE, mask=valid)
+    entry = block_table + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    new_block = tl.load(new_blocks + row, mask=valid, other=-1)
+    block = tl.where(new_block >= 0, new_block, tl.load(entry, mask=valid & (new_block < 0), other=0))
+    tl.store(entry, new_block, mask=new_block >= 0)
+    tl.store(cache_locations + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
 
 
 def decode_inputs(
     slots: Tensor,
     positions: Tensor,
-    new_pages: Tensor,
+    new_blocks: Tensor,
     last_token: Tensor,
     block_table: Tensor,
-    page_size: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """See ops.torch_ops.decode_inputs.
 
@@ -54,18 +54,18 @@ def decode_inputs(
     rows = slots.shape[0]
     input_ids = torch.empty(rows, dtype=torch.int32, device=slots.device)
     cache_locations = torch.empty(rows, dtype=torch.int32, device=slots.device)
-    _decode_inputs[(triton.cdiv(rows, _BLOCK),)](
+    _decode_inputs[(triton.cdiv(rows, _ROWS),)](
         slots,
         positions,
-        new_pages,
+        new_blocks,
         last_token,
         block_table,
         input_ids,
         cache_locations,
         rows,
         block_table.stride(0),
-        PAGE=page_size,
-        BLOCK=_BLOCK,
+        BLOCK_SIZE=block_size,
+        ROWS=_ROWS,
         num_warps=1,
     )
     return input_ids, cache_locations

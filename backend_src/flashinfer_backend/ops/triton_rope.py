@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel: optional per-head norm, rotary embedding, and K and V written to their cache slots."""
+"""Triton kernel: optional per-head norm, rotary embedding, and K and V stored in the cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rope_and_store(
     mask = offsets < HALF
     heads = tl.arange(0, HEADS)
     position = tl.load(positions + token).to(tl.int64)
-    slot = tl.load(cache_locations + token).to(tl.int64)
+    location = tl.load(cache_locations + token).to(tl.int64)
     cos = tl.load(cos_sin + position * HEAD_DIM + offsets, mask=mask, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * HEAD_DIM + HALF + offsets, mask=mask, other=0.0)[None, :]
     gdc_launch_dependents()
@@ -62,13 +62,13 @@ def _rope_and_store(
     second = tl.load(source + HALF, mask=mask[None, :], other=0.0)
     # HEADS divides both head counts, so a program is all Q, all K or all V.
     if head >= Q_HEADS + KV_HEADS:
-        target = v_cache + slot * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS - KV_HEADS) * HEAD_DIM
+        target = v_cache + location * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS - KV_HEADS) * HEAD_DIM
     else:
         dtype = first.dtype
         if head < Q_HEADS:
             target = q_out + token * (Q_HEADS * HEAD_DIM) + head * HEAD_DIM
         else:
-            target = k_cache + slot * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS) * HEAD_DIM
+            target = k_cache + location * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS) * HEAD_DIM
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         if NORM:
             weight = q_norm if head < Q_HEADS else k_norm

@@ -25,7 +25,7 @@ FINISH_REASONS = {
     protocol.FINISHED_LENGTH: "length",
     protocol.FINISHED_CANCELLED: "cancelled",
 }
-Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, extras
+Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Chunk:
     ids: list[int]
     code: int = protocol.RUNNING
     max_chars: int = NO_LIMIT
-    extras: list[protocol.RowReport] = field(default_factory=list)
+    reports: list[protocol.RowReport] = field(default_factory=list)
 
     @property
     def last(self) -> bool:
@@ -112,12 +112,12 @@ class Generation:
         self._prompt_chars = len(decoder.delta([], prompt, last=False))
         return protocol.msgspec.structs.replace(params, stop_sequences=ids)
 
-    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
+    def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         if token != protocol.NO_TOKEN:
             self.timing.token()
-        if extras is not None and extras.queue_ns is not None:
-            self.timing.queued = extras.queue_ns / 1e9
-        self._arrived.append((token, code, extras))
+        if report is not None and report.queue_ns is not None:
+            self.timing.queued = report.queue_ns / 1e9
+        self._arrived.append((token, code, report))
         self._wake()
 
     def on_failure(self, message: str, refused: bool) -> None:
@@ -146,11 +146,11 @@ class Generation:
         chunk, matched = self._kept, False
         new_ids: list[int] = []
         while self._arrived and chunk.code == protocol.RUNNING:
-            token, chunk.code, extras = self._arrived.popleft()
+            token, chunk.code, report = self._arrived.popleft()
             if token != protocol.NO_TOKEN:
                 new_ids.append(token)
-            if extras is not None:
-                chunk.extras.append(extras)
+            if report is not None:
+                chunk.reports.append(report)
         if self._matcher is not None and new_ids:
             matched = self._match(self._matcher, chunk, new_ids)
         else:
@@ -170,14 +170,14 @@ class Generation:
         return chunk
 
     def _take_stopped(self, chunk: Chunk) -> Chunk | None:
-        """The chunk that a stop word ended, once the engine's times and page counts are there: they come
+        """The chunk that a stop word ended, once the engine's times and block counts are there: they come
         with the end that it was asked for, or with one that it came to before."""
         ended = self.failure is not None
         while self._arrived and not ended:
-            _, code, extras = self._arrived.popleft()
+            _, code, report = self._arrived.popleft()
             ended = code != protocol.RUNNING
-            if ended and extras is not None:
-                chunk.extras.append(protocol.RowReport(extras.local_id, perf=extras.perf))
+            if ended and report is not None:
+                chunk.reports.append(protocol.RowReport(report.local_id, perf=report.perf))
         if not ended:
             return None
         self.ended, self._stopped = True, None  # it may hold gigabytes of logits
@@ -189,10 +189,10 @@ class Generation:
         sent, params = len(chunk.ids) - held, self.row.params
         self._kept = Chunk(chunk.ids[sent:])
         chunk.ids = chunk.ids[:sent]
-        if held and (params.log_probs or params.generation_logits):  # then each id has its extras
-            at = len(chunk.extras) - held
-            self._kept.extras, chunk.extras = chunk.extras[at:], chunk.extras[:at]
-        log_probs = [e.log_prob for e in chunk.extras if e.log_prob is not None]
+        if held and (params.log_probs or params.generation_logits):  # then each id has its report
+            at = len(chunk.reports) - held
+            self._kept.reports, chunk.reports = chunk.reports[at:], chunk.reports[:at]
+        log_probs = [e.log_prob for e in chunk.reports if e.log_prob is not None]
         self.cum_log_prob += sum(log_probs[:sent])
 
     def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:

@@ -41,7 +41,7 @@ class Sink(Protocol):
 
     handle: int  # set by submit() before anything can arrive
 
-    def on_token(self, token: int, code: int, extras: protocol.RowReport | None) -> None:
+    def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         """A token (or NO_TOKEN) and a finish code; nothing follows a code other than RUNNING."""
 
     def on_failure(self, message: str, refused: bool) -> None:
@@ -243,12 +243,12 @@ class Endpoint:
                     raise ValueError(f"the engine sent a message of unknown kind {kind!r}")
 
     def _deliver(self, payload: bytes, rest: list[bytes]) -> None:
-        extras = {e.local_id: e for e in protocol.decode_reports(rest[0])} if rest else {}
+        reports = {report.local_id: report for report in protocol.decode_reports(rest[0])} if rest else {}
         sinks = self._sinks
         for local_id, token, code in protocol.unpack_tokens(payload).tolist():
             sink = sinks.get(local_id) if code == protocol.RUNNING else self._forget(local_id)
             if sink is not None:
-                sink.on_token(token, code, extras.get(local_id))
+                sink.on_token(token, code, reports.get(local_id))
 
     def _take_status(self, status: protocol.Status) -> None:
         self.status = status

@@ -118,10 +118,10 @@ class EngineSocket:
         if not self._pidfd:
             self._lonely_since = time.monotonic()
 
-    def send_tokens(self, pid: int, frame: bytes, extras: list[protocol.RowReport] | None) -> None:
+    def send_tokens(self, pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
         parts = [protocol.TOKENS, frame]
-        if extras:
-            parts.append(protocol.encode(extras))
+        if reports:
+            parts.append(protocol.encode(reports))
         self._send(pid, parts)
 
     def send_failure(self, failure: protocol.Failure) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What postprocessing last had of each sequence, in memory shared with the llm stubs.
 
-`<run dir>/seen-<pid>` belongs to the llm stub with that pid: int64 [2, SLOTS], CLOCK_MONOTONIC times in
-nanoseconds. For the sequence with that local id (modulo SLOTS): when a chunk of it was last seen, 0 for
-never, and when the newest of those was sent. A sequence that finds its slot used by another only looks
+`<run dir>/seen-<pid>` belongs to the llm stub with that pid: int64 [2, ENTRIES], CLOCK_MONOTONIC times in
+nanoseconds. For the sequence with that local id (modulo ENTRIES): when a chunk of it was last seen, 0 for
+never, and when the newest of those was sent. A sequence that finds its entry used by another only looks
 alive, and keeping up, for longer.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from flashinfer_backend.transport.protocol import split_handle
 
-SLOTS = 65536
+ENTRIES = 65536
 LOOK_AGAIN_NS = 1_000_000_000  # how often postprocessing looks which stubs are gone
 
 
@@ -33,19 +33,19 @@ class SeenTable:
         self._file = _path(run_dir, pid)
         # What a killed stub left: whoever has it mapped sees that this is another file.
         self._file.unlink(missing_ok=True)
-        self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, SLOTS)))
+        self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, ENTRIES)))
 
     def last(self, handle: int) -> int:
         """time.monotonic_ns() at the latest chunk of one of this stub's sequences, 0 for none."""
-        return int(self._times[0, split_handle(handle)[1] % SLOTS])
+        return int(self._times[0, split_handle(handle)[1] % ENTRIES])
 
     def newest(self, handle: int) -> int:
         """sent_ns of the newest chunk that was seen; before that, what `begin` was told."""
-        return int(self._times[1, split_handle(handle)[1] % SLOTS])
+        return int(self._times[1, split_handle(handle)[1] % ENTRIES])
 
     def begin(self, handle: int, now: int) -> None:
-        """Makes the slot ready for a new sequence, whose first chunk is sent `now`."""
-        self._times[:, split_handle(handle)[1] % SLOTS] = 0, now
+        """Makes the entry ready for a new sequence, whose first chunk is sent `now`."""
+        self._times[:, split_handle(handle)[1] % ENTRIES] = 0, now
 
     def close(self) -> None:
         self._file.unlink(missing_ok=True)
@@ -77,16 +77,16 @@ class SeenMarker:
             self._maps[pid] = self._map(pid)
         table = self._maps[pid]
         if table is not None:
-            slot = local_id % SLOTS
-            table.times[0, slot] = now
+            entry = local_id % ENTRIES
+            table.times[0, entry] = now
             # Of two instances that do this at once the older chunk may win, until the next one is seen.
-            if sent_ns > table.times[1, slot]:
-                table.times[1, slot] = sent_ns
+            if sent_ns > table.times[1, entry]:
+                table.times[1, entry] = sent_ns
 
     def _map(self, pid: int) -> Map | None:
         try:
             with _path(self._run_dir, pid).open("r+b") as file:
-                times = np.asarray(np.memmap(file, dtype=np.int64, mode="r+", shape=(2, SLOTS)))
+                times = np.asarray(np.memmap(file, dtype=np.int64, mode="r+", shape=(2, ENTRIES)))
                 return Map(os.fstat(file.fileno()).st_ino, times)
         except FileNotFoundError:
             return None

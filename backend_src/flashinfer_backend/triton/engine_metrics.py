@@ -38,7 +38,7 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
         },
     ),
     "nv_trt_llm_kv_cache_block_metrics": (
-        "Blocks (pages) of the KV cache",
+        "Blocks of the KV cache",
         "kv_cache_block_type",
         {
             "max": lambda s: s.blocks_total,
@@ -80,7 +80,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "flashinfer_backend_generated_tokens_total": ("Tokens generated", "generated_tokens"),
     "flashinfer_backend_preemptions_total": (
-        "Sequences put back into the queue because pages ran out",
+        "Sequences put back into the queue because blocks ran out",
         "preemptions",
     ),
 }

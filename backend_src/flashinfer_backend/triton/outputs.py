@@ -93,32 +93,32 @@ def chunk_outputs(
         outputs["num_input_tokens"] = _integer(len(row.prompt))
     if row.return_num_output_tokens:
         outputs["num_output_tokens"] = _integer(len(chunk.ids))
-    _add_extras(outputs, row, chunk, cum_log_prob, reported)
+    _add_reports(outputs, row, chunk, cum_log_prob, reported)
     return {name: value for name, value in outputs.items() if name in wanted}
 
 
-def _add_extras(
+def _add_reports(
     outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float, reported: Reported
 ) -> None:
-    params, extras = row.params, chunk.extras
+    params, reports = row.params, chunk.reports
     if params.log_probs:
-        log_probs = [e.log_prob for e in extras if e.log_prob is not None][: len(chunk.ids)]
+        log_probs = [e.log_prob for e in reports if e.log_prob is not None][: len(chunk.ids)]
         if row.log_probs_so_far:
             reported.log_probs += log_probs
             log_probs = reported.log_probs
         outputs["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
         outputs["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
     if params.generation_logits:
-        rows = [_logits(e.generation_logits, 1)[0] for e in extras if e.generation_logits is not None]
+        rows = [_logits(e.generation_logits, 1)[0] for e in reports if e.generation_logits is not None]
         # The last chunk may have no token. Clients read the output in every chunk.
         stacked = np.stack(rows)[: len(chunk.ids)] if rows else np.empty((0, row.vocab_size), np.float32)
         outputs["generation_logits"] = stacked[None, None]
-    for extra in extras:
-        reported.perf = extra.perf or reported.perf
-        if extra.context_logits is not None:
-            reported.context_logits = extra.context_logits
+    for report in reports:
+        reported.perf = report.perf or reported.perf
+        if report.context_logits is not None:
+            reported.context_logits = report.context_logits
     if params.context_logits and reported.context_logits is not None:
-        first = any(extra.context_logits is not None for extra in extras)
+        first = any(report.context_logits is not None for report in reports)
         if first or chunk.last:
             outputs["context_logits"] = _logits(reported.context_logits, len(row.prompt))[None]
         if chunk.last:
@@ -128,7 +128,7 @@ def _add_extras(
 
 
 def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
-    """Times and KV page counts of a sequence: until its first token, or all of it."""
+    """Times and KV block counts of a sequence: until its first token, or all of it."""
     return {
         "kv_cache_alloc_new_blocks": _integer(perf.new_blocks),
         "kv_cache_reused_blocks": _integer(perf.reused_blocks),

@@ -49,7 +49,7 @@ class DeviceState:
             self.kv_cache,
             num_heads,
             max_num_seqs=config.max_num_seqs,
-            max_pages_per_seq=self.max_blocks,
+            max_blocks_per_seq=self.max_blocks,
             decode_backend=config.attention_backend,
         )
 

@@ -91,20 +91,20 @@ def check(
         assert choose(logits[-1], ids, start, p) == p.end_id
     else:
         assert code == protocol.FINISHED_LENGTH and len(produced) == p.max_tokens
-    extras = client.extras.get(local_id, [])
+    reports = client.reports.get(local_id, [])
     if p.log_probs:
-        reported = [e.log_prob for e in extras if e.log_prob is not None]
+        reported = [e.log_prob for e in reports if e.log_prob is not None]
         reference = logits.log_softmax(-1)[torch.arange(start, len(ids)) - 1, torch.tensor(produced)]
         np.testing.assert_allclose(reported, reference, atol=1e-4)
     if p.generation_logits:
-        sent = [np.frombuffer(e.generation_logits, "<f4") for e in extras if e.generation_logits is not None]
+        sent = [np.frombuffer(e.generation_logits, "<f4") for e in reports if e.generation_logits is not None]
         np.testing.assert_allclose(np.stack(sent), logits[start - 1 : -1], atol=1e-4)
     if p.context_logits:
-        (sent,) = [e.context_logits for e in extras if e.context_logits is not None]
+        (sent,) = [e.context_logits for e in reports if e.context_logits is not None]
         np.testing.assert_allclose(
             np.frombuffer(sent, "<f4").reshape(start, VOCAB), logits[:start], atol=1e-4
         )
-        assert extras[0].context_logits is sent, "context logits come with the first token"
+        assert reports[0].context_logits is sent, "context logits come with the first token"
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -251,9 +251,9 @@ def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
         one = client.submit(prompt, protocol.msgspec.structs.replace(params, **asks))
         client.wait([one])
         assert client.tokens[one] == [] and client.code[one] == protocol.FINISHED_END_ID
-        (extra,) = client.extras[one]
-        assert extra.log_prob is None and extra.generation_logits is None
-        assert extra.context_logits is not None and len(extra.context_logits) == 4 * VOCAB * len(prompt)
+        (report,) = client.reports[one]
+        assert report.log_prob is None and report.generation_logits is None
+        assert report.context_logits is not None and len(report.context_logits) == 4 * VOCAB * len(prompt)
 
 
 def test_context_logits_of_preempted_requests_come_once(checkpoint, model, tmp_path, monkeypatch):
