@@ -41,11 +41,14 @@ class FakeAttention:
 @pytest.fixture
 def step_graph(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, where Triton is not installed, too."""
-    name = "flashinfer_backend.attention.step_graph"
-    kernel = ModuleType("triton_decode")
-    monkeypatch.setitem(sys.modules, "flashinfer_backend.attention.triton_decode", kernel)
-    monkeypatch.setattr(flashinfer_backend.attention, "triton_decode", kernel, raising=False)
-    monkeypatch.setattr(flashinfer_backend.attention, "step_graph", None, raising=False)
+    name = "flashinfer_backend.attention.flashinfer_paged"
+    for kernels in ("triton_decode", "metadata"):
+        stand_in = ModuleType(kernels)
+        stand_in.PagedMetadata = stand_in.PinnedEntry = stand_in.PinnedRing = object
+        monkeypatch.setitem(sys.modules, f"flashinfer_backend.attention.{kernels}", stand_in)
+        monkeypatch.setattr(flashinfer_backend.attention, kernels, stand_in, raising=False)
+    monkeypatch.delitem(sys.modules, "flashinfer_backend.attention.flashinfer_calls", raising=False)
+    monkeypatch.setattr(flashinfer_backend.attention, "flashinfer_paged", None, raising=False)
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
     monkeypatch.setitem(sys.modules, name, module)  # so that it leaves with the rest

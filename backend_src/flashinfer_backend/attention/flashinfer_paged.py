@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_decode
-from flashinfer_backend.attention.decode_graph import DecodeGraphState
+from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
-from flashinfer_backend.attention.step_graph import MAX_PROMPTS, SERIAL_TOKENS, StepGraphState
 from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.ops import device
 
-if TYPE_CHECKING:
-    from flashinfer_backend.attention.batch import AttentionBatch
+MAX_PROMPTS = 16  # of a step
+LARGEST_GRAPH = (
+    1024  # tokens of a graph: FlashInfer lays out its plan for so many, and so alike for all graphs
+)
 
 
 class FlashInferAttention:
@@ -59,21 +61,21 @@ class FlashInferAttention:
         # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows
         # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
-        device = cache.device
-        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, block_size, shape.dtype), device)
+        where = cache.device
+        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, block_size, shape.dtype), where)
         items = split.max_items(max_num_seqs, num_kv_heads)
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
-        self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=device)
+        self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
         self.workspace = triton_decode.DecodeWorkspace(
-            max_num_seqs, items, num_heads, num_kv_heads, head_dim, device
+            max_num_seqs, items, num_heads, num_kv_heads, head_dim, where
         )
-        self._decode = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, device)
-        self._prefill = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, device)
+        self._decode = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, where)
+        self._prefill = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, where)
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
-        self._side_stream = torch.cuda.Stream(device)
-        self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # FA3 is for no other
+        self._side_stream = torch.cuda.Stream(where)
+        self._hopper = torch.cuda.get_device_capability(where)[0] == 9  # FA3 is for no other
         self._calls.load(["fa2", "fa3"] if self._hopper else ["fa2"])
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -200,7 +202,8 @@ class FlashInferAttention:
         ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
         """
         main = torch.cuda.current_stream()
-        side = self._side_stream if tokens > SERIAL_TOKENS and self.decode_backend == "triton" else main
+        serial = tokens <= device.active().prompt_attention.serial_tokens or self.decode_backend != "triton"
+        side = main if serial else self._side_stream
         if side is not main:
             side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -216,13 +219,121 @@ class FlashInferAttention:
         self._calls.run(backend, True, info, q, cache, out, self._prefill, rows)
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
-        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (measured)."""
+        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (core/tuned)."""
         # A program of FA3 takes 128 queries of one head over the whole length: short rows waste the tile,
         # and few tiles over a long prefix leave SMs idle where FA2 splits the sequence.
-        tiles = int(((q_lens + 127) // 128).sum()) * self.num_heads
-        wasteful = tiles > 132 and int(q_lens.sum()) < 64 * len(q_lens)
-        idle = tiles < 48 and int(kv_lens.max()) > 512
+        numbers, tiles = device.active().prompt_attention, int(((q_lens + 127) // 128).sum()) * self.num_heads
+        wasteful = tiles > device.sms() and int(q_lens.sum()) < numbers.short_queries * len(q_lens)
+        idle = tiles < numbers.few_tiles and int(kv_lens.max()) > numbers.long_prefix
         return "fa2" if wasteful or idle or not self._hopper else "fa3"
+
+
+class DecodeGraphState:
+    """Decode attention inside a captured CUDA graph of `bucket` rows.
+
+    Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
+    plan(batch, host) on the stream of the replay, with as many rows: pad with rows of one token in a slot
+    whose blocks are all block 0.
+
+    block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
+    table while the graph runs, and of the step's upload the graph_words(bucket) that `plan` writes to `host`:
+    the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
+    what they need, and the blocks that the table has by then.
+    """
+
+    def __init__(
+        self, attention: FlashInferAttention, bucket: int, block_table: Tensor, words: Tensor
+    ) -> None:
+        self._attention, self.bucket = attention, bucket
+        if attention.decode_backend == "triton":
+            self._call = Call("triton", bucket, None, words.view(-1, split.ITEM_WORDS), block_table)
+        else:  # a step of padded rows, so that capture can follow at once
+            none = np.empty(0, dtype=np.int32)
+            self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, bucket)
+
+    @property
+    def reads_block_table(self) -> bool:
+        """Whether the graph sees what changes in the block table after `plan`."""
+        return self._call.table is not None
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> None:
+        """Describe the step that the next replay computes. Host work and asynchronous copies only."""
+        rows = len(batch.slots)
+        if batch.num_single != rows or rows != self.bucket:
+            raise ValueError(
+                f"a decode graph of {self.bucket} rows was given {batch.num_single} decode rows of {rows}"
+            )
+        if self._call.items is not None:
+            items = host.reshape(-1, split.ITEM_WORDS)
+            split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+            return
+        call = self._attention.plan_decode(
+            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
+        )
+        if call.info is not None and list(call.info) != list(self._call.info):
+            raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q, out [bucket, Hq, D]; to be captured."""
+        self._attention.run_decode(self._call, layer, q, out)
+
+
+class StepGraphState:
+    """Attention of a step of up to `tokens` tokens: decode rows first, at most `decode_rows`, then prompts.
+
+    Decode rows take the Triton kernel, prompts FA3: both read what is different from step to step from the
+    device, so one capture serves every step that `plan` accepts. Capture `run` for every layer with q and
+    out of exactly `tokens` rows (at most LARGEST_GRAPH); before each replay call plan(batch) on the stream of
+    the replay. Rows beyond the batch's are left alone.
+    """
+
+    def __init__(
+        self, attention: FlashInferAttention, tokens: int, decode_rows: int, block_table: Tensor
+    ) -> None:
+        if tokens > LARGEST_GRAPH:
+            raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST_GRAPH}, its plan's room")
+        self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
+        self._items = attention.items[: split.max_items(decode_rows, attention.num_kv_heads)]
+        self._tokens = tokens
+        none = np.empty(0, np.int32)
+        attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
+        self._info = self._plan_prompts(none, none, none, 0, block_table)
+
+    def plan(self, batch: AttentionBatch) -> bool:
+        """Describe the step that the next replay computes; False, and nothing done, where it cannot. Host
+        work and asynchronous copies only."""
+        decode = batch.num_single
+        q_lens, kv_lens = batch.q_lens[decode:], batch.kv_lens[decode:]
+        if decode > self._decode_rows or not 1 <= len(q_lens) <= MAX_PROMPTS:
+            return False
+        if not decode and self._tokens <= device.active().prompt_attention.serial_tokens:
+            # A decode kernel without work would not wait for the prompts'; what follows waits for it only.
+            return False
+        if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
+            return False
+        self._attention.plan_items(batch.kv_lens[:decode], batch.slots[:decode], self._items)
+        info = self._plan_prompts(q_lens, kv_lens, batch.slots[decode:], decode, batch.block_table)
+        if info != self._info:
+            raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
+        return True
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q, out [tokens, Hq, D]; to be captured."""
+        attention, cache, rows = self._attention, self._attention.layers[layer], self._decode_rows
+        attention.side_by_side(
+            self._tokens,
+            lambda: attention.run_prompts("fa3", self._info, q, cache, out, MAX_PROMPTS),
+            lambda: triton_decode.decode(
+                q[:rows], cache, out[:rows], self._items, self._table, attention.workspace, attention.sm_scale
+            ),
+        )
+
+    def _plan_prompts(
+        self, q_lens: np.ndarray, kv_lens: np.ndarray, slots: np.ndarray, first: int, table: Tensor
+    ) -> list[int]:
+        padded = np.zeros(MAX_PROMPTS, np.int32)
+        padded[: len(q_lens)] = q_lens
+        return list(self._attention.plan_prompts("fa3", padded, kv_lens, slots, table, first, LARGEST_GRAPH))
 
 
 def _check_supported(

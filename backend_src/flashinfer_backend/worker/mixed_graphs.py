@@ -3,8 +3,8 @@
 
 A step with prompts has attention of a new shape each time, but its other operations depend only on the number
 of tokens. Launched one by one they cost the host about 10 ms, more than the device needs for a short prompt.
-Steps are padded to a captured number of tokens. Where attention can be captured too (attention/step_graph.py:
-FA3 and the Triton kernel read what changes from the device), the step is one full graph. Else it is
+Steps are padded to a captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and
+the Triton kernel read what changes from the device), the step is one full graph. Else it is
 piecewise: a graph for each piece between two attention calls, from the embedding to the first query, from one
 layer's attention to the next layer's query. After the last attention only the tokens go on whose logits are
 wanted, outside any graph.

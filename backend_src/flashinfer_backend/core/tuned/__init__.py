@@ -142,6 +142,21 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     registers: int | None = None
 
 
+class PromptAttention(_Data, frozen=True):
+    """When prompts take FlashInfer's FA2 instead of FA3 (attention/flashinfer_paged.py).
+
+    short_queries: where prompts have fewer on average, FA3's tiles of 128 are wasted, and FA2 is faster once
+    there are more tiles than SMs. few_tiles, long_prefix: fewer tiles over more tokens leave SMs idle, so FA2
+    splits them. serial_tokens: a step of more has its decode rows beside its prompts; up to so many, products
+    start before the kernel before them has ended, which works along one stream only.
+    """
+
+    short_queries: int
+    few_tiles: int
+    long_prefix: int
+    serial_tokens: int
+
+
 class Scheduling(_Data, frozen=True):
     """How the scheduler fills steps (scheduler/budget.py).
 
@@ -168,6 +183,7 @@ class Tuned(_Data, frozen=True):
     interfaces: tuple[Interfaces, ...]
     gated_linear: GatedLinear
     decode_attention: tuple[DecodeAttention, ...]
+    prompt_attention: PromptAttention
     scheduling: Scheduling
 
     def __post_init__(self) -> None:
