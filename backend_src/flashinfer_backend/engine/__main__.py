@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -96,7 +97,11 @@ def _end_with(server_pidfd: int) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:  # a device that has failed, say: the next engine gets a new context
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a thread that comes back from xgrammar while the interpreter ends would abort the process.
