@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two servers behind docker/haproxy.cfg: one is drained, one is killed, under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import ROOT, Server, build_repository, free_ports, wait_for
+from test_generate import PROMPT
+
+pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
+CLIENTS = 4
+
+
+class Balanced:
+    """Two servers, and the URL of what stands before them."""
+
+    def __init__(self, folder: Path) -> None:
+        repository = build_repository(folder)
+        self.servers = []
+        for name in ("a", "b"):
+            (folder / name).mkdir()
+            self.servers.append(Server(repository, folder / name, options=["--drain-seconds", "20"]))
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        addresses = [server.url.removeprefix("http://") for server in self.servers]
+        env = {
+            **os.environ,
+            "LISTEN": f"127.0.0.1:{port}",
+            "SERVER_A": addresses[0],
+            "SERVER_B": addresses[1],
+        }
+        self.proxy = subprocess.Popen(["haproxy", "-db", "-f", str(ROOT / "docker" / "haproxy.cfg")], env=env)
+
+    def post(self, body: dict[str, Any], verb: str = "generate") -> tuple[int, str]:
+        request = urllib.request.Request(f"{self.url}/v2/models/ensemble/{verb}", json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def up(self) -> bool:
+        try:
+            return self.post({"text_input": PROMPT, "max_tokens": 1})[0] == 200
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.proxy.terminate()
+        self.proxy.wait(10)
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
+    made = Balanced(tmp_path_factory.mktemp("balanced"))
+    try:
+        for server in made.servers:
+            server.wait_ready()
+        wait_for(made.up, "the proxy")
+        yield made
+    finally:
+        made.close()
+
+
+class Load:
+    """Clients that ask one thing after the other until the end of the block; what they got, by outcome."""
+
+    def __init__(self, balanced: Balanced, expected: str) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._balanced, self._expected, self._stop = balanced, expected, threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
+
+    def _ask(self) -> None:
+        body = {"text_input": PROMPT, "max_tokens": 40, "end_id": 1048576}
+        while not self._stop.is_set():
+            try:
+                status, text = self._balanced.post(body)
+            except (OSError, ValueError) as error:
+                self.outcomes[f"lost: {error}"] += 1
+                continue
+            whole = status == 200 and json.loads(text)["text_output"] == self._expected
+            self.outcomes["whole" if whole else f"{status} {text[:200]}"] += 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def used(server: Server) -> bool:
+    return server.engine_status().requests_active > 0
+
+
+def test_a_server_is_killed_and_another_drained_without_a_lost_answer(balanced: Balanced) -> None:
+    first, second = balanced.servers
+    body = {"text_input": PROMPT, "max_tokens": 40, "end_id": 1048576}
+    status, text = balanced.post(body)
+    assert status == 200
+    streams: list[tuple[int, str]] = []
+    with Load(balanced, json.loads(text)["text_output"]) as load:
+        wait_for(lambda: used(first) and used(second), "load on both")
+        second.matching("bin/tritonserver")[0].kill()
+        wait_for(lambda: "serve: ready again" in second.log, "the killed one", 60)
+        wait_for(lambda: used(second), "load on it again")
+
+        ask = {**body, "max_tokens": 400, "stream": True}
+        reading = [
+            threading.Thread(target=lambda: streams.append(balanced.post(ask, "generate_stream")))
+            for _ in range(3)
+        ]
+        for thread in reading:
+            thread.start()
+        time.sleep(0.3)  # they have begun, on both
+        first.launcher.terminate()  # its streams have their time, new requests go to the other
+        first.launcher.wait(60)
+        for thread in reading:
+            thread.join()
+        before = load.outcomes["whole"]
+        wait_for(lambda: load.outcomes["whole"] > before + 20, "answers of the other")
+    for status, text in streams:
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        assert status == 200 and events[-1].get("finish_reason") == "length", text[-300:]
+    assert set(load.outcomes) == {"whole"}, load.outcomes
