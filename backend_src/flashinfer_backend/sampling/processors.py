@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests change about logits before a token is chosen: penalties, biases, suppresses, guides.
+"""What requests change about logits before a token is chosen: penalties, biases, suppressed tokens, grammars.
 
 Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
 """
@@ -58,7 +58,7 @@ class BadWords:
 
 
 def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, position: Tensor) -> None:
-    """Ban the last token of each word whose other tokens end the sequence so far, prompt included.
+    """Suppress the last token of each word whose other tokens end the sequence so far, prompt included.
 
     history: int32 [slots, length], may be None where no word has two tokens; position: int32 [R], the
     length of each row's sequence.
@@ -70,13 +70,13 @@ def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, posi
         tail = history[words.slots.unsqueeze(1), at.clamp(min=0)]
         completes = ((words.prefix == tail) & (at >= 0) | (words.prefix < 0)).all(dim=1)
     # Added, not written: of two words with one last token only one may be complete.
-    ban = torch.where(completes, NEVER, 0.0)
-    logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, ban)
+    change = torch.where(completes, NEVER, 0.0)
+    logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, change)
 
 
 def keep_finite(logits: Tensor) -> None:
     """Bound what extreme biases and penalties made of the logits, so that softmax of them, divided by any
-    temperature, has a value. What is no number cannot be chosen."""
+    temperature, has a value. NaN cannot be chosen."""
     torch.nan_to_num_(logits, nan=NEVER, posinf=LARGEST, neginf=NEVER).clamp_(max=LARGEST)
 
 

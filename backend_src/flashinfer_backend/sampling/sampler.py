@@ -3,8 +3,8 @@
 
 `ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
 nothing else cost nothing else. Those that change their logits are sampled again, from a float32 copy
-that is changed in this order: penalties, bias, bad words, end id until min_tokens, guide, temperature,
-top-k, top-p. The model's logits are left as they are, for what is reported of them.
+that is changed in this order: penalties, bias, bad words, end id until min_tokens, grammar,
+temperature, top-k, top-p, min-p. The model's logits are left as they are, for what is reported of them.
 """
 
 from __future__ import annotations
