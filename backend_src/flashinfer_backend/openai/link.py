@@ -24,8 +24,8 @@ class ClientLeft(Exception):
 
 
 class Follower(Supervisor):
-    """Attaches to the engine that the stubs of a server start, and leaves starting and ending it to them. What
-    serve tells the stubs before it ends tritonserver is not for this process, which stays."""
+    """Attaches to the engine that the stubs of a server start, and leaves starting and ending it to them.
+    What serve tells the stubs before it ends tritonserver is not for this process, which stays."""
 
     takes_part = False
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows are told about the model's logits: log probabilities and the logits themselves.
 
-Both are of the model's own logits, before penalties, biases, suppressed tokens, temperature and filters (vLLM's
-default, and what a forward pass of transformers gives).
+Both are of the model's own logits, before penalties, biases, suppressed tokens, temperature and filters
+(vLLM's default, and what a forward pass of transformers gives).
 """
 
 from __future__ import annotations
