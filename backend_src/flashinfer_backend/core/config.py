@@ -156,6 +156,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     stats_check_period_ms: Annotated[
         int, Setting("how often the metrics are brought up to date", low=1, high=60000)
     ] = 100
+    check_invariants: Annotated[
+        bool,
+        Setting(
+            "for finding faults: check in every step that each block and slot has its one place and each "
+            "sequence its own; else the engine says so in its log and ends, to be started again. Costs up to "
+            "milliseconds a step"
+        ),
+    ] = False
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> EngineConfig:

@@ -21,6 +21,7 @@ import torch
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import start
+from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.orphans import end_orphans_in_background
@@ -62,6 +63,12 @@ def main() -> int:
     gc.freeze()  # a full collection over the model's objects would show as a slow step
     try:
         loop.run()
+    except BrokenInvariantError as error:
+        log.critical(
+            "%s. The engine ends, as answers could have what belongs to other requests; please report this",
+            error,
+        )
+        return 1
     finally:
         socket.close()
         if not rundir.process_alive(options.server_pid):

@@ -16,6 +16,7 @@ from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, que
 from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.sampling.logprobs import context_logits_problem
+from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.queue import GrammarQueue
 from flashinfer_backend.transport import protocol
@@ -43,6 +44,7 @@ class EngineLoop:
         )
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
+        self._checker = InvariantChecker(self.scheduler) if self.config.check_invariants else None
         self.iteration = 0
         self.cancellations = 0
         self.generated_tokens = 0
@@ -56,7 +58,8 @@ class EngineLoop:
             pass
 
     def step(self) -> bool:
-        """One turn; False when the engine should end."""
+        """One turn; False when the engine should end. With check_invariants, raises BrokenInvariantError
+        where it cannot go on."""
         self._receive()
         if self.socket.closed:
             return False
@@ -64,11 +67,15 @@ class EngineLoop:
         began = time.monotonic()
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
+            if self._checker is not None:
+                self._checker.check_plan(plan)
             self.iteration += 1
             self.last_plan = (plan.num_rows - plan.num_decodes, plan.num_decodes, plan.num_prompt_tokens)
             self._launch(plan, began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
+        if self._checker is not None:
+            self._checker.check(len(self.in_flight))
         self._send_status()
         return True
 

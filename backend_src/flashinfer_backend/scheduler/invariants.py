@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of the scheduler and its blocks whatever requests do. The engine checks it after every step
+with the knob check_invariants, the tests always."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
+from flashinfer_backend.scheduler.scheduler import Scheduler
+
+
+class BrokenInvariantError(RuntimeError):
+    """The scheduler's state contradicts itself: a block may hold what belongs to another sequence."""
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise BrokenInvariantError(sentence)
+
+
+class InvariantChecker:
+    """Follows one scheduler: `check_plan` for each plan before it is launched, `check` when a turn of the
+    loop is over. Both raise BrokenInvariantError with a sentence that names what is wrong.
+
+    It looks at every block and every token of what runs, some milliseconds a step in a large cache.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        config, slots = scheduler.config, scheduler.config.max_num_seqs
+        # As on the device, which is only told of differences.
+        columns = -(-config.max_seq_len // config.tokens_per_block) + 1
+        self._block_table = np.zeros((slots, columns), np.int32)
+        self._verified: dict[int, int] = {}  # by handle: block keys that were found right
+        # As the last check left them.
+        self._owners = list(scheduler.table.requests)
+        self._epoch = scheduler.table.epoch.copy()
+        self._computed = scheduler.table.computed.copy()
+
+    def check(self, in_flight: int) -> None:
+        """Between two turns of the loop, with `in_flight` steps launched and not read."""
+        self._check_requests()
+        self._check_blocks()
+        self._check_progress(in_flight)
+        for request in self._scheduler.requests.values():
+            self._check_keys(request)
+        table = self._scheduler.table
+        self._owners = list(table.requests)
+        self._epoch, self._computed = table.epoch.copy(), table.computed.copy()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """A plan that `schedule` has just made."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        config, slots = scheduler.config, plan.slots
+        rows, ends = plan.num_rows, plan.starts + plan.lengths
+        _require(0 < rows <= config.max_num_seqs, f"a plan has {rows} rows; 1..{config.max_num_seqs} fit")
+        limit = config.max_num_tokens
+        if plan.num_decodes and config.enable_chunked_context:
+            limit = min(limit, config.max_num_tokens_while_decoding)
+        _require(plan.num_tokens <= limit, f"a plan has {plan.num_tokens} tokens, and {limit} are allowed")
+        _require(int(plan.lengths.sum()) == plan.num_tokens, "a plan's rows and tokens differ in number")
+        _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
+        _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")
+        _require(bool((np.diff(plan.lengths > 1) >= 0).all()), "a longer row comes before one of length 1")
+        _require(len(plan.epochs) == len(plan.sampling_rows), "a plan's epochs are not those of its samples")
+        _require(
+            np.array_equal(plan.epochs, table.epoch[plan.sample_slots]), "a plan names epochs that are over"
+        )
+        _require(
+            np.array_equal(table.computed[slots], ends),
+            "what a plan computes is not booked as computed",
+        )
+        self._enter_blocks(plan)
+        first = np.cumsum(plan.lengths) - plan.lengths
+        for row, slot in enumerate(slots.tolist()):
+            request = table.requests[slot]
+            _require(request is not None, f"a plan has a row for slot {slot}, which nobody has")
+            assert request is not None
+            start, end = int(plan.starts[row]), int(ends[row])
+            self._check_row(request, start, end)
+            tokens = plan.tokens[first[row] : first[row] + plan.lengths[row]]
+            decodes = tokens[0] == LAST_TOKEN
+            known = int(table.known[slot])
+            if decodes:
+                _require(len(tokens) == 1, f"request {request.handle}: a decode row has {len(tokens)} tokens")
+                _require(start >= known - 1, f"request {request.handle}: a token that is known is decoded")
+            else:
+                same = np.array_equal(tokens, table.tokens[slot, start:end])
+                _require(
+                    same and end <= known, f"request {request.handle}: a row has other tokens than its own"
+                )
+            samples = bool(plan.samples[row])
+            _require(
+                samples == (bool(decodes) or end == known),
+                f"request {request.handle}: a row that ends at {end} of {known} known tokens "
+                + ("samples" if samples else "does not sample"),
+            )
+        for handle in plan.freed:
+            _require(handle not in scheduler.requests, f"request {handle} is open, and told to be gone")
+
+    def _enter_blocks(self, plan: StepPlan) -> None:
+        slot, column, block = plan.block_updates.T
+        in_table = (column >= 0) & (column < self._block_table.shape[1]) & (block > 0)
+        _require(bool(in_table.all()), "a plan enters a block outside of the block table, or block 0")
+        self._block_table[slot, column] = block
+        for request in self._scheduler.running.values():
+            told = self._block_table[request.slot, : len(request.blocks)].tolist()
+            _require(
+                told == request.blocks,
+                f"request {request.handle} has blocks {request.blocks}, but the device is told {told}",
+            )
+
+    def _check_row(self, request: Request, start: int, end: int) -> None:
+        """A row goes on where the last one ended, and has blocks for what it writes."""
+        slot, table = request.slot, self._scheduler.table
+        size = self._scheduler.config.tokens_per_block
+        old = self._owners[slot] is request and self._epoch[slot] == table.epoch[slot]
+        begin = int(self._computed[slot]) if old else request.reused_blocks * size
+        _require(start == begin, f"request {request.handle}: a row starts at {start}, {begin} are computed")
+        _require(
+            end <= len(request.blocks) * size,
+            f"request {request.handle}: a row writes {end} tokens to {len(request.blocks)} blocks",
+        )
+
+    def _check_requests(self) -> None:
+        """Each open request waits or runs, not both; a slot belongs to one sequence or is free."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        waiting = list(scheduler.queue)
+        handles = [request.handle for request in (*waiting, *scheduler.running.values())]
+        _require(
+            len(handles) == len(set(handles)) and set(handles) == scheduler.requests.keys(),
+            f"open are the requests {sorted(scheduler.requests)}, but {sorted(handles)} wait or run",
+        )
+        _require(len(scheduler.queue) == len(waiting), "the queue does not know its length")
+        for request in waiting:
+            holds = request.slot >= 0 or request.blocks or request.reserved_blocks
+            _require(not holds, f"request {request.handle} waits, and still holds a slot or blocks")
+        slots = [request.slot for request in scheduler.running.values()]
+        for request in scheduler.running.values():
+            owner = table.requests[request.slot] if request.slot >= 0 else None
+            _require(
+                owner is request, f"request {request.handle} runs, but slot {request.slot} is not its own"
+            )
+        free = list(table._free)
+        _require(
+            sorted(slots + free) == list(range(len(table.requests))),
+            f"slots {sorted(slots)} are taken and {sorted(free)} free, of {len(table.requests)}",
+        )
+        owned = sum(request is not None for request in table.requests)
+        _require(owned == len(slots), f"{owned} slots have an owner, {len(slots)} sequences run")
+
+    def _check_blocks(self) -> None:
+        """Every block is free, cached, or held by exactly the sequences whose tables name it."""
+        scheduler, manager = self._scheduler, self._scheduler.kv_manager
+        running = scheduler.running.values()
+        total = manager.num_blocks + 1
+        held = np.zeros(total, np.int64)
+        for request in running:
+            blocks = np.array(request.blocks, np.int64)
+            inside = bool(((blocks > 0) & (blocks < total)).all())
+            _require(inside, f"request {request.handle} has block 0, or one that does not exist")
+            _require(
+                len(np.unique(blocks)) == len(blocks), f"request {request.handle} has a block twice: {blocks}"
+            )
+            held[blocks] += 1
+        for block in (held != manager._references).nonzero()[0].tolist():
+            count = int(manager._references[block])
+            raise BrokenInvariantError(
+                f"block {block} counts {count} holders, and {int(held[block])} sequences have it"
+            )
+        free = np.bincount(np.array(manager._free, np.int64), minlength=total)
+        cached = np.zeros(total, np.int64)
+        cached[list(manager._lru)] = 1
+        places = free + cached + (held > 0)
+        for block in (places[1:] != 1).nonzero()[0].tolist():
+            raise BrokenInvariantError(
+                f"block {block + 1} is free {free[block + 1]} times, cached {cached[block + 1]} times and "
+                f"held by {held[block + 1]} sequences; it should be in one place"
+            )
+        _require(not places[0], "block 0, which padding writes to, was given away")
+        self._check_names(free)
+        reserved = sum(request.reserved_blocks for request in running)
+        _require(
+            reserved == scheduler.reserved_blocks <= manager.available,
+            f"{reserved} blocks are reserved by sequences, {scheduler.reserved_blocks} in all, "
+            f"{manager.available} are there",
+        )
+
+    def _check_names(self, free: np.ndarray) -> None:
+        manager = self._scheduler.kv_manager
+        block_of, key_of = manager._block_of, manager._key_of
+        _require(len(block_of) == len(key_of), f"{len(block_of)} keys name {len(key_of)} blocks")
+        for block, key in key_of.items():
+            _require(block_of.get(key) == block, f"block {block} has a key that finds {block_of.get(key)}")
+            _require(not free[block], f"block {block} is free, and can still be found by its key")
+        for block in manager._lru:
+            _require(block in key_of, f"block {block} is cached without a key: nobody can find it")
+        for request in self._scheduler.running.values():
+            named, keys = request.registered_blocks, request.block_keys
+            for index, block in enumerate(request.blocks):
+                name = key_of.get(block)
+                right = name is None or (index < min(named, len(keys)) and name == keys[index])
+                _require(right, f"block {block} has not the key of what request {request.handle} has in it")
+
+    def _check_progress(self, in_flight: int) -> None:
+        """What was computed, read and planned of each sequence fits together, and each goes on."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        size = scheduler.config.tokens_per_block
+        reserves = scheduler.config.batch_scheduler_policy == "guaranteed_no_evict"
+        decoding = scheduler.decoding.tolist()
+        prefilling = {request.handle for request in scheduler.prefilling}
+        _require(len(prefilling) == len(scheduler.prefilling), "a prompt is twice among those at work")
+        _require(len(set(decoding)) == len(decoding), f"a slot is decoded twice: {decoding}")
+        _require(prefilling <= scheduler.running.keys(), "a prompt is at work that does not run")
+        expected = set()
+        for request in scheduler.running.values():
+            slot, name = request.slot, f"request {request.handle}"
+            prompt, max_new = len(request.prompt), request.max_new
+            known, computed = int(table.known[slot]), int(table.computed[slot])
+            planned, read = int(table.planned_outputs[slot]), known - prompt
+            blocks = len(request.blocks)
+            _require(table.num_blocks[slot] == blocks, f"{name}: {table.num_blocks[slot]} of {blocks} blocks")
+            needed = -(-max(request.num_tokens, computed) // size)
+            _require(blocks == needed, f"{name} has {blocks} blocks for {computed} tokens, not {needed}")
+            total = -(-(prompt + max_new) // size)
+            promised = max(0, total - blocks) if reserves else 0
+            _require(request.reserved_blocks == promised, f"{name} has a reservation that is not its own")
+            _require(
+                request.registered_blocks <= computed // size,
+                f"{name}: {request.registered_blocks} blocks can be found, {computed} tokens are computed",
+            )
+            _require(read < max_new, f"{name} has {read} of {max_new} tokens, and was not ended")
+            if request.handle in prefilling:
+                _require(computed < known, f"{name}: its prompt is computed, and at work")
+                _require(planned == read, f"{name}: {planned} outputs are planned before its prompt is done")
+                continue
+            _require(computed == prompt + planned - 1, f"{name}: {computed} tokens for output {planned}")
+            _require(
+                0 <= planned - read <= in_flight,
+                f"{name}: {planned} outputs are planned and {read} read, with {in_flight} steps in flight",
+            )
+            if planned < max_new:
+                expected.add(slot)
+        _require(set(decoding) == expected, f"slots {decoding} are decoded, and {sorted(expected)} should be")
+
+    def _check_keys(self, request: Request) -> None:
+        """A request's keys are those of its tokens: what is found by them is what was computed of them."""
+        manager, table = self._scheduler.kv_manager, self._scheduler.table
+        count = len(request.block_keys)
+        if self._verified.get(request.handle) == count:
+            return
+        running = request.slot >= 0
+        tokens = table.tokens[request.slot, : table.known[request.slot]] if running else request.known_tokens
+        own = b"" if manager.reuse else request.share_prompt_with.to_bytes(8, "little")
+        right = manager.prefix_keys(tokens[: count * manager.block_size], 0, own)
+        _require(
+            request.block_keys == right, f"request {request.handle} has keys of other tokens than its own"
+        )
+        open_handles = self._scheduler.requests
+        self._verified = {h: n for h, n in self._verified.items() if h in open_handles}
+        self._verified[request.handle] = count

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is lost and nothing is mixed up: short forms of tests/reliability/scheduler_walk.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from scheduler_walk import STUBS, Settings, World, walk
+
+from engine.test_waiting import Engine
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.scheduler.invariants import BrokenInvariantError
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.transport import protocol
+
+
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """The loop writes a traceback for each step that is made to fail."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_ten_thousand_random_steps() -> None:
+    counts = walk(10_000, seed=1)
+    happened = ("whole answers", "cancelled", "refused", "failed", "failed rows", "preemptions")
+    assert all(counts[name] >= 10 for name in happened), counts
+    assert counts["prompt tokens from the cache"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("mutated", "found"),
+    [
+        ("eviction", "has not the key of what request|key of other tokens"),
+        ("key", "reads what is not its own|key of other tokens"),
+        ("release", "holders, and|in one place|released more often"),
+        ("forget", "reads what is not its own|key of other tokens"),
+    ],
+)
+def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the walks are for: each of these would give one client's answer the context of another's."""
+    release = KVCacheManager.release
+
+    def leaves_names(self: KVCacheManager, count: int) -> list[int] | None:
+        if count > self.available:
+            return None
+        blocks = [self._free.pop() if self._free else self._lru.popitem(last=False)[0] for _ in range(count)]
+        self._references[blocks] = 1
+        return blocks
+
+    def of_the_block_alone(
+        self: KVCacheManager, tokens: np.ndarray, start: int = 0, parent: bytes = b""
+    ) -> list[bytes]:
+        size = self.block_size
+        return [tokens[i * size : (i + 1) * size].tobytes() for i in range(start, len(tokens) // size)]
+
+    broken: dict[str, tuple[str, Any]] = {
+        "eviction": ("allocate", leaves_names),
+        "key": ("prefix_keys", of_the_block_alone),
+        "release": ("release", lambda self, blocks: release(self, blocks[:-1])),
+        "forget": ("forget", lambda self, block: None),
+    }
+    monkeypatch.setattr(KVCacheManager, *broken[mutated])
+    with pytest.raises(AssertionError, match=found):
+        walk(4000, seed=1)
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=11)
+
+
+class Events(RuleBasedStateMachine):
+    """The same with events chosen by hypothesis, which shrinks what fails to a few of them."""
+
+    @initialize(
+        slots=st.integers(1, 3),
+        more_blocks=st.integers(0, 6),
+        reuse=st.booleans(),
+        reserves=st.booleans(),
+        longest_first=st.booleans(),
+        busy=st.integers(0, 4),
+        seed=st.integers(0, 3),
+    )
+    def begin(self, slots: int, more_blocks: int, busy: int, seed: int, **choices: bool) -> None:
+        self.world = World(
+            Settings(
+                slots=slots,
+                block=2,
+                blocks=6 + more_blocks,
+                longest=12,
+                step_tokens=slots + busy + 2,
+                busy_step_tokens=slots + busy,
+                **choices,
+            ),
+            seed,
+        )
+
+    @rule(
+        stub=st.sampled_from(STUBS),
+        prompt=prompts,
+        max_tokens=st.integers(1, 8),
+        sequences=st.integers(1, 3),
+        stateful=st.booleans(),
+    )
+    def submit(self, stub: int, prompt: list[int], max_tokens: int, sequences: int, stateful: bool) -> None:
+        params = SamplingParams(max_tokens=max_tokens, frequency_penalty=0.5 * stateful)
+        self.world.submit(stub, prompt, params, sequences)
+
+    @precondition(lambda self: self.world.asked)
+    @rule(which=st.integers(0, 20))
+    def cancel(self, which: int) -> None:
+        handles = list(self.world.asked)
+        assume(which < len(handles))
+        self.world.cancel(handles[which])
+
+    @rule(stub=st.sampled_from(STUBS))
+    def leave(self, stub: int) -> None:
+        self.world.leave(stub)
+
+    @rule(how=st.sampled_from(["before", "amid", "row"]))
+    def fail(self, how: str) -> None:
+        self.world.failing = how
+
+    @rule(turns=st.integers(1, 4))
+    def step(self, turns: int) -> None:
+        for _ in range(turns):
+            self.world.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+TestEvents = Events.TestCase
+TestEvents.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_a_mixed_load_on_a_real_engine_keeps_every_invariant() -> None:
+    """With preemptions, cancellations, shared prompts and the prefix cache."""
+    engine = Engine(max_tokens_in_paged_kv_cache=256, max_num_seqs=4, check_invariants=True)
+    for local_id in range(1, 13):
+        engine.submit(local_id, 40 + 17 * (local_id % 3), prompt_tokens=20 + 7 * (local_id % 4))
+        engine.submit(100 + local_id, 30, prompt_tokens=40, share_with=101 + 4 * (local_id // 4))
+    for turn in range(60):
+        engine.step()
+        if turn % 12 == 5:
+            engine.cancel(next(iter(engine.running), 1))
+    engine.run()
+    assert engine.loop.scheduler.preemptions and engine.loop.scheduler.prompt_tokens_reused
+    codes = list(engine.socket.codes.values())
+    assert len(codes) == 24 and codes.count(protocol.FINISHED_CANCELLED) == 5
+
+
+def _twice(engine: Engine) -> None:
+    manager = engine.loop.scheduler.kv_manager
+    manager._free.append(next(iter(engine.loop.scheduler.running.values())).blocks[0])
+
+
+def _shared(engine: Engine) -> None:
+    first, second = list(engine.loop.scheduler.running.values())[:2]
+    first.blocks[0] = second.blocks[0]
+
+
+def _lost(engine: Engine) -> None:
+    engine.loop.scheduler.kv_manager._free.pop()
+
+
+def _renamed(engine: Engine) -> None:
+    manager = engine.loop.scheduler.kv_manager
+    first, second = list(engine.loop.scheduler.running.values())[:2]
+    blocks = first.blocks[0], second.blocks[0]
+    keys = [manager._key_of[block] for block in blocks]
+    for block, key in zip(blocks, reversed(keys), strict=True):
+        manager._key_of[block], manager._block_of[key] = key, block
+
+
+def _forgotten(engine: Engine) -> None:
+    del engine.loop.scheduler.running[next(iter(engine.loop.scheduler.running))]
+
+
+def _skipped(engine: Engine) -> None:
+    engine.loop.scheduler.table.computed[int(engine.loop.scheduler.decoding[0])] += 1
+
+
+def _stalled(engine: Engine) -> None:
+    engine.loop.scheduler.decoding = engine.loop.scheduler.decoding[1:]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "sentence"),
+    [
+        (_twice, r"block \d+ is free 1 times, cached 0 times and held by 1 sequences"),
+        (_shared, r"request \d+ has blocks \[.*\], but the device is told|counts 1 holders, and 2 sequences"),
+        (_lost, r"block \d+ is free 0 times, cached 0 times and held by 0 sequences"),
+        (_renamed, r"block \d+ has not the key of what request \d+ has in it"),
+        (_forgotten, r"open are the requests|which nobody has"),
+        (_skipped, r"a row starts at \d+, \d+ are computed"),
+        (_stalled, r"slots \[.*\] are decoded, and \[.*\] should be"),
+    ],
+)
+def test_a_real_engine_finds_a_corruption_at_the_next_step(corrupt: Any, sentence: str) -> None:
+    engine = Engine(check_invariants=True)
+    for local_id in (1, 2, 3):
+        engine.submit(local_id, 60, prompt_tokens=40)
+    for _ in range(4):
+        engine.step()
+    corrupt(engine)
+    with pytest.raises(BrokenInvariantError, match=sentence):
+        engine.step()
+
+
+def test_without_the_knob_nothing_is_checked() -> None:
+    engine = Engine()
+    engine.submit(1, 4)
+    engine.step()
+    _lost(engine)
+    assert engine.loop.step()
+
+
+LEAKY = """
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+
+release = KVCacheManager.release
+KVCacheManager.release = lambda self, blocks: release(self, blocks[1:])
+from flashinfer_backend.engine import __main__
+raise SystemExit(__main__.main())
+"""
+
+
+def test_the_engine_process_says_what_is_broken_and_ends(tmp_path: Path) -> None:
+    config = EngineConfig(model_dir="bundled", device="cpu", max_seq_len=128, check_invariants=True)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    options = ["--run-dir", str(tmp_path), "--server-pid", str(os.getpid())]
+    command = [sys.executable, "-c", LEAKY, *options, "--config", str(tmp_path / "config.json")]
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
+        zmq.Context.instance().socket(zmq.DEALER) as stub,
+    ):
+        stub.linger = 0
+        stub.connect(protocol.socket_address(tmp_path))
+        stub.send(protocol.encode(protocol.Hello(os.getpid(), False)))
+        prompt = np.arange(40, dtype="<i4").tobytes()
+        handle = protocol.make_handle(os.getpid(), 1)
+        stub.send(protocol.encode(protocol.Submit(handle, prompt, SamplingParams(max_tokens=3))))
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "CRITICAL" in errors and "block 1 counts 1 holders, and 0 sequences have it" in errors
+    assert "Traceback" not in errors

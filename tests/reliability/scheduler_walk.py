@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random walks over the engine's loop, scheduler and KV cache manager, every step checked:
+
+    python tests/reliability/scheduler_walk.py --steps 1000000
+
+Everything but the device is the engine's own. The device is a model of one: in the place of a token's keys
+and values it keeps a number that depends on all tokens up to it, and its next token depends on that number.
+So whatever a row reads can be compared with what it should read, and each answer is known beforehand.
+
+A walk is a row of short episodes, each with settings, load and failures of its own seed. A failure names the
+seed, and `--seed S --episodes 1` repeats it. tests/engine/test_scheduler_walk.py has short walks, and the
+same events under hypothesis, which shrinks a failure to the few events that it needs. hypothesis keeps every
+choice of an example and takes a millisecond for each, so the long walks are drawn here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
+from flashinfer_backend.core.tuned import Scheduling
+from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.start import Core
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.worker.runner import Point
+
+VOCABULARY = 50
+END_IDS = (7, 11)
+STUBS = (101, 102)
+QUIET = 3000  # turns in which all requests must have ended once nothing new comes
+MASK = (1 << 64) - 1
+
+
+def step_hash(before: int, token: int) -> int:
+    """The number that stands for the keys and values of a token behind those that `before` stands for."""
+    return (before * 6364136223846793005 + token + 1442695040888963407) & MASK
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What an episode runs with."""
+
+    slots: int
+    block: int
+    blocks: int
+    longest: int  # max_seq_len
+    step_tokens: int
+    busy_step_tokens: int
+    reuse: bool = True
+    chunked: bool = True
+    reserves: bool = False
+    longest_first: bool = False
+    queue: int = 0
+    prompts_together: int = 40
+    filled_step: int = 8
+    pause_tokens: int = 12
+    pause_rows: int = 3
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            model_dir="bundled",
+            max_seq_len=self.longest,
+            max_input_len=self.longest - 1 if self.chunked else min(self.longest - 1, self.step_tokens),
+            max_num_seqs=self.slots,
+            max_num_tokens=self.step_tokens,
+            max_num_tokens_while_decoding=self.busy_step_tokens,
+            tokens_per_block=self.block,  # type: ignore[arg-type]  # smaller ones make more of what may go wrong
+            enable_kv_cache_reuse=self.reuse,
+            enable_chunked_context=self.chunked,
+            batch_scheduler_policy="guaranteed_no_evict" if self.reserves else "max_utilization",
+            schedule_policy="lof" if self.longest_first else "fcfs",
+            max_queue_size=self.queue,
+            check_invariants=True,
+        )
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Settings:
+        slots = rng.choice([1, 2, 3, 5, 8])
+        block = rng.choice([2, 4, 4, 16])
+        longest = rng.choice([12, 40, 90])
+        busy = slots + rng.choice([0, 3, 30])
+        least = -(-longest // block)  # as the engine's start sees to
+        return cls(
+            slots=slots,
+            block=block,
+            blocks=least + rng.choice([0, 1, least // 2, least * 2, least * slots]),
+            longest=longest,
+            step_tokens=busy + rng.choice([0, 5, 60]),
+            busy_step_tokens=busy,
+            reuse=rng.random() < 0.75,
+            chunked=rng.random() < 0.75,
+            reserves=rng.random() < 0.3,
+            longest_first=rng.random() < 0.3,
+            queue=rng.choice([0, 0, 0, 1, 4]),
+            prompts_together=rng.choice([10, 40]),
+            filled_step=rng.choice([2, 8]),
+            pause_tokens=rng.choice([4, 12]),
+            pause_rows=rng.choice([1, 3]),
+        )
+
+
+@dataclass
+class Asked:
+    """A request and what must come of it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    room: int  # the most tokens of its answer
+    tokens: np.ndarray  # int32: of the prompt, its whole answer, and some that may be computed beyond
+    content: np.ndarray  # uint64: what the cache should hold for each
+    answer: list[int]
+    code: int  # that ends it
+    got: list[int] = field(default_factory=list)
+    ended: str = ""
+
+
+def expected(prompt: list[int], params: SamplingParams, longest: int) -> Asked:
+    room = min(params.max_tokens, longest - len(prompt))
+    tokens, content, state = list(prompt), [], 0
+    for token in prompt:
+        state = step_hash(state, token)
+        content.append(state)
+    for _ in range(room + 2):  # a step may run beyond the end before that is known
+        tokens.append((state >> 33) % VOCABULARY)
+        state = step_hash(state, tokens[-1])
+        content.append(state)
+    answer: list[int] = []
+    code = protocol.FINISHED_LENGTH
+    for token in tokens[len(prompt) : len(prompt) + room]:
+        count = len(answer) + 1
+        other = params.end_id in END_IDS and token in END_IDS and count > params.min_tokens
+        if token == params.end_id or other:
+            code = protocol.FINISHED_END_ID
+            break
+        answer.append(token)
+        if any(answer[-len(stop) :] == stop for stop in params.stop_sequences):
+            code = protocol.FINISHED_STOP_WORDS
+            break
+    return Asked(prompt, params, room, np.array(tokens, np.int32), np.array(content, np.uint64), answer, code)
+
+
+class World:
+    """A loop with its device and its clients. Events are methods; each turn of the loop is checked."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        """seed: of what the device does and when."""
+        self.settings = settings
+        self.rng = random.Random(seed)
+        config = settings.config()
+        manager = KVCacheManager(settings.blocks + 1, settings.block, settings.reuse)
+        numbers = Scheduling(
+            prompts_together=settings.prompts_together,
+            filled_step=settings.filled_step,
+            pause_tokens=settings.pause_tokens,
+            pause_rows=settings.pause_rows,
+            pauses=2,
+            rest=3,
+        )
+        self.scheduler = Scheduler(config, manager, END_IDS, numbers)
+        model_config = SimpleNamespace(vocab_size=VOCABULARY)
+        # What the loop asks of a runner, and of a socket.
+        self.device = SimpleNamespace(type="cpu")
+        self.sampler = SimpleNamespace(grammars=SimpleNamespace(follower=SimpleNamespace(left_behind=0)))
+        self.pid, self.closed = 1, False
+        core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
+        self.loop = EngineLoop(core, self)  # type: ignore[arg-type]
+        self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
+        self.inbox: list[protocol.ToEngine] = []
+        self.asked: dict[int, Asked] = {}  # open requests by handle
+        self.leaving: set[int] = set()  # whose stub has said goodbye, which the engine has not read
+        self.next_id = 1
+        self.named: dict[bytes, int] = {}  # by key of a block: what its last place should hold
+        self.failing = ""  # how the next step fails
+        self.wrong: list[str] = []  # that the device found; raised there, it would be one more failing step
+        self.counts: Counter[str] = Counter()
+        columns = -(-settings.longest // settings.block) + 1
+        self.block_table = np.zeros((settings.slots, columns), np.int64)
+        self.last_token = np.zeros(settings.slots, np.int32)
+        self.cache = np.zeros((settings.blocks + 1, settings.block), np.uint64)
+
+    # The clients.
+
+    def submit(self, stub: int, prompt: list[int], params: SamplingParams, sequences: int = 1) -> None:
+        """One request for so many sequences."""
+        first = protocol.make_handle(stub, self.next_id)
+        for _ in range(sequences):
+            handle = protocol.make_handle(stub, self.next_id)
+            self.next_id += 1
+            own = msgspec.structs.replace(params)
+            self.asked[handle] = expected(prompt, own, self.settings.longest)
+            share = first if sequences > 1 else 0
+            self._name(self.asked[handle], share)
+            self.inbox.append(protocol.Submit(handle, np.array(prompt, "<i4").tobytes(), own, share))
+        self.counts["requests"] += sequences
+
+    def _name(self, asked: Asked, share: int) -> None:
+        """Note which content each key of the request stands for."""
+        manager, size = self.scheduler.kv_manager, self.settings.block
+        parent = b"" if manager.reuse else share.to_bytes(8, "little")
+        keys = manager.prefix_keys(asked.tokens, 0, parent)
+        self.named.update(zip(keys, asked.content[size - 1 :: size].tolist(), strict=False))
+
+    def cancel(self, handle: int) -> None:
+        self.inbox.append(protocol.Cancel(handle))
+        self.counts["cancels"] += 1
+
+    def leave(self, stub: int) -> None:
+        """A stub ends, with all that is open of it."""
+        self.inbox.append(protocol.Goodbye(stub))
+        self.leaving |= {handle for handle in self.asked if handle >> 32 == stub}
+        self.asked = {h: asked for h, asked in self.asked.items() if h not in self.leaving}
+        self.counts["stubs that left"] += 1
+
+    def step(self) -> None:
+        """One turn of the loop; the engine's own check of all invariants is part of it."""
+        manager = self.scheduler.kv_manager
+        assert self.loop.step()
+        assert not self.wrong, self.wrong
+        used = manager.num_blocks - manager.available
+        assert used + manager.cached + len(manager._free) == manager.num_blocks
+        for block, key in manager._key_of.items():
+            found = self.named.get(key) == self.cache[block, -1]
+            assert found, f"block {block} can be found by a key of other tokens than it holds"
+        self.counts["steps"] += 1
+
+    def drain(self) -> None:
+        """Until all has ended; then nothing may be held."""
+        for _ in range(QUIET):
+            if not self.inbox and not self.scheduler.requests and not self.loop.in_flight:
+                break
+            self.step()
+        assert not self.asked, f"without an end after {QUIET} steps: {list(self.asked)}"
+        scheduler, manager = self.scheduler, self.scheduler.kv_manager
+        assert not scheduler.requests and not scheduler.running and not len(scheduler.queue)
+        assert not scheduler.prefilling and not len(scheduler.decoding) and not scheduler.queue.tokens
+        assert manager.available == manager.num_blocks and not scheduler.reserved_blocks
+        assert scheduler.table.free == self.settings.slots
+        self.counts["preemptions"] += scheduler.preemptions
+        self.counts["prompt tokens"] += scheduler.prompt_tokens
+        self.counts["prompt tokens from the cache"] += scheduler.prompt_tokens_reused
+
+    # The socket.
+
+    def receive(self, timeout_ms: int, until: float) -> list[protocol.ToEngine]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+        for local_id, token, code in protocol.unpack_tokens(frame).tolist():
+            handle = protocol.make_handle(pid, local_id)
+            if handle in self.leaving:
+                continue
+            asked = self.asked.get(handle)
+            assert asked is not None, f"request {handle} hears something after its end"
+            if token != protocol.NO_TOKEN:
+                asked.got.append(token)
+            right = asked.got == asked.answer[: len(asked.got)]
+            assert right, f"request {handle} got {asked.got} of {asked.answer}"
+            if code == protocol.RUNNING:
+                assert token != protocol.NO_TOKEN
+                continue
+            if code == protocol.FINISHED_CANCELLED:
+                self.counts["cancelled"] += 1
+            else:
+                assert asked.got == asked.answer and code == asked.code, (handle, asked, code)
+                self.counts["whole answers"] += 1
+            del self.asked[handle]
+
+    def send_failure(self, failure: protocol.Failure) -> None:
+        if failure.handle in self.leaving:
+            return
+        asked = self.asked.pop(failure.handle, None)
+        assert asked is not None, f"request {failure.handle} fails after its end: {failure.message}"
+        if failure.refused:
+            assert self.settings.queue and failure.message.startswith("Maximum queue size"), failure
+            assert not asked.got
+            self.counts["refused"] += 1
+        else:
+            assert "as it was told to" in failure.message, failure
+            self.counts["failed"] += 1
+
+    def send_status(self, status: protocol.Status) -> None:
+        assert status.blocks_used + status.blocks_cached <= status.blocks_total
+
+    def forget(self, pid: int) -> None:
+        self.leaving = {handle for handle in self.leaving if handle >> 32 != pid}
+
+    # The device.
+
+    def launch(self, plan: StepPlan) -> Generator[Point, None, Any]:
+        failing, self.failing = self.failing, ""
+        if failing == "before":
+            self.counts["failed steps"] += 1
+            raise RuntimeError("the step fails as it was told to")
+        slot, column, block = plan.block_updates.T
+        self.block_table[slot, column] = block
+        # Some may turn out to have ended while the step is launched.
+        owners = [self.scheduler.table.requests[slot] for slot in plan.slots.tolist()]
+        asked = [self.asked[request.handle] for request in owners if request is not None]
+        yield Point.STARTED
+        first = np.cumsum(plan.lengths) - plan.lengths
+        half = plan.num_rows // 2
+        for row in range(plan.num_rows):
+            if failing == "amid" and row == half:
+                self.counts["failed steps"] += 1
+                raise RuntimeError("the step fails as it was told to")
+            self._compute(plan, row, asked[row], plan.tokens[first[row] : first[row] + plan.lengths[row]])
+            if row == half:
+                yield Point.LAYER
+        tokens = self.last_token[plan.sample_slots]
+        failed = []
+        if failing == "row":
+            self.counts["failed rows"] += 1
+            failed = [(self.rng.randrange(plan.num_rows), "the row fails as it was told to")]
+        return SimpleNamespace(
+            plan=plan, download=self, tokens=tokens.copy(), context_logits=[], failed=failed
+        )
+
+    @property
+    def done(self) -> bool:
+        """Of a download: steps end at any time."""
+        return self.rng.random() < 0.5
+
+    def read(self, launched: Any) -> StepOutput:
+        return StepOutput(tokens=launched.tokens)
+
+    def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> None:
+        slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
+        if tokens[0] == LAST_TOKEN:
+            tokens = self.last_token[slot : slot + 1]
+        end = start + length
+        if not np.array_equal(tokens, asked.tokens[start:end]):
+            self.wrong.append(f"slot {slot} is fed {tokens} at {start}, not {asked.tokens[start:end]}")
+        places = np.arange(start, end)
+        blocks = self.block_table[slot]
+        size = self.settings.block
+        if not blocks[places // size].all():
+            self.wrong.append(f"slot {slot} writes to block 0")
+        self.cache[blocks[places // size], places % size] = asked.content[start:end]
+        read = self.cache[blocks[: -(-end // size)]].reshape(-1)[:end]
+        wrong = (read != asked.content[:end]).nonzero()[0]
+        if len(wrong):
+            self.wrong.append(f"slot {slot} reads what is not its own at {wrong.tolist()}")
+        if plan.samples[row]:
+            self.last_token[slot] = asked.tokens[end]
+
+
+class Load:
+    """Draws what happens in an episode."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.world = World(Settings.drawn(rng), seed)
+        limit = self.world.loop.config.max_input_len
+        self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]
+        # Weights of: submit, cancel, leave, fail.
+        self.weights = rng.choice([(8, 1, 0, 0), (50, 20, 5, 3), (9, 0, 0, 0), (6, 2, 1, 4), (30, 20, 0, 1)])
+        self.rate = rng.choice([0.05, 0.1, 0.3, 1.0])
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def run(self, steps: int) -> Counter[str]:
+        rng, world = self.rng, self.world
+        for _ in range(steps):
+            for _ in range(int(self.rate) + (rng.random() < self.rate % 1)):
+                self._event()
+            world.step()
+        world.drain()
+        return world.counts
+
+    def _event(self) -> None:
+        rng, world = self.rng, self.world
+        kind = rng.choices(["submit", "cancel", "leave", "fail"], self.weights)[0]
+        if kind == "submit" and len(world.asked) < 60:
+            world.submit(rng.choice(STUBS), self._prompt(), self._params(), rng.choice([1, 1, 1, 2, 4]))
+        elif kind == "cancel" and world.asked:
+            world.cancel(rng.choice([*world.asked, 12345]))
+        elif kind == "leave" and rng.random() < 0.2:
+            world.leave(rng.choice(STUBS))
+        elif kind == "fail":
+            world.failing = rng.choice(["before", "amid", "row"])
+
+    def _prompt(self) -> list[int]:
+        rng, limit = self.rng, self.world.loop.config.max_input_len
+        if rng.random() < 0.4:
+            return self._tokens(rng.randint(1, min(limit, rng.choice([3, 20, 90]))))
+        prefix = rng.choice(self.prefixes)
+        kept = prefix[: rng.choice([len(prefix), rng.randint(1, len(prefix))])]
+        return (kept + self._tokens(rng.choice([0, 0, 1, 6])))[:limit]
+
+    def _params(self) -> SamplingParams:
+        rng = self.rng
+        return SamplingParams(
+            max_tokens=rng.choice([1, 5, 90, rng.randint(1, 90)]),
+            end_id=rng.choice([-1, -1, 3, *END_IDS]),
+            stop_sequences=rng.choice([[], [], [[5]], [[2, 3], [9]]]),
+            context_logits=rng.random() < 0.1,
+            frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+        )
+
+
+def walk(steps: int, seed: int, episodes: int | None = None, length: int = 400) -> Counter[str]:
+    """At least so many steps in episodes of about `length`; or so many episodes. Raises AssertionError with
+    the episode's seed at the first thing that is wrong."""
+    counts: Counter[str] = Counter()
+    while counts["steps"] < steps if episodes is None else counts["episodes"] < episodes:
+        try:
+            counts += Load(seed).run(length)
+        except Exception as error:
+            raise AssertionError(f"--seed {seed} --episodes 1 --length {length}: {error}") from error
+        counts["episodes"] += 1
+        seed += 1
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random walks over the scheduler, every step checked.")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1, help="of the first episode")
+    parser.add_argument("--episodes", type=int, help="so many, instead of steps")
+    parser.add_argument("--length", type=int, default=400, help="steps of an episode until it only drains")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # the loop logs each failed step
+    began = time.monotonic()
+    counts = walk(options.steps, options.seed, options.episodes, options.length)
+    print(f"seed {options.seed}, {time.monotonic() - began:.0f} s")
+    for name, count in sorted(counts.items()):
+        print(f"{count:>9} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
