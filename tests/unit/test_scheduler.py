@@ -307,3 +307,17 @@ def test_a_step_that_was_not_launched_is_undone():
     assert plan is not None
     assert (plan.starts[0], plan.lengths[0]) == (32, 11), "two blocks of its prompt are cached"
     assert plan.tokens[:11].tolist() == [0] * 8 + [5] * 3
+
+
+def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_not_launched_is_forgotten():
+    """Its last token was read after the step was planned, and with it the block was full."""
+    result = scheduler(15, reuse=True)
+    ending = result.requests[1]
+    first = result.schedule(in_flight=False)
+    second = result.schedule(in_flight=True)
+    assert first is not None and second is not None and (second.starts, second.lengths) == (15, 1)
+    accept(result.table, first, np.array([5], np.int32))
+    result.release(ending)
+    assert result.abandon(second, []) == []
+    assert result.kv_manager.cached == 0, "position 15 was never written"
+    assert result.kv_manager.available == result.kv_manager.num_blocks

@@ -95,10 +95,14 @@ class KVCacheManager:
             self._key_of[block] = key
 
     def forget(self, block: int) -> None:
-        """Take a held block's name away: what it should hold was never written."""
+        """Take a block's name away: its content was never written. Without a holder it is free then."""
         key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._block_of[key]
+        if key is None:
+            return
+        del self._block_of[key]
+        if block in self._lru:
+            del self._lru[block]
+            self._free.append(block)
 
     def release(self, blocks: list[int]) -> None:
         """Give blocks of one sequence back, in sequence order. The last block becomes the oldest,

@@ -58,6 +58,7 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.prompt_tokens_reused = 0
+        self._named: list[int] = []  # blocks that were registered since the last plan was begun
         # What the next plan tells the sampler.
         self._new: list[NewSequence] = []
         self._freed: list[int] = []
@@ -85,6 +86,7 @@ class Scheduler:
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if blocks ran out and the steps
         `in_flight` must be read first (they may free blocks; preemption needs all tokens known)."""
+        self._named.clear()
         limit = self._budget.tokens(self.table, self.decoding, self.prefilling, self.queue)
         updates: list[tuple[int, int, int]] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
@@ -291,14 +293,15 @@ class Scheduler:
         """Undo a step that could not be launched, when all earlier ones have been read. Forgets the blocks
         that it should have written, releases the requests in slots `failed` and returns them; the others'
         go back to the queue's head, in their order, to be computed again."""
+        # Also of sequences that ended since: a step that was read meanwhile may have been their last one.
+        for block in self._named:
+            self.kv_manager.forget(block)
         size = self.config.tokens_per_block
         for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
             request = self.table.requests[slot]
             if request is None:
                 continue
             self.table.computed[slot] = start
-            for block in request.blocks[start // size : request.registered_blocks]:
-                self.kv_manager.forget(block)
             request.registered_blocks = min(request.registered_blocks, start // size)
         culprits = [request for slot in failed if (request := self.table.requests[slot]) is not None]
         for request in culprits:
@@ -319,6 +322,7 @@ class Scheduler:
     def _register(self, request: Request, blocks: int) -> None:
         for index in range(request.registered_blocks, min(blocks, len(request.block_keys))):
             self.kv_manager.register(request.blocks[index], request.block_keys[index])
+            self._named.append(request.blocks[index])
         request.registered_blocks = max(request.registered_blocks, blocks)
 
     def _preempt_newest(self) -> None:
