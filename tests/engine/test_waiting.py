@@ -18,12 +18,17 @@ from perf_configs.bench_engine import STUB, LocalSocket
 
 
 class Recorder(LocalSocket):
-    """`tokens` of each local id, in the order of their first tokens; `codes` in the order of the ends."""
+    """`tokens` of each local id, in the order of their first tokens; `codes` and `failures` in the order of
+    the ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens: dict[int, list[int]] = {}
         self.codes: dict[int, int] = {}
+        self.failures: dict[int, protocol.Failure] = {}
+
+    def send_failure(self, failure: protocol.Failure) -> None:
+        self.failures[protocol.split_handle(failure.handle)[1]] = failure
 
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         for local_id, token, code in protocol.unpack_tokens(frame).tolist():
@@ -41,7 +46,7 @@ class Engine:
         self.loop = EngineLoop(start_core(Path("bundled"), **settings), self.socket)  # type: ignore[arg-type]
 
     def submit(self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0) -> None:
-        prompt = np.full(prompt_tokens, 64 + (share_with or local_id), "<i4").tobytes()
+        prompt = np.full(prompt_tokens, 64 + (share_with or local_id) % 1900, "<i4").tobytes()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         share = protocol.make_handle(STUB, share_with) if share_with else 0
         handle = protocol.make_handle(STUB, local_id)
@@ -89,6 +94,23 @@ def test_order_of_first_tokens(settings, order):
         engine.submit(local_id, max_tokens, prompt_tokens)
     engine.run()
     assert list(engine.socket.tokens) == order
+
+
+@pytest.mark.parametrize(("settings", "bound"), [({}, 4096), ({"max_queue_size": 0}, None)])
+def test_how_many_may_wait_unless_it_is_said(settings, bound):
+    """Beyond the slots; two more than that come."""
+    engine = Engine(max_num_seqs=4, **settings)
+    for local_id in range(1, 4 + 4096 + 2 + 1):
+        engine.submit(local_id, 2, prompt_tokens=1)
+    engine.step()
+    refused = [] if bound is None else [4 + bound + 1, 4 + bound + 2]
+    assert list(engine.socket.failures) == refused
+    for failure in engine.socket.failures.values():
+        text = "Maximum queue size of 4096 has been reached, please try again later"
+        assert (failure.message, failure.refused) == (text, True)
+    for local_id in range(1, 4 + 4096 + 2 + 1):
+        engine.cancel(local_id)
+    engine.run()
 
 
 def test_a_longer_request_that_comes_later_goes_first():

@@ -31,7 +31,13 @@ from flashinfer_backend.config_tools.knobs import (
 )
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.core.config import EngineConfig, Setting, fields, resolve_limits
+from flashinfer_backend.core.config import (
+    EngineConfig,
+    Setting,
+    auto_queue_size,
+    fields,
+    resolve_limits,
+)
 
 
 def read(repo: Path, model: str) -> Any:
@@ -78,8 +84,34 @@ def test_every_parameter_in_model_repo_is_a_knob():
 def test_engine_has_the_same_defaults():
     values = complete({})
     parameters = {knob.name: values[knob.name] for knob in KNOBS}
-    default = EngineConfig(model_dir="bundled", tokenizer_dir="bundled")
+    default = EngineConfig(model_dir="bundled", tokenizer_dir="bundled", max_queue_size=auto_queue_size(256))
     assert EngineConfig.from_parameters(parameters) == default
+
+
+@pytest.mark.parametrize(
+    ("knobs", "size"),
+    [
+        ([], 4096),
+        (["max_num_seqs=1"], 4096),
+        (["max_num_seqs=2000"], 8000),
+        (["max_num_seqs=2000", "max_queue_size=0"], 0),
+        (["max_num_seqs=8", "max_queue_size=3"], 3),
+    ],
+)
+def test_bound_of_the_queues(build, tmp_path, knobs, size):
+    """Triton's queues and the engine's have the same, which follows from the slots unless it is said."""
+    status, _, err = build("--set", "max_num_seqs=7")  # what an earlier build had is not kept
+    assert status == 0, err
+    status, _, err = build(*(["--set", *knobs] if knobs else []))
+    assert status == 0, err
+    llm = read(tmp_path / "repo", "llm")
+    for config in (llm, read(tmp_path / "repo", "preprocessing")):
+        assert config.dynamic_batching.default_queue_policy.max_queue_size == size
+    texts = {name: parameter.string_value for name, parameter in llm.parameters.items()}
+    assert resolve_limits(EngineConfig.from_parameters(texts), 4096).max_queue_size == size
+    texts["max_queue_size"] = "auto"  # written by hand
+    slots = int(texts["max_num_seqs"])
+    assert resolve_limits(EngineConfig.from_parameters(texts), 4096).max_queue_size == auto_queue_size(slots)
 
 
 def test_generated_files_are_current():

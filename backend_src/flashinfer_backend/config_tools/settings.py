@@ -11,6 +11,7 @@ from typing import Any
 
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, TRT_LLM
 from flashinfer_backend.config_tools.trt_names import FOREIGN
+from flashinfer_backend.core.config import auto_queue_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,7 +19,10 @@ else:
     import tomli as tomllib
 
 # Knobs whose default follows from another's value.
-FOLLOWING = ("tokenizer_dir", "preferred_batch_size", "llm_preferred_batch_size", "streamed_log_probs")
+FOLLOWING = (
+    *("tokenizer_dir", "max_queue_size", "preferred_batch_size", "llm_preferred_batch_size"),
+    "streamed_log_probs",
+)
 
 
 def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
@@ -95,11 +99,13 @@ def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[st
 
 
 def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
-    """A value for every knob: the chosen ones, defaults, and for four knobs what follows from others or from
+    """A value for every knob: the chosen ones, defaults, and for five knobs what follows from others or from
     the llm model's name."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
     if values["tokenizer_dir"] == "auto":
         values["tokenizer_dir"] = values["model_dir"]
+    if values["max_queue_size"] == "auto":
+        values["max_queue_size"] = str(auto_queue_size(int(values["max_num_seqs"])))
     if values["preferred_batch_size"] == "auto":
         values["preferred_batch_size"] = values["triton_max_batch_size"]
     if values["llm_preferred_batch_size"] == "auto":

@@ -14,6 +14,10 @@ from flashinfer_backend.core.values import INT32_MAX, Kind, Values
 
 AUTO = "auto"
 LONGEST_AUTO_SEQ_LEN = 32768  # tokens
+# Of max_queue_size "auto". Four times the slots: whoever is last waits as long as four full batches take. The
+# least is for benchmarks, which send some thousand requests at once to however few slots.
+QUEUED_PER_SLOT = 4
+LEAST_AUTO_QUEUE = 4096
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Setting:
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
-    """Settings of one engine process. With the word "auto", 0 and "" mean: derived from the checkpoint or the
-    machine. `resolve_limits` fills in the limits among them."""
+    """Settings of one engine process. With the word "auto", the default (0, "" or -1) means: derived from the
+    checkpoint, the machine or another field. `resolve_limits` fills in the limits among them."""
 
     # The checkpoint.
     model_dir: Annotated[
@@ -137,8 +141,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "fcfs"
     max_queue_size: Annotated[
         int,
-        Setting("requests which may wait, in Triton and in the engine; more are refused. 0 = no bound"),
-    ] = 0
+        Setting(
+            "requests which may wait, in Triton and in the engine; more are refused at once. 0 = no bound; "
+            f"auto = {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}",
+            words=(AUTO,),
+        ),
+    ] = -1
     cuda_graph_batch_sizes: Annotated[
         Literal["auto", "none"] | list[int],
         Setting(
@@ -265,8 +273,14 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
     return "sizes", tuple(get_args(literal))
 
 
+def auto_queue_size(max_num_seqs: int) -> int:
+    """Requests that may wait, for max_queue_size "auto"."""
+    return max(LEAST_AUTO_QUEUE, QUEUED_PER_SLOT * max_num_seqs)
+
+
 def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> EngineConfig:
-    """Fill max_seq_len and max_input_len; check every field, and the limits against each other.
+    """Fill max_seq_len, max_input_len and max_queue_size; check every field, and the limits against each
+    other.
 
     Raises ValueError where a value is not allowed, or contradicts another or the checkpoint.
     """
@@ -293,4 +307,9 @@ def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> Engine
             f"without chunked context a prompt must fit one step: max_num_tokens {config.max_num_tokens} "
             f"should be at least max_input_len {max_input_len}, or enable_chunked_context true"
         )
-    return msgspec.structs.replace(config, max_seq_len=max_seq_len, max_input_len=max_input_len)
+    max_queue_size = config.max_queue_size
+    if max_queue_size < 0:
+        max_queue_size = auto_queue_size(config.max_num_seqs)
+    return msgspec.structs.replace(
+        config, max_seq_len=max_seq_len, max_input_len=max_input_len, max_queue_size=max_queue_size
+    )
