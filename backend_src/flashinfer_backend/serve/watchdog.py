@@ -41,7 +41,7 @@ HANGS_S = 20.0  # without an answer for so long the server is taken for dead
 STOPPED_S = 5.0  # a process of the server that is stopped (SIGSTOP) for so long is taken for dead, too
 LOOK_EVERY_S = 1.0
 RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
-# Threads of the server parse JSON by recursion, up to 270 bytes of stack for every bracket. With 8 MiB, 31 000
+# Threads of the server parse JSON by recursion, up to 270 bytes of stack a bracket. With 8 MiB, 31 000
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
 MIB = 1 << 20
