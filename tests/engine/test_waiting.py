@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,16 @@ class Engine:
         self.socket = Recorder()
         self.loop = EngineLoop(start_core(Path("bundled"), **settings), self.socket)  # type: ignore[arg-type]
 
-    def submit(self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0) -> None:
+    def submit(
+        self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0, **more: Any
+    ) -> None:
+        """more: priority, timeout_us; parameters of sampling beside."""
+        place = {name: more.pop(name) for name in ("priority", "timeout_us") if name in more}
         prompt = np.full(prompt_tokens, 64 + (share_with or local_id) % 1900, "<i4").tobytes()
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
         share = protocol.make_handle(STUB, share_with) if share_with else 0
         handle = protocol.make_handle(STUB, local_id)
-        self.socket.inbox.append(protocol.Submit(handle, prompt, params, share))
+        self.socket.inbox.append(protocol.Submit(handle, prompt, params, share, **place))
 
     def cancel(self, local_id: int) -> None:
         self.socket.inbox.append(protocol.Cancel(protocol.make_handle(STUB, local_id)))
@@ -111,6 +116,37 @@ def test_how_many_may_wait_unless_it_is_said(settings, bound):
     for local_id in range(1, 4 + 4096 + 2 + 1):
         engine.cancel(local_id)
     engine.run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"), [({}, [1, 4, 3, 5, 2]), ({"schedule_policy": "lof"}, [1, 4, 5, 3, 2])]
+)
+def test_order_of_first_tokens_with_priorities(settings, order):
+    """The first runs already: nobody takes its slot away."""
+    engine = Engine(max_num_seqs=1, **settings)
+    engine.submit(1, 20, priority=9)
+    engine.step()
+    for local_id, (max_tokens, priority) in enumerate([(9, 4), (3, 0), (2, -1), (6, 0)], 2):
+        engine.submit(local_id, max_tokens, priority=priority)
+    engine.run()
+    assert list(engine.socket.tokens) == order
+
+
+def test_who_waits_too_long_is_refused_and_the_others_go_on():
+    engine = Engine(max_num_seqs=1)
+    minute = 60_000_000
+    engine.submit(1, 20, timeout_us=minute)
+    engine.submit(2, 5, timeout_us=1)
+    engine.submit(3, 5, timeout_us=minute)
+    engine.submit(4, 5, grammar_type="regex", grammar="[ab]{5}", timeout_us=1)
+    engine.step()
+    assert sorted(engine.socket.failures) == [2, 4] and engine.running == [1] and engine.waiting == [3]
+    for failure in engine.socket.failures.values():
+        said = r"Request timeout expired: it waited in the queue for [0-9.e-]+ s and never ran. Send it again"
+        assert failure.refused and re.match(said, failure.message)
+    engine.run()
+    assert list(engine.socket.tokens) == [1, 3]
+    assert [len(tokens) for tokens in engine.socket.tokens.values()] == [20, 5]
 
 
 def test_a_longer_request_that_comes_later_goes_first():

@@ -6,6 +6,7 @@ TensorRT-LLM's end_to_end_test.py, benchmark_core_model.py and test_max_queue_si
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import threading
@@ -209,8 +210,8 @@ def flood_http(server: Server) -> list[tuple[Any, str]]:
 @pytest.mark.parametrize(
     ("flood", "statuses"),
     [
-        (flood_grpc, {TRITON_FULL: "StatusCode.UNAVAILABLE", ENGINE_FULL: "StatusCode.INTERNAL"}),
-        (flood_http, {TRITON_FULL: "503", ENGINE_FULL: "500"}),
+        (flood_grpc, {TRITON_FULL: "StatusCode.UNAVAILABLE", ENGINE_FULL: "StatusCode.UNAVAILABLE"}),
+        (flood_http, {TRITON_FULL: "503", ENGINE_FULL: "503"}),
     ],
 )
 def test_full_queues_refuse_with_the_texts_clients_look_for(
@@ -241,9 +242,101 @@ def test_the_engines_queue_has_a_bound_of_its_own(unary: Server, watch_unary: En
             wait_for(lambda: watch_unary.status().requests_active > number, "the request to arrive")  # noqa: B023
         with pytest.raises(InferenceServerException) as refused:
             client.infer(LLM, inputs(ids_request(encode(PROMPT), 4)))
-        assert (refused.value.status(), refused.value.message()) == ("StatusCode.INTERNAL", ENGINE_FULL)
+        assert (refused.value.status(), refused.value.message()) == ("StatusCode.UNAVAILABLE", ENGINE_FULL)
         _, http_answer = unary.post({"text_input": PROMPT, "max_tokens": 4})
         assert http_answer["error"] == f"in ensemble 'ensemble', {ENGINE_FULL}"
         for number in range(6):
             client.infer(LLM, inputs({**stop, "stop": flag(True)}), request_id=f"queue {number}")
         assert [answer.get(timeout=30) for _ in range(6)] == [None] * 6
+
+
+@pytest.fixture
+def two_run(unary: Server, watch_unary: EngineWatch) -> Iterator[queue.Queue[Any]]:
+    """Both slots are taken until the end of the test, or until `stop`; their errors, when they end."""
+    ended: queue.Queue[Any] = queue.Queue()
+    wait_for(lambda: watch_unary.status().requests_active == 0, "those before to be gone")
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        for number in range(2):
+            client.async_infer(
+                LLM,
+                inputs(ids_request(encode(PROMPT), 1900)),
+                lambda result, error: ended.put(error),
+                request_id=f"running {number}",
+                timeout=60_000_000,  # microseconds
+            )
+        wait_for(lambda: watch_unary.status().requests_running == 2, "both to run")
+        yield ended
+        stop(client)
+
+
+def stop(client: grpcclient.InferenceServerClient) -> None:
+    """Ends the two that run."""
+    values = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+    for number in range(2):
+        client.infer(LLM, inputs({**values, "stop": flag(True)}), request_id=f"running {number}")
+
+
+def test_a_request_that_has_waited_too_long(
+    unary: Server, watch_unary: EngineWatch, two_run: queue.Queue[Any]
+) -> None:
+    """Whichever way it comes; those that run go on."""
+    said = "Request timeout expired: it waited in the queue for"
+    ids, text = ids_request(encode(PROMPT), 4), {"text_input": strings(PROMPT), "max_tokens": int32(4)}
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        for model, values in ((LLM, ids), ("ensemble", text)):
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer(model, inputs(values), timeout=1000)
+            assert refused.value.status() == "StatusCode.UNAVAILABLE"
+            assert said in refused.value.message()
+        with pytest.raises(InferenceServerException, match="timeout is -3; it should be"):
+            client.infer("ensemble", inputs(text), timeout=-3)
+    prompt = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": [PROMPT]}
+    tokens = {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [4]}
+    body = {"inputs": [prompt, tokens], "parameters": {"timeout": 1000}}
+    status, _, answer = unary.raw(json.dumps(body).encode(), verb="infer")
+    assert status == 503 and said in answer
+    asked = {"text_input": PROMPT, "max_tokens": 4}
+    for more in ({"timeout": 1000}, {"parameters": {"timeout": 1000}}):
+        status, answer = unary.post({**asked, **more})
+        assert status == 400 and said in answer["error"]  # whatever the model's own status is
+        (event,) = unary.post({**asked, **more}, stream=True)
+        assert said in event["error"]
+    assert two_run.empty() and watch_unary.status().requests_running == 2
+
+
+def test_priorities_decide_who_runs_next(
+    unary: Server, watch_unary: EngineWatch, two_run: queue.Queue[Any]
+) -> None:
+    """Through both models and both protocols, in the order of their first steps."""
+    first: queue.Queue[tuple[int, str]] = queue.Queue()
+    name = "first_scheduled_time_ns"
+    ids = ids_request(encode(PROMPT), 4, return_perf_metrics=flag(True))
+    text = {"text_input": strings(PROMPT), "max_tokens": int32(4), "return_perf_metrics": flag(True)}
+
+    def over_grpc(model: str, label: str, **options: Any) -> None:
+        def note(result: Any, error: Any) -> None:
+            first.put((result.as_numpy(name).item() if error is None else 0, label))
+
+        values = ids if model == LLM else text
+        client.async_infer(model, inputs(values), note, **options)
+
+    def over_http() -> None:
+        asked = {"text_input": PROMPT, "max_tokens": 4, "return_perf_metrics": True, "priority": 2}
+        first.put((unary.post(asked)[1][name], "2"))
+
+    thread = threading.Thread(target=over_http)
+    with grpcclient.InferenceServerClient(unary.grpc) as client:
+        waiting = [
+            lambda: over_grpc(LLM, "9", parameters={"queue_priority": 9}),
+            lambda: over_grpc("ensemble", "default"),
+            thread.start,
+            lambda: over_grpc("ensemble", "1", parameters={"queue_priority": 1}),
+        ]
+        for number, submit in enumerate(waiting, 1):
+            submit()
+            wait_for(lambda: watch_unary.status().requests_waiting == number, "it to wait")  # noqa: B023
+        stop(client)
+        found = sorted(first.get(timeout=30) for _ in waiting)
+    thread.join()
+    assert [label for _, label in found] == ["1", "2", "default", "9"] and found[0][0] > 0
+    assert [two_run.get(timeout=30) for _ in range(2)] == [None, None]

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,6 +33,10 @@ def server(chat_model: Path, tmp_path: Path) -> Iterator[OpenAiServer]:
 
 def engine(server: OpenAiServer, name: str) -> float:
     return server.metric(f"engine_{name}")
+
+
+def idle(server: OpenAiServer) -> bool:
+    return engine(server, "requests_running") == engine(server, "requests_waiting") == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -107,16 +113,52 @@ def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_full_queue_is_said_before_a_stream_begins(chat_model: Path, tmp_path: Path) -> None:
-    settings = ["max_num_seqs=1", "max_queue_size=1"]
-    with openai_running(chat_model, tmp_path, *settings) as server:
-        with server.opened(CHAT, {**LONG, "stream": True}) as first:
-            assert first.read(10)
-            with server.asked(CHAT, {**LONG, "stream": True}):
-                wait_for(lambda: engine(server, "requests_waiting") == 1, "one to wait")
-                status, headers, answer = server.call(CHAT, {**LONG, "stream": True})
-                assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
-                assert headers["Retry-After"]
-        wait_for(lambda: engine(server, "requests_running") == 0, "the others to be dropped")
-        with server.opened(CHAT, {**LONG, "max_tokens": 3, "stream": True}) as answer:
-            assert events(answer.read().decode())[-1]["choices"][0]["finish_reason"] == "length"
+@pytest.fixture(scope="module")
+def narrow(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    """One runs, two wait."""
+    settings = ["max_num_seqs=1", "max_queue_size=2"]
+    with openai_running(chat_model, tmp_path_factory.mktemp("narrow"), *settings) as started:
+        yield started
+
+
+def test_a_full_queue_is_said_before_a_stream_begins(narrow: OpenAiServer) -> None:
+    body = {**LONG, "stream": True}
+    with narrow.opened(CHAT, body) as first:
+        assert first.read(10)
+        with narrow.asked(CHAT, body), narrow.asked(CHAT, body):
+            wait_for(lambda: engine(narrow, "requests_waiting") == 2, "two to wait")
+            status, headers, answer = narrow.call(CHAT, body)
+            assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+            assert headers["Retry-After"]
+    wait_for(lambda: idle(narrow), "the others to be dropped")
+    with narrow.opened(CHAT, {**LONG, "max_tokens": 3, "stream": True}) as answer:
+        assert events(answer.read().decode())[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_that_has_waited_too_long(narrow: OpenAiServer) -> None:
+    with narrow.opened(CHAT, {**LONG, "stream": True, "queue_timeout": 60}) as first:
+        assert first.read(10)
+        for stream in (True, False):
+            status, headers, answer = narrow.call(CHAT, {**LONG, "stream": stream, "queue_timeout": 0.001})
+            error = answer["error"]
+            assert (status, error["type"], error["code"]) == (503, "server_error", "queue_timeout")
+            assert error["message"].startswith("Request timeout expired: it waited in the queue for")
+            assert headers["Retry-After"]
+        wait_for(lambda: engine(narrow, "requests_running") == 1, "the first to run on")
+    wait_for(lambda: idle(narrow), "the first to be dropped")
+
+
+def test_a_smaller_priority_goes_first(narrow: OpenAiServer) -> None:
+    """The long one that came first has no answer when the short one that overtook it has."""
+    short = {**LONG, "max_tokens": 3, "priority": -1}
+    with contextlib.ExitStack() as waiting, contextlib.ExitStack() as running:
+        assert running.enter_context(narrow.opened(CHAT, {**LONG, "stream": True})).read(10)
+        long = waiting.enter_context(narrow.asked(CHAT, LONG))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 1, "one to wait")
+        overtaking = waiting.enter_context(narrow.asked(CHAT, short))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 2, "two to wait")
+        running.close()  # its client leaves
+        answer = json.load(overtaking.getresponse())
+        assert answer["usage"]["completion_tokens"] == 3
+        assert select.select([long.sock], [], [], 0)[0] == [], "it has its answer already"
+    wait_for(lambda: idle(narrow), "the long one to be dropped")

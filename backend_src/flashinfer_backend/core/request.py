@@ -19,6 +19,8 @@ class Request:
     params: SamplingParams
     max_new: int  # max_tokens, or less where max_seq_len leaves less
     share_prompt_with: int = 0
+    priority: int = 0  # who waits with a smaller number goes first
+    deadline_ns: int = 0  # of time.monotonic_ns(): it may not wait any longer for its slot; 0: for ever
     slot: int = -1
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # kept over preemption
     block_keys: list[bytes] = field(default_factory=list)

@@ -64,6 +64,7 @@ class EngineLoop:
         if self.socket.closed:
             return False
         self._take_compiled()
+        self._refuse_late()
         began = time.monotonic()
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
@@ -141,7 +142,8 @@ class EngineLoop:
         queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free) + len(self.grammars)
         if self.config.max_queue_size and queued >= self.config.max_queue_size:
             problem = (
-                f"Maximum queue size of {self.config.max_queue_size} has been reached, please try again later"
+                f"{protocol.QUEUE_FULL} of {self.config.max_queue_size} has been reached, please try again"
+                " later"
             )
         elif not len(prompt):
             problem = "the prompt has no tokens; it should have at least one"
@@ -177,6 +179,8 @@ class EngineLoop:
             max_new=min(params.max_tokens, room),
             share_prompt_with=message.share_prompt_with,
             arrival_ns=time.time_ns(),
+            priority=message.priority,
+            deadline_ns=time.monotonic_ns() + message.timeout_us * 1000 if message.timeout_us else 0,
         )
         if params.grammar_type:
             self.grammars.submit(request)
@@ -189,6 +193,18 @@ class EngineLoop:
                 self.scheduler.submit(request)
             else:
                 self._send_failure(request, problem, refused=True)
+
+    def _refuse_late(self) -> None:
+        """Refuse what has waited for as long as it may. None of it ever had a slot."""
+        now = time.monotonic_ns()
+        for request in [*self.scheduler.drop_late(now), *self.grammars.drop_late(now)]:
+            waited_s = (time.time_ns() - request.arrival_ns) / 1e9
+            self._send_failure(
+                request,
+                f"{protocol.QUEUE_TIMEOUT}: it waited in the queue for {waited_s:.3g} s and never ran. Send"
+                " it again later, with a longer timeout, or with a priority that goes first",
+                refused=True,
+            )
 
     def _launch(self, plan: StepPlan, began: float) -> None:
         """Give `plan`, planned since `began`, to the device. Launching a step with prompts takes the host so

@@ -136,4 +136,6 @@ def generation_request(
         exclude_input=True,
         stop_words=stops,
         exclude_stop_words=not request.include_stop_str_in_output and bool(stops or request.stop_token_ids),
+        priority=request.priority,
+        timeout_us=round((request.queue_timeout or 0) * 1e6),
     )

@@ -16,7 +16,6 @@ from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
-QUEUE_FULL = "Maximum queue size"
 
 
 class ClientLeft(Exception):
@@ -74,7 +73,8 @@ class EngineLink:
                     params = stream.match_stop_words(decoder) if stream.follows_text else row.params
                     if number:
                         params = msgspec.structs.replace(params, seed=(params.seed + number) % 2**64)
-                    handle = self.endpoint.submit(stream, row.prompt.tobytes(), params, first)
+                    prompt = row.prompt.tobytes()
+                    handle = self.endpoint.submit(stream, prompt, params, first, row.priority, row.timeout_us)
                     first = handle if first == LEADS else first
         except EngineDown as error:
             streams.cancel()
@@ -171,8 +171,10 @@ def unavailable(message: str) -> ApiError:
 def failure(stream: Stream) -> ApiError:
     """What a client is told of a sequence that failed."""
     message = stream.failure or ""
+    if stream.refused and message.startswith(protocol.QUEUE_TIMEOUT):
+        return ApiError(message, 503, code="queue_timeout")
     if stream.refused:
-        return ApiError(message, 429 if message.startswith(QUEUE_FULL) else 400)
+        return ApiError(message, 429 if message.startswith(protocol.QUEUE_FULL) else 400)
     if message.startswith(RETRYABLE):
         return unavailable(message)
     return ApiError(message, 500)

@@ -13,11 +13,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from flashinfer_backend.core.values import INT32_MAX
 from flashinfer_backend.openai.errors import ApiError
 
 MOST_CHOICES = 128  # of one request: n times its prompts
 MOST_STOPS = 64
 MOST_TOP_LOGPROBS = 20
+
+LEAST_TIMEOUT_S = 1e-6
 
 Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -64,6 +67,9 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    # Of the engine's queue: the smallest number goes first, and for how many seconds it may wait.
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
     # They are about whose request it is; the prefix cache works by itself.
     user: str | None = None
     safety_identifier: str | None = None

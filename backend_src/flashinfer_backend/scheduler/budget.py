@@ -66,7 +66,7 @@ class StepBudget:
         left = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
         work = waiting.tokens + int(left.sum()) + int(sum(started))
-        longest = max([waiting.head.max_new, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
+        longest = max([waiting.longest, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(numbers.filled_step, -(-work // steps)))
 

@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from flashinfer_backend.core.request import Request
 
+Rank = tuple[int, int, int, int]  # whether preempted, priority, length, order: the head has the largest
+
 
 class RequestQueue:
-    """Preempted sequences first, the one preempted last at their head; then in order of arrival, or by
-    the tokens that they may still generate, most first, equal ones in order of arrival."""
+    """Preempted sequences first, the one preempted last at their head; then by priority, the smallest number
+    first. Those of one priority are in order of arrival, or by the tokens that they may still generate, most
+    first, equal ones in order of arrival."""
 
     def __init__(self, longest_first: bool) -> None:
         self._longest_first = longest_first
         self._count = itertools.count()
         self.arrived = 0  # requests, ever
-        self._ranks: dict[int, tuple[int, int, int]] = {}  # by handle; no two are equal
-        self._line: list[tuple[int, int, int, Request]] = []  # sorted: the head of the queue is at the end
+        self._ranks: dict[int, Rank] = {}  # by handle; no two are equal
+        self._line: list[tuple[Rank, Request]] = []  # sorted: the head of the queue is at the end
+        self._deadlines: list[tuple[int, int, Request]] = []  # (deadline, handle, request), sorted
         self.tokens = 0  # that remain to be computed and generated, of all
 
     def __len__(self) -> int:
@@ -37,30 +41,50 @@ class RequestQueue:
     def tail(self) -> Request:
         return self._line[0][-1]
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that any of them may generate."""
+        (tail, _), (head, _) = self._line[0], self._line[-1]
+        if self._longest_first and tail[:2] == head[:2]:  # the usual case: one priority, nobody preempted
+            return self.head.max_new
+        return max(request.max_new for _, request in self._line)
+
     def add(self, request: Request) -> None:
         self.arrived += 1
-        self._insert(request, (0, request.max_new if self._longest_first else 0, -next(self._count)))
+        length = request.max_new if self._longest_first else 0
+        self._insert(request, (0, -request.priority, length, -next(self._count)))
+        if request.deadline_ns:
+            insort(self._deadlines, (request.deadline_ns, request.handle, request))
 
     def put_back(self, request: Request) -> None:
-        """Make a preempted request the head."""
-        self._insert(request, (1, 0, next(self._count)))
+        """Make a preempted request the head. Its deadline was for its first slot."""
+        self._insert(request, (1, 0, 0, next(self._count)))
 
     def pop(self) -> None:
-        """Take the head out."""
-        self._leave(self._line.pop()[-1])
+        """Take the head out, as it has a slot."""
+        request = self._line.pop()[-1]
+        self._leave(request)
+        request.deadline_ns = 0
 
     def remove(self, request: Request) -> None:
-        del self._line[bisect_left(self._line, self._ranks[request.handle])]
+        del self._line[bisect_left(self._line, (self._ranks[request.handle],))]
         self._leave(request)
 
-    def _insert(self, request: Request, rank: tuple[int, int, int]) -> None:
+    def late(self, now_ns: int) -> list[Request]:
+        """Those whose deadline is `now_ns` or before, the earliest first."""
+        end = bisect_right(self._deadlines, now_ns, key=lambda entry: entry[0])
+        return [request for _, _, request in self._deadlines[:end]]
+
+    def _insert(self, request: Request, rank: Rank) -> None:
         self._ranks[request.handle] = rank
-        insort(self._line, (*rank, request))
+        insort(self._line, (rank, request))
         self.tokens += _tokens(request)
 
     def _leave(self, request: Request) -> None:
         del self._ranks[request.handle]
         self.tokens -= _tokens(request)
+        if request.deadline_ns:
+            del self._deadlines[bisect_left(self._deadlines, (request.deadline_ns, request.handle))]
 
 
 def _tokens(request: Request) -> int:

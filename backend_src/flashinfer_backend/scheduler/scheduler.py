@@ -83,6 +83,14 @@ class Scheduler:
         if request.params.stateful and request.first_scheduled_ns:
             self._freed.append(request.handle)
 
+    def drop_late(self, now_ns: int) -> list[Request]:
+        """Release the requests without a slot whose deadline, of the monotonic clock, is `now_ns` or before,
+        and return them. What has had a slot is never late."""
+        late = self.queue.late(now_ns)
+        for request in late:
+            self.release(request)
+        return late
+
     def schedule(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if blocks ran out and the steps
         `in_flight` must be read first (they may free blocks; preemption needs all tokens known)."""

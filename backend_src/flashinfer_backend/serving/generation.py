@@ -31,7 +31,8 @@ Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt: what the engine needs, and how its text is cut into chunks. `exclude_input`: whether the
-    one chunk of a request without streaming holds the completion alone."""
+    one chunk of a request without streaming holds the completion alone. `priority`, `timeout_us`: of its
+    place in the engine's queue (protocol.Submit)."""
 
     prompt: np.ndarray  # int32 [n]
     params: SamplingParams
@@ -39,6 +40,8 @@ class GenerationRequest:
     exclude_input: bool = False
     stop_words: list[str] = field(default_factory=list)  # matched on text
     exclude_stop_words: bool = False
+    priority: int = 0
+    timeout_us: int = 0
 
 
 @dataclass
@@ -129,6 +132,12 @@ class Generation:
         """Whether its end has arrived, but was not taken yet. For the thread that takes."""
         arrived_end = bool(self._arrived) and self._arrived[-1][1] != protocol.RUNNING
         return arrived_end or self.failure is not None
+
+    @property
+    def crowded_out(self) -> bool:
+        """Whether it failed for want of a place in the engine's queue, or of time there."""
+        words = (protocol.QUEUE_FULL, protocol.QUEUE_TIMEOUT)
+        return self.refused and self.failure is not None and self.failure.startswith(words)
 
     def _wake(self) -> None:
         if not self._scheduled:

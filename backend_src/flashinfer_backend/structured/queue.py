@@ -41,6 +41,11 @@ class GrammarQueue:
         self._maker.forget(waiting)
         return waiting.request
 
+    def drop_late(self, now_ns: int) -> list[Request]:
+        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
+        late = [h for h, waiting in self._waiting.items() if 0 < waiting.request.deadline_ns <= now_ns]
+        return [request for handle in late if (request := self.cancel(handle)) is not None]
+
     def drop_stub(self, pid: int) -> None:
         """Forget all requests of a stub."""
         for handle in [h for h in self._waiting if h >> 32 == pid]:

@@ -97,10 +97,19 @@ class Endpoint:
         assert self.status is not None
         return self.status
 
-    def submit(self, sink: Sink, prompt: bytes, params: SamplingParams, share_prompt_with: int = 0) -> int:
+    def submit(
+        self,
+        sink: Sink,
+        prompt: bytes,
+        params: SamplingParams,
+        share_prompt_with: int = 0,
+        priority: int = 0,
+        timeout_us: int = 0,
+    ) -> int:
         """Hands a sequence to the engine and returns its handle. Raises EngineDown.
 
-        share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one.
+        share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one. priority,
+        timeout_us: as in protocol.Submit.
         """
         with self._lock:
             if not self._up or self._refusal:
@@ -109,7 +118,8 @@ class Endpoint:
             sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
             shared = handle if share_prompt_with == LEADS else share_prompt_with
-            self._outbox.append(protocol.encode(protocol.Submit(handle, prompt, params, shared)))
+            message = protocol.Submit(handle, prompt, params, shared, priority, timeout_us)
+            self._outbox.append(protocol.encode(message))
             os.eventfd_write(self._wake, 1)
         return handle
 

@@ -36,6 +36,11 @@ FINISHED_STOP_WORDS = 3
 FINISHED_CANCELLED = 4
 NO_TOKEN = -1  # second column of a row that only carries a finish code
 
+# How the refusals begin that mean: later. Clients look for these words; the first are TensorRT-LLM's, the
+# others are Triton's own for a request that has waited too long.
+QUEUE_FULL = "Maximum queue size"
+QUEUE_TIMEOUT = "Request timeout expired"
+
 
 def make_handle(pid: int, local_id: int) -> int:
     """Handle of a stub's request; both parts must fit 31 bits."""
@@ -62,12 +67,15 @@ class Hello(msgspec.Struct, tag="hello"):
 class Submit(msgspec.Struct, tag="submit"):
     """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of the
     first sequence with this prompt in the same request (its own, if it is that one), whose prompt blocks
-    the others reuse; or 0."""
+    the others reuse; or 0. `priority`: who waits with a smaller number goes first. `timeout_us`: for how long
+    it may wait for its first step, 0: for ever."""
 
     handle: int
     prompt: bytes
     params: SamplingParams
     share_prompt_with: int = 0
+    priority: int = 0
+    timeout_us: int = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

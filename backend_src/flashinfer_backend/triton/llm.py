@@ -22,12 +22,11 @@ from flashinfer_backend.transport.supervisor import Supervisor
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
+from flashinfer_backend.triton.request_parameters import read_request_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
-
-REQUEST_TYPES = ("context_and_generation",)
 
 
 class TritonPythonModel:
@@ -118,8 +117,8 @@ class TritonPythonModel:
         if is_stop(tensors):
             self._stop(request, sender)
             return
-        _check_type(request.parameters())
-        rows = parse_request(tensors, self._limits)
+        priority, timeout_us = read_request_parameters(request.parameters(), request.timeout())
+        rows = parse_request(tensors, self._limits, priority, timeout_us)
         wanted = set(request.requested_output_names())
         refuse_unmapped(rows, wanted)
         opened, schedule = self._responder.open(sender, request.request_id(), wanted)
@@ -148,7 +147,8 @@ class TritonPythonModel:
                 shared = first.handle
             elif row.num_return_sequences > 1:
                 first, shared = sequence, LEADS
-            self._endpoint.submit(sequence, row.prompt.tobytes(), params, shared)
+            prompt = row.prompt.tobytes()
+            self._endpoint.submit(sequence, prompt, params, shared, row.priority, row.timeout_us)
 
     def _stop(self, request: Any, sender: Any) -> None:
         request_id = request.request_id()
@@ -177,12 +177,3 @@ class TritonPythonModel:
             f"the engine of {self._name} is restarted in place; requests are refused until it is ready."
             " Without flashinfer_backend.serve, a server that does not ask is_ready() says ready meanwhile"
         )
-
-
-def _check_type(parameters: str) -> None:
-    """Refuses a request for disaggregated serving (a request parameter, not a tensor)."""
-    if "request_type" not in parameters:
-        return
-    kind = json.loads(parameters).get("request_type", REQUEST_TYPES[0])
-    if kind not in REQUEST_TYPES:
-        raise ValueError(f"request_type is {kind!r}; only {REQUEST_TYPES[0]} is supported")

@@ -57,9 +57,10 @@ def is_stop(tensors: Tensors) -> bool:
     return stop is not None and bool(np.any(stop))
 
 
-def parse_request(tensors: Tensors, limits: Limits) -> list[Row]:
+def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_us: int = 0) -> list[Row]:
     """The rows of a request. Tensors by input name of the llm model, B rows: input_ids int32 [B, L] or
-    [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]."""
+    [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]. priority and
+    timeout_us are those of each row, as in protocol.Submit."""
     refuse_unsupported(tensors)
     ids, lengths = _prompts(tensors)
     batch = len(ids)
@@ -69,7 +70,8 @@ def parse_request(tensors: Tensors, limits: Limits) -> list[Row]:
             " deployed using decoupled mode; send one request for each prompt"
         )
     reader = _Reader(tensors, batch)
-    rows = [_row(reader, limits, row, ids[row, : lengths[row]]) for row in range(batch)]
+    place = priority, timeout_us
+    rows = [_row(reader, limits, row, ids[row, : lengths[row]], place) for row in range(batch)]
     sequences = sum(row.num_return_sequences for row in rows)
     if sequences > MOST_SEQUENCES:
         raise ValueError(
@@ -102,7 +104,7 @@ def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
     return ids, lengths
 
 
-def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
+def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, place: tuple[int, int]) -> Row:
     if len(prompt) > limits.max_input_len:
         raise ValueError(
             f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}). Shorten"
@@ -126,6 +128,8 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray) -> Row:
         num_return_sequences=sequences,
         stop_words=[word for word in reader.strings(row, "stop_words_text") if word],
         exclude_stop_words=reader.flag(row, "exclude_stop_words_in_output"),
+        priority=place[0],
+        timeout_us=place[1],
         return_num_input_tokens=reader.flag(row, "return_num_input_tokens"),
         return_num_output_tokens=reader.flag(row, "return_num_output_tokens"),
         log_probs_so_far=limits.log_probs_so_far,

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Triton request says beside its tensors: its parameters, and its timeout.
+
+HTTP generate passes every name that is no input on as a parameter, through the ensemble as well. With gRPC
+and HTTP infer some names are the server's: `timeout` arrives as the request's own, and `priority` is never
+shown to a Python model. Hence `queue_priority`, which arrives from everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+REQUEST_TYPES = ("context_and_generation",)
+# Priorities are Triton's: 1 goes first, 0 stands for the default. The engine's default is 0.
+LAST_PRIORITY, DEFAULT_PRIORITY = 9, 5
+PRIORITIES = ("priority", "queue_priority")
+MOST_TIMEOUT_US = 2**63 - 1
+NAMES = ("request_type", "timeout", *PRIORITIES)
+
+
+def read_request_parameters(parameters: str, timeout_us: int) -> tuple[int, int]:
+    """(priority, timeout in microseconds) as protocol.Submit has them, of a request's parameters (JSON) and
+    its own timeout (uint64, 0 for none). Raises ValueError for a bad value, naming it, and for a request type
+    that is not served."""
+    if timeout_us > MOST_TIMEOUT_US:  # a negative number, as the server reads it
+        raise ValueError(_bad_timeout(timeout_us - 2**64))
+    if not any(name in parameters for name in NAMES):  # as good as always: nothing to decode
+        return 0, timeout_us
+    given: dict[str, Any] = json.loads(parameters)
+    kind = given.get("request_type", REQUEST_TYPES[0])
+    if kind not in REQUEST_TYPES:  # disaggregated serving
+        raise ValueError(f"request_type is {kind!r}; only {REQUEST_TYPES[0]} is supported")
+    if "timeout" in given:
+        timeout_us = given["timeout"]
+        if type(timeout_us) is not int or not 0 <= timeout_us <= MOST_TIMEOUT_US:
+            raise ValueError(_bad_timeout(timeout_us))
+    return _priority(given), timeout_us
+
+
+def _priority(given: dict[str, Any]) -> int:
+    found = {name: given[name] for name in PRIORITIES if name in given}
+    for name, value in found.items():
+        if type(value) is not int or not 0 <= value <= LAST_PRIORITY:
+            raise ValueError(
+                f"{name} is {value!r}; it should be an integer in 1..{LAST_PRIORITY}, of which 1 goes first,"
+                f" or 0 for the default, {DEFAULT_PRIORITY}"
+            )
+    if len(set(found.values())) > 1:
+        both = " and ".join(f"{name} is {value}" for name, value in found.items())
+        raise ValueError(f"{both}: they are two names of one value; give one, or the same value twice")
+    level = next(iter(found.values()), 0) or DEFAULT_PRIORITY
+    return level - DEFAULT_PRIORITY
+
+
+def _bad_timeout(value: Any) -> str:
+    return (
+        f"timeout is {value!r}; it should be the microseconds that the request may wait for its turn, an"
+        " integer of at least 1, or 0 for as long as it takes"
+    )
