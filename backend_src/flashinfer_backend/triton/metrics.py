@@ -86,7 +86,7 @@ class Metrics:
             return
         timing.counted = True
         if chunk is None:
-            self._ends.append(ERROR)
+            self._ends.append(REFUSED if sequence.refused else ERROR)
             return
         note = self._notes.append
         note((INPUT, len(sequence.row.prompt)))
