@@ -48,6 +48,11 @@ CHAT = "/v1/chat/completions"
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          None, "not valid JSON"),
         ({"messages": None}, "messages", "Expected"),
+        ({"messages": [{"content": "x"}]}, "messages[0]", "messages[0].role is null; it should be one of"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, None, "type null; only text is"),
+        ({"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "function.name is null;"),
+        ({"top_k": 2**64}, "top_k", "<= 2147483647"),
+        ({"min_tokens": 2**64}, "min_tokens", "<= 2147483647"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(
@@ -62,6 +67,8 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert door.error(CHAT, b"{")[:2] == (400, "the body is not valid JSON: Input data was truncated")
     assert door.error(CHAT, {})[1:] == ("messages is missing", "messages", "missing_required_parameter")
     assert door.error(CHAT, b"[" * 100_000)[0] == 400
+    status, message, _, _ = door.error(CHAT, b'{"model": "\xba"}')
+    assert status == 400 and message.startswith("the body is not valid JSON")
     status, message, param, code = door.error(CHAT, {"messages": ASK, "model": "gpt-4"})
     assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
     assert door.error("/v1/embeddings", {})[:2] == (404, "there is no /v1/embeddings")

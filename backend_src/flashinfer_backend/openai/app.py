@@ -100,7 +100,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)
         door.metrics.error(500)
-        return ApiError(f"internal error: {error}", 500).response()
+        return ApiError("internal error; the server's log has the rest of it", 500).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

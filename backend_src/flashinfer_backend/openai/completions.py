@@ -25,7 +25,7 @@ from flashinfer_backend.openai.answer import (
     token_log_probs,
 )
 from flashinfer_backend.openai.door import Door, generation_request
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, shown
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import MOST_CHOICES, CompletionRequest
 from flashinfer_backend.openai.sampling import Limits, guide_of, sampling_params
@@ -96,7 +96,7 @@ async def _prompts(door: Door, request: CompletionRequest, limits: Limits) -> li
         for token in prompt:
             if type(token) is not int or not 0 <= token < limits.vocab_size:
                 raise ApiError(
-                    f"prompt holds {token!r}; token ids should lie in 0..{limits.vocab_size - 1}",
+                    f"prompt holds {shown(token)}; token ids should lie in 0..{limits.vocab_size - 1}",
                     param="prompt",
                 )
     return prompts

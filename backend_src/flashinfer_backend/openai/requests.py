@@ -50,13 +50,13 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     temperature: Annotated[float, Meta(ge=0.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Share | None = None
     seed: int | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -228,7 +228,7 @@ def decode(kind: type[Body], body: bytes) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("the body's JSON is nested too deeply") from None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from flashinfer_backend.openai.answer import EventResponse, JsonResponse, Usage, encode
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, shown
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.requests import ResponseFormat, ResponsesRequest
 from flashinfer_backend.openai.sampling import Guide, guide_of
@@ -75,7 +75,7 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
             if text:
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
-            raise ApiError(f"input[{n}] is of type {kind!r}, which is not supported", param="input")
+            raise ApiError(f"input[{n}] is of type {shown(kind)}, which is not supported", param="input")
     merged: list[dict[str, Any]] = []
     for message in messages:  # reasoning belongs to the answer that follows it
         before = merged[-1] if merged else {}
@@ -96,7 +96,9 @@ def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, A
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as a chat has it."""
     if tool.get("type") != "function":
-        raise ApiError(f"tools of type {tool.get('type')!r} are not supported, only functions", param="tools")
+        raise ApiError(
+            f"tools of type {shown(tool.get('type'))} are not supported, only functions", param="tools"
+        )
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
@@ -119,7 +121,7 @@ def _guide(request: ResponsesRequest) -> Guide:
         return guide_of(None, request.structured_outputs)
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise ApiError(f"text.format.type is {kind!r}, which is not supported", param="text")
+        raise ApiError(f"text.format.type is {shown(kind)}, which is not supported", param="text")
     schema = {key: value for key, value in form.items() if key != "type"}
     return guide_of(ResponseFormat(kind, schema or None), request.structured_outputs)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, shown
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -93,7 +93,7 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
 def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
-        raise ApiError(f"{place}.role is {role!r}; it should be one of {', '.join(ROLES)}", param=place)
+        raise ApiError(f"{place}.role is {shown(role)}; it should be one of {', '.join(ROLES)}", param=place)
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if content is None and role != "assistant":
@@ -125,7 +125,8 @@ def _text(content: Any, place: str) -> str:
         text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise ApiError(
-                f"{place}[{n}] is of type {kind!r}; only text is supported: {{'type': 'text', 'text': ...}}",
+                f"{place}[{n}] is of type {shown(kind)}; only text is supported: "
+                '{"type": "text", "text": ...}',
                 param=place,
             )
         texts.append(text)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, shown
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -82,7 +82,7 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(
-            f"{place} is of type {tool.get('type')!r}; only functions are supported:"
+            f"{place} is of type {shown(tool.get('type'))}; only functions are supported:"
             " {'type': 'function', 'function': {'name': ...}}",
             param="tools",
         )
@@ -90,11 +90,13 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     allowed = {*string.ascii_letters, *string.digits, *"_-."}
     if not isinstance(name, str) or not name or len(name) > 64 or set(name) - allowed:
         raise ApiError(
-            f"{place}.function.name is {name!r}; it should be 1 to 64 letters, digits, _, - or .",
+            f"{place}.function.name is {shown(name)}; it should be 1 to 64 letters, digits, _, - or .",
             param="tools",
         )
     if name in (AUTO, NONE, REQUIRED):
-        raise ApiError(f"{place}.function.name is {name!r}, a word of tool_choice; rename it", param="tools")
+        raise ApiError(
+            f"{place}.function.name is {shown(name)}, a word of tool_choice; rename it", param="tools"
+        )
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(f"{place}.function.parameters should be a JSON schema", param="tools")
     # How strict a call is read is for the server; the model is not told.

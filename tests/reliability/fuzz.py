@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests to real servers: `make fuzz REQUESTS=100000`.
+
+Each request is drawn from the seed and its number, and may be wrong in any way: shapes, types, values,
+names, missing and further inputs, bytes that are not what they say. Every one should get a whole answer or an
+error in plain words; requests that are right should get the same text as ever. `--first N --requests 1`
+repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import http.client
+import json
+import math
+import os
+import random
+import re
+import struct
+import sys
+import tempfile
+import threading
+import time
+import typing
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import msgspec
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
+
+from openai_server import OpenAiServer, model_with_template, openai_running  # noqa: E402
+from running import Server, build_repository, running  # noqa: E402
+
+from flashinfer_backend.openai import requests as openai_requests  # noqa: E402
+
+TIMEOUT_S = 60.0  # an answer that takes longer has been forgotten
+PROMPT = "Once upon a time"
+MODELS = ("ensemble", "preprocessing", "llm", "postprocessing")
+# What an error must not show: Python's own words, and places of the machine.
+LEAK = re.compile(
+    r'Traceback|File "|line \d+, in |(?<![\w.])/(work|tmp|usr|root|home|opt|proc|var|dev|etc)/|'
+    r"0x[0-9a-f]{6,}|<class|<[\w.]+ object|\barray\(|dtype|numpy|\bNone\b|\w+(Error|Exception)\b|\bnp\."
+)
+
+SIZES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2}
+SIZES |= {"UINT32": 4, "INT32": 4, "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8}
+TYPES = [*SIZES, "BYTES"]
+FORMATS = {"BOOL": "?", "UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "FP16": "e", "UINT32": "I"}
+FORMATS |= {"INT32": "i", "FP32": "f", "UINT64": "Q", "INT64": "q", "FP64": "d"}
+
+WORDS = [
+    "a", "", " ", "Once upon a time", "the", "\x00", "\x7f\x1b[31m", "é" * 3, "日本語", "🙂🙂", "\u202e",
+    "a\u0301",
+    "</s>", "<s>", "<|endoftext|>", "%s%n{}{0}", "../../etc/passwd", "'; --", "\n\n", "x" * 500, "\ufffd",
+    '{"type": "object"}', "[a-z]+", "(", "\ud800", "\ufeff", "root ::= x", "regex", "json", "json_schema",
+    "ebnf_grammar", "\\",
+]  # fmt: skip
+INTEGERS = [
+    0,
+    1,
+    1,
+    2,
+    3,
+    5,
+    -1,
+    -2,
+    100,
+    255,
+    256,
+    2047,
+    2048,
+    65536,
+    -(2**31),
+    2**31 - 1,
+    2**31,
+    2**63 - 1,
+    2**64,
+]
+FLOATS = [
+    0.0,
+    -0.0,
+    0.5,
+    0.9,
+    1.0,
+    1.0,
+    2.0,
+    -1.0,
+    1e-45,
+    1e-6,
+    3e38,
+    1e39,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a request came to: a kind to be counted, and what is wrong with it, or nothing."""
+
+    kind: str
+    wrong: str = ""
+
+
+def judge_words(message: str) -> str:
+    """What is wrong with an error's text."""
+    if len(message) < 8 or " " not in message:
+        return f"an error without words: {message!r}"
+    found = LEAK.search(message)
+    return f"an error that shows {found[0]!r}: {message[:300]!r}" if found else ""
+
+
+class Draw:
+    """Values of one request. long: whether it may ask for as many tokens as fit."""
+
+    def __init__(self, seed: int, number: int, long: bool) -> None:
+        self.rng, self.long = random.Random(f"{seed} {number}"), long
+
+    def chance(self, share: float) -> bool:
+        return self.rng.random() < share
+
+    def integer(self) -> int:
+        return self.rng.choice(INTEGERS) if self.chance(0.9) else self.rng.randrange(-(10**12), 10**12)
+
+    def text(self) -> str:
+        if self.chance(0.9):
+            return self.rng.choice(WORDS)
+        return "".join(chr(self.rng.randrange(1, 0xD7FF)) for _ in range(self.rng.randrange(40)))
+
+    def plain_text(self) -> str:
+        """Text that UTF-8 can say."""
+        return self.text().encode(errors="replace").decode()
+
+    def json(self, depth: int = 2) -> Any:
+        """Anything that JSON can say, and NaN."""
+        kind = self.rng.randrange(8 if depth else 6)
+        if kind == 6:
+            return [self.json(depth - 1) for _ in range(self.rng.randrange(4))]
+        if kind == 7:
+            return {self.text(): self.json(depth - 1) for _ in range(self.rng.randrange(3))}
+        return [None, True, False, self.integer(), self.rng.choice(FLOATS), self.text()][kind]
+
+    def right(self, datatype: str, name: str) -> Any:
+        """A value of the type, likely a good one."""
+        if name.lower() in ("max_tokens", "request_output_len"):
+            return self.rng.choice([1, 2, 5, 2**31 - 1 if self.long else 8, 0 if self.chance(0.1) else 3])
+        if datatype == "BOOL":
+            return self.chance(0.5)
+        if datatype in ("FP16", "FP32", "FP64"):
+            return self.rng.choice([0.0, 0.5, 0.9, 1.0, 2.0]) if self.chance(0.7) else self.rng.choice(FLOATS)
+        if datatype in ("BYTES", "STRING"):
+            return self.text()
+        if self.chance(0.7):
+            return self.rng.choice([0, 1, 2, 3, 5, 40, 300])
+        return self.integer()
+
+    def broken(self, body: bytes) -> bytes:
+        """The bytes, cut or changed."""
+        kind = self.rng.randrange(3)
+        if kind == 0 or not body:
+            return body[: self.rng.randrange(len(body) + 1)]
+        if kind == 1:
+            at = self.rng.randrange(len(body))
+            return body[:at] + bytes([self.rng.randrange(256)]) + body[at + 1 :]
+        return body + self.rng.choice([b"}", b",", b"\x00", body])
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a model, as its configuration says."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool
+
+
+class TritonFuzz:
+    """Requests to tritonserver's models, over HTTP and gRPC."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        place = urlsplit(server.url)
+        self._host, self._port = str(place.hostname), int(place.port or 0)
+        self._local = threading.local()
+        self.models = {name: self._inputs(name) for name in MODELS}
+        self.expected = server.text(PROMPT, 12)
+
+    def _inputs(self, model: str) -> list[Input]:
+        _, config = self._http("GET", f"/v2/models/{model}/config", b"", {})
+        result = []
+        for tensor in json.loads(config)["input"]:
+            kind = tensor["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+            dims = tuple(int(size) for size in tensor["dims"])
+            result.append(Input(tensor["name"], kind, dims, bool(tensor.get("optional"))))
+        return result
+
+    def _http(self, verb: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request(verb, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+
+    @property
+    def _stub(self) -> Any:
+        if not hasattr(self._local, "stub"):
+            self._local.channel = grpc.insecure_channel(self.server.grpc)
+            self._local.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._local.channel)
+        return self._local.stub
+
+    def control(self) -> Verdict:
+        """A request that is right."""
+        text = self.server.text(PROMPT, 12)
+        return Verdict("control", "" if text == self.expected else f"control requests get {text!r}")
+
+    def alive(self) -> set[int]:
+        """The processes of the server."""
+        return {process.pid for process in self.server.commands()}
+
+    def send(self, draw: Draw) -> Verdict:
+        """One request."""
+        model = draw.rng.choice(MODELS)
+        kind = draw.rng.choice(
+            ["generate", "generate_stream", "infer", "gRPC", "gRPC", "gRPC stream", "gRPC stream"]
+        )
+        if kind.startswith("gRPC"):
+            return self._grpc(draw, model, kind)
+        make = self._infer_body if kind == "infer" else self._generate_body
+        body = make(draw, model)
+        headers = {"Content-Type": "application/json"}
+        if draw.chance(0.05):
+            body = draw.broken(body)
+        if kind == "infer" and draw.chance(0.05):
+            headers["Inference-Header-Content-Length"] = str(
+                draw.rng.choice([0, 1, len(body), len(body) + 9, -1])
+            )
+        status, text = self._http("POST", f"/v2/models/{model}/{kind}", body, headers)
+        return self._judge_http(f"{kind} {model}", model, status, text)
+
+    def _judge_http(self, name: str, model: str, status: int, text: str) -> Verdict:
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")] or [text]
+        try:
+            answers = [json.loads(event) for event in events if event]
+        except ValueError:
+            if status == 200 and "infer" in name:
+                return Verdict(f"{name}: whole")  # with binary data
+            return Verdict(name, f"{status} {text[:300]!r} is not JSON")
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            return Verdict(f"{name}: error", next(filter(None, map(judge_words, errors)), ""))
+        if status != 200:
+            return Verdict(name, f"status {status} without an error: {text[:300]!r}")
+        if not answers and model in ("ensemble", "llm"):
+            return Verdict(name, "an answer without an event")
+        if model in ("ensemble", "llm") and "generate" in name and "finish_reason" not in answers[-1]:
+            return Verdict(name, f"an answer without its end: {text[-300:]!r}")
+        return Verdict(f"{name}: whole")
+
+    def _chosen(self, draw: Draw, model: str) -> list[Input]:
+        inputs = self.models[model]
+        likely = {"text_input", "max_tokens", "QUERY", "REQUEST_OUTPUT_LEN", "input_ids", "input_lengths"}
+        likely |= {"request_output_len"}
+        if model == "postprocessing":
+            likely |= {"TOKENS_BATCH", "SEQUENCE_LENGTH"} if draw.chance(0.6) else {"CHUNK"}
+        rare = 2.0 / len(inputs) if model != "postprocessing" else 0.05
+        return [tensor for tensor in inputs if draw.chance(0.96 if tensor.name in likely else rare)]
+
+    def _generate_body(self, draw: Draw, model: str) -> bytes:
+        body: dict[str, Any] = {}
+        for tensor in self._chosen(draw, model):
+            if draw.chance(0.06):
+                body[tensor.name] = draw.json()
+            elif len(tensor.dims) > 1 or tensor.dims[0] != 1 or draw.chance(0.05):
+                count = draw.rng.choice([0, 1, 1, 2, 3, 7])
+                body[tensor.name] = [draw.right(tensor.datatype, tensor.name) for _ in range(count)]
+            else:
+                body[tensor.name] = draw.right(tensor.datatype, tensor.name)
+        if draw.chance(0.06):
+            body[draw.text()] = draw.json()
+        if draw.chance(0.06):
+            body["parameters"] = draw.json()
+        if draw.chance(0.06):
+            body["id"] = draw.json(0)
+        return json.dumps(body, ensure_ascii=draw.chance(0.5)).encode(errors="surrogatepass")
+
+    def _shape(self, draw: Draw, tensor: Input, batch: int, large: bool) -> list[int]:
+        if draw.chance(0.04):
+            # tritonserver 2.51 and its stubs end with shapes whose bytes overflow 64 bits, and HTTP's infer
+            # takes memory for whatever the shape says (docs/security.md): such are left out.
+            sizes = [draw.rng.choice([0, 1, 2, 3, -1, 5]) for _ in range(draw.rng.randrange(6))]
+            if sizes and large:
+                sizes[0] = draw.rng.choice([sizes[0], 2**31, 2**40])
+            return sizes
+        width = draw.rng.choice([0, 1, 1, 2, 4, 9])
+        rows = batch if draw.chance(0.97) else draw.rng.choice([0, 1, 2, 257])
+        return [rows, *(width if size < 0 else size for size in tensor.dims)]
+
+    def _values(self, draw: Draw, tensor: Input, count: int) -> list[Any]:
+        if tensor.name == "input_lengths":
+            return [draw.rng.choice([1, 1, 2, 4, 9])] * count
+        if tensor.name == "CHUNK" and draw.chance(0.8):
+            fields = [draw.rng.choice([0, 1, 2, 3, -1, 2**40, draw.integer() % 2**63]) for _ in range(count)]
+            return fields
+        return [draw.right(tensor.datatype, tensor.name) for _ in range(count)]
+
+    def _infer_body(self, draw: Draw, model: str) -> bytes:
+        inputs: list[Any] = []
+        batch = draw.rng.choice([1, 1, 1, 2, 3])
+        for tensor in self._chosen(draw, model):
+            shape = self._shape(draw, tensor, batch, large=False)
+            count = max(0, math.prod(shape))
+            datatype = (
+                tensor.datatype if draw.chance(0.97) else draw.rng.choice([*TYPES, "STRING", "", "int32"])
+            )
+            data: Any = self._values(draw, tensor, min(count, 600))
+            if draw.chance(0.04):
+                data = draw.json()
+            made: dict[str, Any] = {"name": tensor.name, "datatype": datatype, "shape": shape, "data": data}
+            if draw.chance(0.03):
+                made["parameters"] = draw.rng.choice(
+                    [draw.json(), {"shared_memory_region": draw.text()}, {"binary_data_size": draw.integer()}]
+                )
+            if draw.chance(0.03):
+                made[draw.rng.choice(["name", "datatype", "data"])] = draw.json()
+            inputs.append(made)
+        if draw.chance(0.04):
+            inputs.append(draw.json())
+        body: dict[str, Any] = {"inputs": inputs}
+        if draw.chance(0.1):
+            body["outputs"] = [{"name": draw.text(), "parameters": {"binary_data": draw.chance(0.5)}}]
+        if draw.chance(0.05):
+            body[draw.rng.choice(["outputs", "parameters", "id", "inputs"])] = draw.json()
+        if draw.chance(0.04):
+            body["parameters"] = {draw.rng.choice(["sequence_id", "priority", "timeout"]): draw.json(0)}
+        return json.dumps(body, ensure_ascii=draw.chance(0.5)).encode(errors="surrogatepass")
+
+    def _raw(self, draw: Draw, tensor: Input, datatype: str, count: int) -> bytes:
+        values = self._values(draw, tensor, min(count, 600))
+        if datatype == "BYTES":
+            texts = [str(value).encode(errors="surrogatepass") for value in values]
+            if draw.chance(0.1):
+                texts = [b"\xff\xfe\x00\xc3", *texts[1:]]
+            packed = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+            if draw.chance(0.03):
+                packed = struct.pack("<I", draw.rng.choice([0, 5, 2**31, 2**32 - 1])) + packed[4:]
+            return packed
+        if datatype not in FORMATS:
+            return bytes(2 * len(values))
+        parts = []
+        for value in values:
+            number = value if isinstance(value, (int, float)) else len(str(value))
+            try:
+                parts.append(struct.pack("<" + FORMATS[datatype], number))
+            except (struct.error, OverflowError, ValueError):
+                parts.append(draw.rng.randbytes(SIZES[datatype]))
+        return b"".join(parts)
+
+    def _grpc(self, draw: Draw, model: str, kind: str) -> Verdict:
+        name, rng = f"{kind} {model}", draw.rng
+        request = service_pb2.ModelInferRequest(model_name=model)
+        batch = rng.choice([1, 1, 1, 2, 3])
+        for tensor in self._chosen(draw, model):
+            shape = self._shape(draw, tensor, batch, large=True)
+            datatype = tensor.datatype if draw.chance(0.97) else rng.choice([*TYPES, "STRING", ""])
+            added = request.inputs.add(name=tensor.name, datatype=datatype, shape=shape)
+            raw = self._raw(draw, tensor, datatype, max(0, math.prod(shape)))
+            if draw.chance(0.03):
+                raw = draw.broken(raw)
+            if draw.chance(0.98):
+                request.raw_input_contents.append(raw)
+            if draw.chance(0.02):
+                added.contents.int_contents.append(3)
+            if draw.chance(0.02):
+                added.parameters[rng.choice(["shared_memory_region", "x"])].string_param = draw.plain_text()
+        if draw.chance(0.04):
+            request.inputs.add(name=draw.plain_text(), datatype=rng.choice(TYPES), shape=[1, 1])
+        if draw.chance(0.1):
+            for _ in range(rng.randrange(3)):
+                request.outputs.add(
+                    name=rng.choice(["text_output", "finish_reason", "OUTPUT", "chunk", draw.plain_text()])
+                )
+        if draw.chance(0.1):
+            request.id = draw.plain_text()
+        if draw.chance(0.04):
+            request.parameters[
+                rng.choice(["sequence_id", "priority", "timeout", "x"])
+            ].int64_param = rng.choice([-1, 0, 1, 2**62])
+        if draw.chance(0.02):
+            request.model_version = rng.choice(["1", "2", "x"])
+        try:
+            if kind == "gRPC":
+                answer = self._stub.ModelInfer(request, timeout=TIMEOUT_S)
+                whole = bool(answer.model_name)
+                return Verdict(f"{name}: whole", "" if whole else "an answer without a model's name")
+            request.parameters["triton_enable_empty_final_response"].bool_param = True
+            return self._judge_stream(
+                name, list(self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S))
+            )
+        except grpc.RpcError as error:
+            status = error.code()
+            if status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                return Verdict(name, f"{status}: {error.details()!r}")
+            return Verdict(f"{name}: error", judge_words(str(error.details())))
+
+    @staticmethod
+    def _judge_stream(name: str, answers: list[Any]) -> Verdict:
+        errors = [answer.error_message for answer in answers if answer.error_message]
+        if errors:
+            return Verdict(f"{name}: error", next(filter(None, map(judge_words, errors)), ""))
+        finals = sum(a.infer_response.parameters["triton_final_response"].bool_param for a in answers)
+        if finals != 1:
+            return Verdict(name, f"a stream of {len(answers)} answers with {finals} ends")
+        return Verdict(f"{name}: whole")
+
+
+class OpenAiFuzz:
+    """Requests to the OpenAI API."""
+
+    ROUTES: typing.ClassVar[dict[str, type]] = {
+        "/v1/chat/completions": openai_requests.ChatRequest,
+        "/v1/completions": openai_requests.CompletionRequest,
+        "/v1/responses": openai_requests.ResponsesRequest,
+        "/tokenize": openai_requests.TokenizeRequest,
+        "/detokenize": openai_requests.DetokenizeRequest,
+    }
+
+    def __init__(self, server: OpenAiServer) -> None:
+        self.server = server
+        self.expected = self._control_text()
+
+    def _control_text(self) -> str:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        return str(self.server.call("/v1/completions", body)[2]["choices"][0]["text"])
+
+    def control(self) -> Verdict:
+        """A request that is right."""
+        text = self._control_text()
+        return Verdict("control", "" if text == self.expected else f"control requests get {text!r}")
+
+    def alive(self) -> set[int]:
+        """The processes of the server."""
+        return {process.pid for process in [self.server.parent, *self.server.workers(), self.server.engine()]}
+
+    def send(self, draw: Draw) -> Verdict:
+        """One request."""
+        rng = draw.rng
+        path = rng.choice(list(self.ROUTES))
+        body = json.dumps(self._body(draw, path), ensure_ascii=draw.chance(0.5)).encode(
+            errors="surrogatepass"
+        )
+        if draw.chance(0.05):
+            body = draw.broken(body)
+        verb = "POST" if draw.chance(0.97) else rng.choice(["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
+        if draw.chance(0.03):
+            path = rng.choice(
+                ["/v1/models/" + "x" * 99, "/v1/nothing", "//", "/v1/models/%00", "/v1/%2e%2e/x", "/?a"]
+            )
+        headers = {
+            "Content-Type": rng.choice(["application/json"] * 9 + ["text/plain", "", "multipart/form-data"])
+        }
+        if draw.chance(0.05):
+            headers[
+                rng.choice(["Authorization", "Accept", "Accept-Encoding", "Expect", "X-Request-Id", "Cookie"])
+            ] = rng.choice(["Bearer x", "\xff\xfe", "", "x" * 5000, "text/event-stream", "Bearer"])
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(verb, path, body, headers)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode(errors="replace")
+            kind = str(answer.headers.get("content-type", ""))
+        finally:
+            connection.close()
+        return self._judge(path, status, kind, text)
+
+    def _body(self, draw: Draw, path: str) -> Any:
+        if draw.chance(0.02):
+            return draw.json()
+        rng, kind = draw.rng, self.ROUTES[path]
+        hints = typing.get_type_hints(kind)
+        body: dict[str, Any] = {}
+        for field in msgspec.structs.fields(kind):
+            if field.required or draw.chance(2.5 / len(hints)):
+                right = draw.chance(0.8)
+                body[field.name] = self._value(draw, field.name, hints[field.name]) if right else draw.json()
+        if "max_tokens" in hints or "max_output_tokens" in hints:
+            name = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+            body.setdefault(name, rng.choice([1, 2, 5, 9]))
+        if path == "/tokenize" and "messages" not in body:
+            body.setdefault("prompt", draw.text())
+        if draw.chance(0.03):
+            body[draw.text()] = draw.json()
+        return body
+
+    def _value(self, draw: Draw, name: str, hint: Any) -> Any:
+        """A value that the field could have."""
+        rng = draw.rng
+        if name in ("messages", "input"):
+            return draw.text() if name == "input" and draw.chance(0.5) else self._messages(draw)
+        if name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of"):
+            return rng.choice([1, 1, 2, 3, 8, 0, 200 if draw.long else 4])
+        if name == "prompt":
+            return rng.choice([draw.text(), [draw.text(), "b"], [5, 6, 7], [[5, 6], [7]], [draw.integer()]])
+        if name == "tokens":
+            return [draw.rng.choice([5, 60, 2047, draw.integer()]) for _ in range(rng.randrange(5))]
+        if name == "model":
+            return rng.choice(["tiny-chat", "tiny-chat", "gpt-4", draw.text()])
+        if name == "tools":
+            function = {"name": rng.choice(["f", draw.text()]), "parameters": draw.json()}
+            return [{"type": "function", "function": function if draw.chance(0.8) else draw.json()}]
+        words = str(hint)
+        if "bool" in words:
+            return draw.chance(0.5)
+        if "float" in words:
+            return (
+                {"5": rng.choice(FLOATS)}
+                if "dict" in words
+                else rng.choice([0.0, 0.5, 0.9, rng.choice(FLOATS)])
+            )
+        if "int" in words:
+            value = rng.choice([0, 1, 2, 5, draw.integer()])
+            return [value] if "list" in words else value
+        if "Any" in words or "Struct" in words or "Format" in words:
+            return rng.choice(
+                [draw.json(), {"type": "json_object"}, {"regex": "[ab]+"}, {"choice": ["x", "yy"]}]
+            )
+        return draw.text()
+
+    def _messages(self, draw: Draw) -> list[Any]:
+        made = []
+        for _ in range(draw.rng.choice([1, 1, 2, 3])):
+            message: dict[str, Any] = {
+                "role": draw.rng.choice(["user", "user", "system", "assistant", "tool", "x"])
+            }
+            message["content"] = draw.rng.choice(
+                [draw.text(), draw.text(), [{"type": "text", "text": draw.text()}]]
+            )
+            if draw.chance(0.1):
+                message[draw.rng.choice(["content", "role", "tool_calls", "name", "tool_call_id", "x"])] = (
+                    draw.json()
+                )
+            made.append(message if draw.chance(0.97) else draw.json())
+        return made
+
+    @staticmethod
+    def _judge(path: str, status: int, kind: str, text: str) -> Verdict:
+        name = path if path in OpenAiFuzz.ROUTES else "other paths"
+        if status == 500:
+            return Verdict(name, f"status 500: {text[:300]!r}")
+        if kind.startswith("text/event-stream"):
+            ended = (
+                text.rstrip().endswith("[DONE]")
+                or "response.completed" in text
+                or "response.incomplete" in text
+            )
+            events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+            errors = [event["error"] for event in map(json.loads, events) if event.get("error")]
+            wrong = next(filter(None, (judge_words(str(error.get("message"))) for error in errors)), "")
+            return Verdict(
+                f"{name}: stream", wrong or ("" if ended or errors else f"no end: {text[-200:]!r}")
+            )
+        if status == 400 and not kind.startswith("application/json"):
+            return Verdict(f"{name}: not HTTP", "" if "Invalid HTTP" in text else f"{status} {text[:200]!r}")
+        if status >= 400:
+            try:
+                error = json.loads(text)["error"]
+                message = error["message"]
+            except (ValueError, KeyError, TypeError):
+                return Verdict(name, f"status {status}: {text[:300]!r} is not an error in OpenAI's form")
+            return Verdict(f"{name}: error", judge_words(message))
+        return Verdict(f"{name}: whole", "" if text or path == "/?a" else "an empty answer")
+
+
+@dataclass
+class Findings:
+    """Counts by kind, and what was wrong with which request."""
+
+    counts: Counter[str]
+    wrong: list[str]
+
+
+def fuzz(
+    target: TritonFuzz | OpenAiFuzz,
+    requests: int,
+    seed: int,
+    first: int = 0,
+    threads: int = 6,
+    long: bool = False,
+) -> Findings:
+    """Sends so many requests, from the number `first` on; every 25th is a right one beside."""
+    findings, lock, numbers = Findings(Counter(), []), threading.Lock(), iter(range(first, first + requests))
+    before = target.alive()
+
+    def guarded(send: Callable[[], Verdict], name: str) -> None:
+        try:
+            verdict = send()
+        except Exception as error:
+            verdict = Verdict("cut or silent", f"{type(error).__name__}: {error}")
+        with lock:
+            findings.counts[verdict.kind] += 1
+            if verdict.wrong:
+                findings.wrong.append(f"{name}: {verdict.kind}: {verdict.wrong}")
+                print(findings.wrong[-1], file=sys.stderr, flush=True)
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None or len(findings.wrong) > 200:
+                return
+            draw = Draw(seed, number, long)
+            guarded(functools.partial(target.send, draw), f"--seed {seed} --first {number}")
+            if number % 25 == 0:
+                guarded(target.control, f"control request at {number}")
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if gone := before - target.alive():
+        findings.wrong.append(f"processes that ended: {sorted(gone)}")
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random requests to real servers.")
+    parser.add_argument("--requests", type=int, default=100_000, help="to each")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first request")
+    parser.add_argument("--threads", type=int, default=6)
+    parser.add_argument("--door", choices=["triton", "openai", "both"], default="both")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder, targets = Path(made), {}
+        if options.door != "openai":
+            repository = build_repository(folder, "max_seq_len=128", "check_invariants=true")
+            server = stack.enter_context(running(repository, folder, options=["--restarts", "0"]))
+            targets["tritonserver"] = TritonFuzz(server)
+        if options.door != "triton":
+            door = stack.enter_context(openai_running(model_with_template(folder), folder))
+            targets["the OpenAI API"] = OpenAiFuzz(door)
+        for name, target in targets.items():
+            began = time.monotonic()
+            findings = fuzz(target, options.requests, options.seed, options.first, options.threads, long=True)
+            print(f"{name}: seed {options.seed}, {time.monotonic() - began:.0f} s")
+            print(*(f"{count:>8} {kind}" for kind, count in sorted(findings.counts.items())), sep="\n")
+            wrong += findings.wrong
+            log = target.server.log
+            wrong += [f"{name} logs a traceback" for _ in range("Traceback" in log)]
+            if "Traceback" in log:
+                print(log[max(0, log.index("Traceback") - 500) :][:3000], file=sys.stderr)
+    print(*wrong, f"{len(wrong)} findings", sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
