@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from client.datasets import Part, Ramp
+
 INT32 = (-(2**31), 2**31 - 1)
 UINT64 = (0, 2**64 - 1)
 LONGEST_SECONDS = 1e6  # waiting for pipes and sockets takes no more than 2^31 ms
@@ -47,6 +49,76 @@ def request_rate(text: str) -> float:
     if not value > 0:
         raise ArgumentTypeError(f"{text!r} must be a number of requests/s over 0, or inf")
     return value
+
+
+def rates(text: str) -> list[float]:
+    """Rates separated by commas."""
+    return [request_rate(each) for each in text.split(",")]
+
+
+def integers(low: int) -> Callable[[str], list[int]]:
+    """Whole numbers of at least low, separated by commas."""
+    return lambda text: [integer(low)(each) for each in text.split(",")]
+
+
+def zero_or_more(text: str) -> float:
+    """A time that may be 0."""
+    return 0.0 if _number(text) == 0 else seconds(text)
+
+
+def burstiness(text: str) -> float:
+    """The shape of the gaps' gamma distribution."""
+    value = _number(text)
+    if not value > 0:
+        raise ArgumentTypeError(f"{text!r} must be a number over 0, or inf for fixed gaps")
+    return value
+
+
+def rate_span(text: str) -> tuple[float, float]:
+    """`LOW:HIGH`, two rates."""
+    low, _, high = text.partition(":")
+    span = _number(low), _number(high)
+    if not 0 < span[0] <= span[1] < math.inf:
+        raise ArgumentTypeError(f"{text!r} must be two rates LOW:HIGH with 0 < LOW <= HIGH, such as 1:64")
+    return span
+
+
+def ramp(text: str) -> Ramp:
+    """`FROM:TO`, along a line, or `FROM:TO:exponential`."""
+    first, _, rest = text.partition(":")
+    last, _, kind = rest.partition(":")
+    try:
+        if kind not in ("", "linear", "exponential"):
+            raise ValueError
+        return Ramp(_number(first), _number(last), kind == "exponential")
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} must be two rates over 0, such as 5:50 or 5:50:exponential"
+        ) from None
+
+
+def percentiles(text: str) -> list[float]:
+    """Numbers from 0 to 100, separated by commas."""
+    values = [_number(each) for each in text.split(",")]
+    if not all(0 <= value <= 100 for value in values):
+        raise ArgumentTypeError(f"{text!r} must be numbers from 0 to 100, such as 50,90,99")
+    return values
+
+
+def goodput_limit(text: str) -> tuple[str, float]:
+    """`ttft=200`: a time of a request and its limit in ms."""
+    name, _, value = text.partition("=")
+    if name not in ("ttft", "tpot", "latency") or not 0 < _number(value) < math.inf:
+        raise ArgumentTypeError(f"{text!r} must have the form ttft=200: ttft, tpot or latency, and ms over 0")
+    return name, _number(value)
+
+
+def part(text: str) -> Part:
+    """`WEIGHT,IN,OUT`: a kind of prompt among mixed ones, its lengths as in length_range."""
+    words = text.split(",")
+    if len(words) != 3 or not 0 < _number(words[0]) < math.inf:
+        raise ArgumentTypeError(f"{text!r} must have the form WEIGHT,IN,OUT, such as 9,64:256,128")
+    return Part(_number(words[0]), length_range(words[1]), length_range(words[2]))
 
 
 def _number(text: str) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load generator: `python -m client.load --backend triton --url http://127.0.0.1:8000 --dataset random ...`
+"""Sends prompts to a server under load; `python -m client bench` is its command line.
 
 Prompts, bodies and arrival times are made before the clock starts; several processes then send from one
 common start time. Every request is greedy and ignores its end token unless told otherwise.
@@ -7,39 +7,44 @@ common start time. Every request is greedy and ignores its end token unless told
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from client.arguments import http_url, integer, json_object, length_range, output_file, request_rate, seconds
-from client.datasets import Prompt, arrival_times, fingerprint, load_prompts, load_tokenizer
-from client.metrics import RequestRecord, check_ends, format_table, request_columns, summarise
-from client.wire import BACKENDS, COUNTED_KEYS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, request_body
-from client.worker import Request, WorkerPlan, worker_main
+from client import grpc_wire
+from client.datasets import Prompt, Ramp, arrival_times
+from client.metrics import PERCENTILES, RequestRecord, check_ends, summarise
+from client.progress import Counters, Snapshot
+from client.wire import BACKENDS, COUNTED_KEYS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, TRITON
+from client.worker import INTERRUPTED, BodyForm, Request, WorkerPlan, worker_main
 
+WATCH_SECONDS = 0.2  # between two looks at the counters
 START_SECONDS = 60.0  # for the workers to import, unpack and report ready
 
 
 @dataclass(frozen=True)
 class Load:
-    """How prompts are sent. request_rate is in requests/s (inf: all at once); max_concurrency bounds requests
-    in flight over all workers (None: no bound); time_limit is in seconds from the start, unfinished requests
-    then fail. check_tokens has a Triton ensemble report the token count of each chunk, which costs it a
-    little; always so without ignore_eos."""
+    """How prompts are sent. request_rate is in requests/s (inf: all at once), burstiness and ramp as in
+    arrival_times; max_concurrency bounds requests in flight over all workers (None: no bound); time_limit is
+    in seconds from the start, unfinished requests then fail. think_seconds pass before each later turn of a
+    conversation, which counts as one request for rate and concurrency. check_tokens has a Triton ensemble
+    report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
+    into HTTP's Authorization."""
 
     backend: str
     url: str
     model: str | None = None
     endpoint: str | None = None
     request_rate: float = math.inf
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
     max_concurrency: int | None = None
     seed: int = 0
     workers: int = 0
@@ -48,6 +53,8 @@ class Load:
     check_tokens: bool = False
     keep_text: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
+    think_seconds: float = 0.0
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -56,7 +63,9 @@ class Load:
             raise ValueError(f"max_concurrency {self.max_concurrency} must be at least 1")
         if self.workers < 0:
             raise ValueError(f"workers {self.workers} must be at least 1, or 0 for a number by cores")
-        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend]
+        if self.backend == "triton-grpc" and (self.endpoint is not None or self.api_key is not None):
+            raise ValueError("backend triton-grpc takes no endpoint and no api_key: they are for HTTP")
+        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend] or "/"
         if not path.startswith("/") or set("{}") & set(path.replace("{model}", "")):
             raise ValueError(f"endpoint {path!r} must begin with / and may hold {{model}}, no other braces")
         if overridden := sorted(COUNTED_KEYS & self.extra_body.keys()):
@@ -68,7 +77,9 @@ class Load:
 
     @property
     def target(self) -> str:
-        """The full URL that is posted to."""
+        """The full URL that is posted to, or host:port for gRPC."""
+        if self.backend == "triton-grpc":
+            return urllib.parse.urlsplit(self.url).netloc or self.url
         model = self.model or DEFAULT_MODELS[self.backend]
         path = self.endpoint or DEFAULT_ENDPOINTS[self.backend]
         return self.url.rstrip("/") + path.replace("{model}", model)
@@ -76,10 +87,16 @@ class Load:
 
 @dataclass
 class LoadResult:
-    """summary: see client.metrics.summarise, with the client's own use of processors added."""
+    """summary: see client.metrics.summarise, with the client's own use of processors added. interrupted: not
+    everything was sent and answered; records and summary are of what was."""
 
     records: list[RequestRecord]
     summary: dict[str, Any]
+    interrupted: bool = False
+
+
+# Called a few times a second while a run lasts; True ends it.
+Watch = Callable[[Snapshot], bool]
 
 
 def default_workers() -> int:
@@ -87,61 +104,94 @@ def default_workers() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
-def run_load(load: Load, prompts: Sequence[Prompt]) -> LoadResult:
+def run_load(
+    load: Load,
+    prompts: Sequence[Prompt],
+    watch: Watch | None = None,
+    percentiles: Sequence[float] = PERCENTILES,
+) -> LoadResult:
     """Sends every prompt and returns every request's record, in order, failed ones included.
 
-    Raises RuntimeError when a worker process dies or does not answer in time.
+    Raises RuntimeError when a worker process dies or does not answer in time, and over gRPC ConnectionError
+    when the server does not tell the model's inputs, ValueError for one that it has not.
     """
     model = load.model or DEFAULT_MODELS[load.backend]
-    arrivals = arrival_times(len(prompts), load.request_rate, load.seed)
-    requests = []
-    for index, (prompt, due) in enumerate(zip(prompts, arrivals, strict=True)):
-        body = request_body(
-            load.backend, model, prompt.text, prompt.output_tokens,
-            ignore_eos=load.ignore_eos, check_tokens=load.check_tokens, extra=load.extra_body,
-        )  # fmt: skip
-        requests.append(
-            Request(index, json.dumps(body).encode(), prompt.prompt_tokens, prompt.output_tokens, due)
-        )
+    types = grpc_wire.input_types(load.target, model) if load.backend == "triton-grpc" else None
+    form = BodyForm(load.backend, model, load.ignore_eos, load.check_tokens, load.extra_body, types)
+    arrivals = arrival_times(
+        len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
+    )
+    requests, total = [], 0
+    for prompt, due in zip(prompts, arrivals, strict=True):
+        body, later = form.encode(prompt.text, prompt.output_tokens), prompt.later
+        text = prompt.text if later else ""
+        requests.append(Request(total, body, prompt.prompt_tokens, prompt.output_tokens, due, text, later))
+        total += 1 + len(later)
     count = min(load.workers or default_workers(), len(requests), load.max_concurrency or len(requests))
     context = multiprocessing.get_context("spawn")
     ticket = None if load.max_concurrency is None else context.Value("l", 0)
+    counters = Counters(context, count, total)
     plans = [
         WorkerPlan(
-            load.backend,
+            form,
             load.target,
             requests[w::count] if load.max_concurrency is None else requests,
             0 if load.max_concurrency is None else len(range(w, load.max_concurrency, count)),
-            load.ignore_eos,
             load.keep_text,
             load.time_limit,
+            counters.for_worker(w),
+            {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {},
+            load.think_seconds,
             ticket,
         )
         for w in range(count)
     ]
-    records, cpu = _run_workers(context, plans, load.time_limit)
-    if load.backend == "triton":
+    records, cpu, interrupted = _run_workers(context, plans, load.time_limit, counters, watch)
+    if load.backend in TRITON:
         check_ends(records)
-    sent = {r.index for r in records}
-    for request in requests:
-        if request.index not in sent:
-            late = RequestRecord(
-                request.index, request.prompt_tokens, request.output_tokens, scheduled=request.due
-            )
-            late.error = "not sent within the time limit"
-            records.append(late)
+    if interrupted:
+        records = [r for r in records if r.error != INTERRUPTED]
+    else:
+        records += _not_sent(requests, records)
     records.sort(key=lambda r: r.index)
-    summary = summarise(records)
+    summary = summarise(records, percentiles)
     duration = summary["duration_s"] or 1.0
     summary["client_workers"] = count
     summary["busiest_worker_cpu"] = round(max(cpu, default=0.0) / duration, 3)
-    return LoadResult(records, summary)
+    if interrupted:
+        summary["unfinished"] = total - len(records)
+    return LoadResult(records, summary, interrupted)
+
+
+def _not_sent(requests: Sequence[Request], records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """A failed record for each request that no worker came to send."""
+    errors = {record.index: record.error for record in records}
+    missing = []
+    for request in requests:
+        turns = [(request.prompt_tokens, request.output_tokens)]
+        turns += [(turn.prompt_tokens, turn.output_tokens) for turn in request.later]
+        failed = False  # a turn of this conversation
+        for number, lengths in enumerate(turns):
+            index = request.index + number
+            if index not in errors:
+                late = RequestRecord(index, *lengths, scheduled=request.due, turn=number)
+                why = "an earlier turn of the conversation failed"
+                late.error = f"not sent: {why}" if failed else "not sent within the time limit"
+                missing.append(late)
+            else:
+                failed = errors[index] is not None and "time limit" not in str(errors[index])
+    return missing
 
 
 def _run_workers(
-    context: Any, plans: list[WorkerPlan], time_limit: float
-) -> tuple[list[RequestRecord], list[float]]:
-    workers, records, cpu = [], [], []
+    context: Any,
+    plans: list[WorkerPlan],
+    time_limit: float,
+    counters: Counters,
+    watch: Watch | None,
+) -> tuple[list[RequestRecord], list[float], bool]:
+    """All workers' records, each one's CPU seconds, and whether `watch` ended the run."""
+    workers, records, cpu, interrupted = [], [], [], False
     try:
         for plan in plans:
             ours, theirs = context.Pipe()
@@ -157,6 +207,16 @@ def _run_workers(
             pipe.send(start)
         # After the time limit the recorded streams are still to be parsed.
         deadline = start + time_limit + START_SECONDS
+        waiting = [pipe for _, pipe in workers]
+        while waiting and time.monotonic() < deadline:
+            found = multiprocessing.connection.wait(waiting, WATCH_SECONDS)
+            waiting = [pipe for pipe in waiting if pipe not in found]
+            now = time.monotonic()
+            if watch is not None and not interrupted and watch(counters.snapshot(now - start)):
+                interrupted = True
+                for pipe in waiting:
+                    pipe.send("stop")
+                deadline = now + START_SECONDS
         for process, pipe in workers:
             part, seconds = _receive(pipe, deadline, "did not finish")
             records += part
@@ -167,7 +227,7 @@ def _run_workers(
             if process.is_alive():
                 process.kill()
                 process.join(5)
-    return records, cpu
+    return records, cpu, interrupted
 
 
 def _receive(pipe: Any, deadline: float, what: str) -> Any:
@@ -179,81 +239,11 @@ def _receive(pipe: Any, deadline: float, what: str) -> Any:
         raise RuntimeError("a worker process died; its error is printed above") from None
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Checks each option alone; what shows only with others or in files, main finds out."""
-    p = argparse.ArgumentParser(
-        prog="python -m client.load", description="Load generator for streaming servers."
-    )
-    p.add_argument("--backend", choices=BACKENDS, default="triton")
-    p.add_argument("--url", type=http_url, default="http://127.0.0.1:8000")
-    p.add_argument("--endpoint", help="path to post to, {model} replaced (default: by backend)")
-    p.add_argument("--model", help="model name (default: ensemble for triton, model for openai)")
-    p.add_argument("--tokenizer", required=True, help="folder with tokenizer.json")
-    p.add_argument("--dataset", default="random", help="sharegpt:FILE or random")
-    p.add_argument("--num-prompts", type=integer(1), default=100)
-    p.add_argument(
-        "--input-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]", help="random data"
-    )
-    p.add_argument(
-        "--output-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]", help="random data"
-    )
-    p.add_argument(
-        "--request-rate", type=request_rate, default=math.inf, help="requests/s, Poisson; inf: all at once"
-    )
-    p.add_argument("--max-concurrency", type=integer(1), help="most requests in flight")
-    p.add_argument("--seed", type=integer(0), default=0)
-    p.add_argument("--workers", type=integer(0), default=0, help="processes (0: min(8, cores/2))")
-    p.add_argument("--time-limit", type=seconds, default=600.0, help="seconds; unfinished requests then fail")
-    p.add_argument("--respect-eos", action="store_true", help="let sequences end at their end token")
-    p.add_argument(
-        "--check-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="triton: have every chunk's token count reported and compared, which costs the server an output"
-        " a chunk; --no-check-tokens leaves it out",
-    )
-    p.add_argument("--retokenize", action="store_true", help="also count the tokens of the received text")
-    p.add_argument("--save-itl", action="store_true", help="write every inter-chunk time to --output")
-    p.add_argument("--extra-body", type=json_object, default={}, help="JSON object laid over each request")
-    p.add_argument("--output", type=output_file, help="write everything as JSON")
-    return p
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    lengths = (
-        {"input_range": args.input_len, "output_range": args.output_len} if args.dataset == "random" else {}
-    )
-    try:
-        load = Load(
-            backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint,
-            request_rate=args.request_rate, max_concurrency=args.max_concurrency, seed=args.seed,
-            workers=args.workers, time_limit=args.time_limit, ignore_eos=not args.respect_eos,
-            check_tokens=args.check_tokens, keep_text=args.retokenize, extra_body=args.extra_body,
-        )  # fmt: skip
-        tokenizer = load_tokenizer(args.tokenizer)
-        prompts = load_prompts(args.dataset, tokenizer, args.num_prompts, args.seed, **lengths)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    result = run_load(load, prompts)
-    if args.retokenize:
-        texts = [r.text for r in result.records if r.error is None]
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        result.summary["retokenized_output_tokens"] = sum(len(e) for e in encodings)
-    print(format_table(result.summary, f"{load.backend} {load.target} rate {args.request_rate}"))
-    if args.output:
-        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        if math.isinf(args.request_rate):
-            arguments["request_rate"] = None  # JSON has no infinity
-        document = {
-            "arguments": arguments,
-            "prompts_sha256": fingerprint(prompts),
-            "summary": result.summary,
-            "requests": request_columns(result.records, args.save_itl),
-        }
-        args.output.write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-    return 1 if result.summary["failed"] else 0
+    """`python -m client.load`: `client bench` without its check and warm-up before the run."""
+    from client import bench
+
+    return bench.main(argv, prog="python -m client.load", ready_seconds=0.0, warm_up=0)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ Latency: request sent to last chunk. TPOT: (last chunk with tokens - first chunk
 requests of at least two output tokens; the last chunk with tokens is the last chunk, unless token counts show
 that it is empty, as where a Triton stream ends at its end token. Output tokens per second: output tokens of
 all completed requests over the run's duration, which reaches from the run's beginning (the clock that
-arrivals are scheduled on) to the end of the last request.
+arrivals are scheduled on) to the end of the last request. Goodput: completed requests per second that keep
+within every limit given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+TIMES = ("ttft", "tpot", "itl", "latency", "first_text", "send_delay")
 
 
 @dataclass
@@ -36,6 +39,7 @@ class RequestRecord:
     latency: float = 0.0
     itl: list[float] = field(default_factory=list)
     chunks: int = 0
+    turn: int = 0  # within a conversation
     reported_tokens: int | None = None
     last_token: float | None = None  # the last chunk that held tokens; None if the chunks did not say
     finish_reason: str | None = None
@@ -70,17 +74,37 @@ def check_ends(records: list[RequestRecord]) -> None:
                 r.error = "stream ended without its last chunk (no finish_reason)"
 
 
-def _spread(name: str, seconds: list[float]) -> dict[str, float | None]:
-    """mean, std, median, P90 and P99 in milliseconds, each under `<which>_<name>_ms`; None without values."""
-    keys = [f"mean_{name}_ms", f"std_{name}_ms", f"median_{name}_ms", f"p90_{name}_ms", f"p99_{name}_ms"]
+def percentile_name(which: float) -> str:
+    """As in a summary's keys: median, p90, p99.9."""
+    return "median" if which == 50 else f"p{which:g}"
+
+
+def _spread(name: str, seconds: list[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """mean, std and the percentiles in milliseconds, each under `<which>_<name>_ms`; None without values."""
+    keys = [f"{which}_{name}_ms" for which in ("mean", "std", *map(percentile_name, percentiles))]
     if not seconds:
         return dict.fromkeys(keys)
     ms = np.asarray(seconds) * 1e3
-    values = [ms.mean(), ms.std(), *np.percentile(ms, PERCENTILES)]
+    values = [ms.mean(), ms.std(), *np.percentile(ms, percentiles)]
     return {key: round(float(value), 4) for key, value in zip(keys, values, strict=True)}
 
 
-def summarise(records: list[RequestRecord]) -> dict[str, Any]:
+def goodput(records: list[RequestRecord], limits: dict[str, float]) -> dict[str, float]:
+    """Requests that keep within all limits (time -> ms; ttft, tpot and latency) per second, and their share
+    of all requests. A one-token answer has no TPOT and keeps within any limit of it."""
+    good = 0
+    for r in records:
+        if r.error is None:
+            times = {"ttft": r.ttft, "tpot": r.tpot or 0.0, "latency": r.latency}
+            good += all(times[name] * 1e3 <= limit for name, limit in limits.items())
+    duration = max((r.end for r in records), default=0.0)
+    return {
+        "goodput_requests_per_s": round(good / duration, 3) if duration > 0 else 0.0,
+        "goodput_share": round(good / len(records), 4) if records else 0.0,
+    }
+
+
+def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
     """Summary of a run; failed requests count only under `failed` and `errors` (message -> how many)."""
     done = [r for r in records if r.error is None]
     errors: dict[str, int] = {}
@@ -112,13 +136,18 @@ def summarise(records: list[RequestRecord]) -> dict[str, Any]:
         "requests_with_fewer_chunks_than_tokens": len(fewer_chunks),
         "requests_with_fewer_chunks_unchecked": sum(r.reported_tokens is None for r in fewer_chunks),
     }
-    summary |= _spread("ttft", [r.ttft for r in done])
-    summary |= _spread("tpot", [r.tpot for r in done if r.tpot is not None])
-    summary |= _spread("itl", [gap for r in done for gap in r.itl])
-    summary |= _spread("latency", [r.latency for r in done])
-    summary |= _spread("first_text", [r.first_text for r in done if r.first_text is not None])
-    # How late the client sent what was due: large values mean that the client, not the server, was measured.
-    summary |= _spread("send_delay", [r.start - r.scheduled for r in records if r.start])
+    values = {
+        "ttft": [r.ttft for r in done],
+        "tpot": [r.tpot for r in done if r.tpot is not None],
+        "itl": [gap for r in done for gap in r.itl],
+        "latency": [r.latency for r in done],
+        "first_text": [r.first_text for r in done if r.first_text is not None],
+        # How late the client sent what was due: large values mean that the client, not the server, was
+        # measured.
+        "send_delay": [r.start - r.scheduled for r in records if r.start],
+    }
+    for name in TIMES:
+        summary |= _spread(name, values[name], percentiles)
     return summary
 
 
@@ -140,23 +169,30 @@ def request_columns(records: list[RequestRecord], with_itl: bool = False) -> dic
     return {key: [tidy(row[key]) for row in rows] for key in rows[0]} if rows else {}
 
 
-def format_table(summary: dict[str, Any], title: str) -> str:
-    """The summary as an aligned text table for a terminal."""
-    lines = [title, "-" * max(len(title), 48)]
+def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[float] = PERCENTILES) -> str:
+    """The summary as an aligned text table of up to 80 columns; of the percentiles that it holds, these."""
+    lines = [*title.splitlines(), "-" * max(48, *map(len, title.splitlines()))]
     for key in ("completed", "failed", "duration_s", "prompt_tokens", "output_tokens", "requests_per_s",
                 "output_tokens_per_s", "total_tokens_per_s", "chunks_per_s"):  # fmt: skip
         lines.append(f"{key:<28}{summary[key]:>16}")
-    lines.append(f"{'ms':<14}" + "".join(f"{w:>10}" for w in ("mean", "median", "P90", "P99")))
-    for name in ("ttft", "tpot", "itl", "latency", "first_text", "send_delay"):
-        values = [summary[f"{which}_{name}_ms"] for which in ("mean", "median", "p90", "p99")]
-        lines.append(f"{name:<14}" + "".join(f"{'-':>10}" if v is None else f"{v:>10.2f}" for v in values))
+    shown = ["mean", *map(percentile_name, percentiles)]
+    lines.append(f"{'ms':<12}" + "".join(f"{which.replace('p', 'P'):>10}" for which in shown))
+    for name in TIMES:
+        values = [summary[f"{which}_{name}_ms"] for which in shown]
+        lines.append(f"{name:<12}" + "".join(f"{'-':>10}" if v is None else f"{v:>10.2f}" for v in values))
+    if "goodput_share" in summary:
+        lines.append(
+            f"goodput {summary['goodput_requests_per_s']} requests/s: {summary['goodput_share']:.1%} of the"
+            " requests keep within the limits"
+        )
+    if "unfinished" in summary:
+        lines.append(f"INCOMPLETE: interrupted with {summary['unfinished']} requests unfinished or not sent")
     if "busiest_worker_cpu" in summary:
         share = f"{summary['busiest_worker_cpu']:.0%}"
         lines.append(f"busiest of {summary['client_workers']} workers used {share} of a core")
     if unchecked := summary["requests_with_fewer_chunks_unchecked"]:
         lines.append(
-            f"{unchecked} requests had fewer chunks than tokens: merged chunks or lost ones; "
-            "--check-tokens tells"
+            f"{unchecked} requests had fewer chunks than tokens: merged or lost ones (--check-tokens)"
         )
     for message, count in sorted(summary["errors"].items(), key=lambda item: -item[1]):
         lines.append(f"FAILED {count} x: {message}")

@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two streaming wire forms: request bodies, server-sent events, and what a finished stream says.
+"""The streaming wire forms: request bodies, server-sent events, and what a finished stream says.
 
-Both forms answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output` and
-reports a later failure in-band as `{"error": ...}`; only this backend's ensemble marks the last chunk, with a
-`finish_reason` of length, stop or cancelled, where TensorRT-LLM's stream just ends. OpenAI's
-`/v1/completions` sends `choices`, a chunk with `usage` when asked, and ends with `[DONE]`.
+Over HTTP all answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output`
+and reports a later failure in-band as `{"error": ...}`; only this backend's ensemble marks the last chunk,
+with a `finish_reason` of length, stop or cancelled, where TensorRT-LLM's stream just ends. OpenAI's
+`/v1/completions` and `/v1/chat/completions` send `choices`, a chunk with `usage` when asked, and end with
+`[DONE]`. The gRPC form (client/grpc_wire.py) has the same fields as `generate_stream`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-BACKENDS = ("triton", "openai")
-DEFAULT_ENDPOINTS = {"triton": "/v2/models/{model}/generate_stream", "openai": "/v1/completions"}
-DEFAULT_MODELS = {"triton": "ensemble", "openai": "model"}
+from client import grpc_wire
+
+BACKENDS = ("triton", "triton-grpc", "openai", "openai-chat")
+TRITON, OPENAI = BACKENDS[:2], BACKENDS[2:]
+DEFAULT_ENDPOINTS = {
+    "triton": "/v2/models/{model}/generate_stream",
+    "triton-grpc": "",  # a service's method, not a path
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+DEFAULT_MODELS = {"triton": "ensemble", "triton-grpc": "ensemble", "openai": "model", "openai-chat": "model"}
 
 # Larger than any vocabulary: never sampled, so a sequence runs to its full length.
 END_ID_OUTSIDE_VOCABULARY = 1048576
 
 # What a request's numbers are counted from; overriding them would make the results wrong without a word.
-COUNTED_KEYS = frozenset({"text_input", "prompt", "max_tokens", "stream"})
+COUNTED_KEYS = frozenset({"text_input", "prompt", "messages", "max_tokens", "stream"})
 
 
 def request_body(
     backend: str,
     model: str,
-    prompt: str,
+    prompt: str | Sequence[str],
     max_tokens: int,
     *,
     ignore_eos: bool = True,
@@ -37,20 +46,26 @@ def request_body(
 ) -> dict[str, Any]:
     """The JSON body of one greedy streaming request; `extra` is laid over it last.
 
-    check_tokens asks a Triton ensemble for `num_output_tokens` in every chunk; OpenAI servers always report
-    usage.
+    prompt: a text, or the texts of a conversation so far: the user's and the model's in turns, the user's
+    last. Only openai-chat sends those as messages, the others as one text. check_tokens asks a Triton
+    ensemble for `num_output_tokens` in every chunk; OpenAI servers always report usage.
     """
+    turns = [prompt] if isinstance(prompt, str) else list(prompt)
     body: dict[str, Any]
-    if backend == "triton":
-        body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0.0}
+    if backend in TRITON:
+        body = {"text_input": "".join(turns), "max_tokens": max_tokens, "stream": True, "temperature": 0.0}
         if ignore_eos:
             body |= {"end_id": END_ID_OUTSIDE_VOCABULARY, "min_length": max_tokens}
         if check_tokens:
             body["return_num_output_tokens"] = True
-    elif backend == "openai":
+    elif backend in OPENAI:
+        asked: dict[str, Any] = {"prompt": "".join(turns)}
+        if backend == "openai-chat":
+            roles = ("user", "assistant")
+            asked = {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]}
         body = {
             "model": model,
-            "prompt": prompt,
+            **asked,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "stream": True,
@@ -95,6 +110,7 @@ class StreamSummary:
     text: str = ""
     reported_tokens: int | None = None  # `usage`, or `num_output_tokens` summed; None if neither was sent
     last_token_time: float | None = None  # of the last chunk with a `num_output_tokens` over 0
+    reported_prompt_tokens: int | None = None  # `usage`
     finish_reason: str | None = None  # the last chunk's, if it had one
     error: str | None = None
 
@@ -102,7 +118,7 @@ class StreamSummary:
 def read_stream(
     backend: str, reads: Iterable[tuple[float, bytes]], max_tokens: int, exact: bool
 ) -> StreamSummary:
-    """Reads a whole recorded stream: (time, bytes) of every read, in order.
+    """Reads a whole recorded stream: (time, bytes) of every read, or of every gRPC message, in order.
 
     exact says that the request ignored its end token, so that exactly max_tokens tokens were due. A stream
     without chunks, with an in-band error, with something that is no chunk of this wire form, cut off before
@@ -114,15 +130,22 @@ def read_stream(
     splitter = EventSplitter()
     finished = False
     for time, data in reads:
-        for payload in splitter.feed(data):
+        for payload in [data] if backend == "triton-grpc" else splitter.feed(data):
             if payload == b"[DONE]":
                 finished = True
                 continue
-            try:
-                event = json.loads(payload)
-            except ValueError:
-                summary.error = f"chunk is not JSON: {payload[:200]!r}"
-                break
+            event: Any
+            if backend == "triton-grpc":
+                event, final = grpc_wire.read_response(payload)
+                finished = finished or final
+                if event is None:
+                    continue
+            else:
+                try:
+                    event = json.loads(payload)
+                except ValueError:
+                    summary.error = f"chunk is not JSON: {payload[:200]!r}"
+                    break
             text = _read_event(backend, event, time, summary)
             if summary.error is not None:
                 break
@@ -151,7 +174,7 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
         message = error.get("message", error) if isinstance(error, dict) else error
         summary.error = f"in-band error: {str(message)[:500]}"
         return None
-    if backend == "triton":
+    if backend in TRITON:
         if "text_output" not in event:
             summary.error = f"chunk has no text_output: {str(event)[:200]}"
             return None
@@ -164,13 +187,22 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
         return str(event["text_output"])
     if event.get("usage"):
         summary.reported_tokens = int(event["usage"]["completion_tokens"])
+        summary.reported_prompt_tokens = int(event["usage"].get("prompt_tokens") or 0) or None
     if "choices" not in event:
         summary.error = f"chunk has no choices: {str(event)[:200]}"
         return None
     if not event["choices"]:
         return None
-    summary.finish_reason = event["choices"][0].get("finish_reason")
-    return str(event["choices"][0].get("text") or "")
+    choice = event["choices"][0]
+    summary.finish_reason = choice.get("finish_reason")
+    if backend == "openai":
+        return str(choice.get("text") or "")
+    delta = choice.get("delta") or {}
+    if not delta.keys() - {"role"} and summary.finish_reason is None:
+        return None  # it announces the role, before there is a token
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    # The announcement of the role may hold an empty text.
+    return None if "role" in delta and not text and summary.finish_reason is None else str(text)
 
 
 def _length_error(
@@ -181,10 +213,11 @@ def _length_error(
         return f"stream ended inside an event: {tail[:200]!r}"
     if chunks == 0:
         return "stream ended without a chunk"
-    if backend == "openai" and not finished:
-        return f"stream ended early, without [DONE], after {chunks} chunks"
+    if backend != "triton" and not finished:
+        end = "its final response" if backend == "triton-grpc" else "[DONE]"
+        return f"stream ended early, without {end}, after {chunks} chunks"
     # An OpenAI server's reason adds nothing to its [DONE] and its usage.
-    reason = summary.finish_reason if backend == "triton" else None
+    reason = summary.finish_reason if backend in TRITON else None
     if reason == "cancelled" or (exact and reason not in (None, "length")):
         return f"stream ended with finish_reason {reason!r}" + (", 'length' was due" if exact else "")
     if tokens is not None and (tokens != max_tokens if exact else tokens > max_tokens):

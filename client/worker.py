@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker process of the load generator. While the clock runs it only sends and stamps what it reads;
-chunks are split, parsed and checked after the last request has ended."""
+"""One worker process of the load generator. While the clock runs it only sends and stamps what it reads, and
+counts for whoever watches; chunks are split, parsed and checked after the last request has ended. Only the
+answers within a conversation are read at once, since its next turn repeats them."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -18,8 +20,11 @@ from typing import Any
 
 import aiohttp
 
+from client import grpc_wire
+from client.datasets import Prompt
 from client.metrics import RequestRecord
-from client.wire import error_message, read_stream
+from client.progress import Counters
+from client.wire import error_message, read_stream, request_body
 
 try:
     import uvloop
@@ -30,33 +35,60 @@ except ImportError:
 
 # Below uvicorn's 5 s, so that the client never reuses a connection the server is just closing.
 KEEPALIVE_SECONDS = 3.0
-HEADERS = {"Content-Type": "application/json"}
+TIME_LIMIT, INTERRUPTED = "not finished within the time limit", "not finished: interrupted"
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """How request bodies are written. types: the model's inputs, for gRPC."""
+
+    backend: str
+    model: str
+    ignore_eos: bool
+    check_tokens: bool
+    extra: dict[str, Any]
+    types: dict[str, str] | None = None
+
+    def encode(self, prompt: str | Sequence[str], max_tokens: int) -> bytes:
+        """The bytes of one request; prompt as in client.wire.request_body."""
+        body = request_body(
+            self.backend, self.model, prompt, max_tokens,
+            ignore_eos=self.ignore_eos, check_tokens=self.check_tokens, extra=self.extra,
+        )  # fmt: skip
+        if self.types is None:
+            return json.dumps(body).encode()
+        return grpc_wire.request_message(self.model, body, self.types)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request as a worker gets it; due is in seconds after the start."""
+    """One request as a worker gets it; due is in seconds after the start. later: the further turns, whose
+    requests have the indices after this one's."""
 
     index: int
     body: bytes
     prompt_tokens: int
     output_tokens: int
     due: float
+    text: str = ""
+    later: tuple[Prompt, ...] = ()
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
     """What one worker does. Without `ticket` it sends all of `requests`, each when due. With it (a counter
     shared by all workers, each of which then holds every request) it keeps `slots` requests in flight, taking
-    the next unsent one."""
+    the next unsent one. url: for gRPC host:port. think_seconds: before each later turn."""
 
-    backend: str
+    form: BodyForm
     url: str
     requests: Sequence[Request]
     slots: int
-    exact: bool
     keep_text: bool
     time_limit: float
+    counters: Counters
+    headers: dict[str, str] = field(default_factory=dict)
+    think_seconds: float = 0.0
     ticket: Any = None
 
 
@@ -64,6 +96,10 @@ class WorkerPlan:
 class _Exchange:
     """What was observed of one request; times on time.monotonic()."""
 
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    turn: int
     scheduled: float
     start: float = 0.0
     end: float = 0.0
@@ -83,7 +119,9 @@ def end_with_parent(parent: int) -> None:
 
 def worker_main(plan: WorkerPlan, pipe: Connection) -> None:
     """Process entry: sends "ready", waits for the start time, sends (records, CPU seconds used while the
-    clock ran)."""
+    clock ran). Whatever comes through the pipe meanwhile ends the run, with what there is."""
+    # Ctrl-C reaches the whole group; the parent decides what becomes of the run.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         end_with_parent(parent.pid)
     gc.collect()
@@ -91,94 +129,184 @@ def worker_main(plan: WorkerPlan, pipe: Connection) -> None:
     gc.disable()  # the run is short and a collection would show up as latency
     loop = new_event_loop()
     try:
-        exchanges, cpu = loop.run_until_complete(_run(plan, pipe))
+        sender = _Sender(plan)
+        cpu = loop.run_until_complete(sender.run(pipe))
     finally:
         loop.close()
-    run_start = exchanges.pop("start")
-    records = [_record(plan, request, exchanges[request.index], run_start)
-               for request in plan.requests if request.index in exchanges]  # fmt: skip
+    records = [_record(plan, exchange, sender.start) for exchange in sender.exchanges]
     pipe.send((records, cpu))
     pipe.close()
 
 
-async def _run(plan: WorkerPlan, pipe: Connection) -> tuple[dict[Any, Any], float]:
-    exchanges: dict[Any, Any] = {}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
+class _Sender:
+    """Sends a worker's requests and holds what was observed, in the order of sending."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self.exchanges: list[_Exchange] = []
+        self.start = 0.0
+        self.cut_off = TIME_LIMIT  # what ended the requests that were cancelled
+        self.exchange: Callable[[bytes, _Exchange], Awaitable[None]]
+
+    async def run(self, pipe: Connection) -> float:
+        """Everything between "ready" and the last request's end; CPU seconds used meanwhile."""
+        if self.plan.form.backend == "triton-grpc":
+            import grpc
+
+            async with grpc.aio.insecure_channel(self.plan.url, grpc_wire.UNBOUNDED) as channel:
+                self.exchange = _grpc_exchange(channel)
+                return await self._send_all(pipe)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=1 << 20,
+            headers={"Content-Type": "application/json", **self.plan.headers},
+        ) as session:
+            self.exchange = _http_exchange(session, self.plan.url)
+            return await self._send_all(pipe)
+
+    async def _send_all(self, pipe: Connection) -> float:
+        plan, loop = self.plan, asyncio.get_running_loop()
         pipe.send("ready")
-        start = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
-        exchanges["start"] = start
+        self.start = await loop.run_in_executor(None, pipe.recv)
         cpu = time.process_time()
-
-        async def send(request: Request, scheduled: float) -> None:
-            exchanges[request.index] = exchange = _Exchange(scheduled)
-            await _exchange(session, plan.url, request.body, exchange)
-
-        deadline = start + plan.time_limit
-        lanes = [_timed_lane(r, start, send) for r in plan.requests] if plan.ticket is None else [
-            _closed_lane(plan, start, send) for _ in range(plan.slots)
-        ]  # fmt: skip
+        stopped: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pipe.fileno(), lambda: None if stopped.done() else stopped.set_result(None))
+        if plan.ticket is None:
+            lanes = [self._timed_lane(request) for request in plan.requests]
+        else:
+            lanes = [self._closed_lane() for _ in range(plan.slots)]
         tasks = [asyncio.ensure_future(lane) for lane in lanes]
         if tasks:
-            _, pending = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()))
-            for task in pending:
+            everything: asyncio.Future[Any] = asyncio.ensure_future(asyncio.wait(tasks))
+            left = self.start + plan.time_limit - time.monotonic()
+            await asyncio.wait(
+                {everything, stopped}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+            )
+            if stopped.done():
+                self.cut_off = INTERRUPTED
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await everything
             for task in tasks:
                 if not task.cancelled() and (failure := task.exception()) is not None:
                     raise failure
-        return exchanges, time.process_time() - cpu
+        loop.remove_reader(pipe.fileno())
+        return time.process_time() - cpu
 
+    async def _timed_lane(self, request: Request) -> None:
+        due = self.start + request.due
+        await asyncio.sleep(due - time.monotonic())
+        await self._send(request, due)
 
-Send = Callable[[Request, float], Awaitable[None]]
-
-
-async def _timed_lane(request: Request, start: float, send: Send) -> None:
-    due = start + request.due
-    await asyncio.sleep(due - time.monotonic())
-    await send(request, due)
-
-
-async def _closed_lane(plan: WorkerPlan, start: float, send: Send) -> None:
-    await asyncio.sleep(start - time.monotonic())
-    free_since = start
-    while True:
-        with plan.ticket.get_lock():
-            index = plan.ticket.value
-            plan.ticket.value += 1
-        if index >= len(plan.requests):
-            return
-        request = plan.requests[index]
-        scheduled = max(free_since, start + request.due)
-        if (delay := scheduled - time.monotonic()) > 0:
-            await asyncio.sleep(delay)
-        await send(request, scheduled)
-        free_since = time.monotonic()
-
-
-async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, exchange: _Exchange) -> None:
-    monotonic, append = time.monotonic, exchange.reads.append
-    exchange.start = monotonic()
-    try:
-        async with session.post(url, data=body, headers=HEADERS) as response:
-            if response.status != 200:
-                exchange.error = f"HTTP {response.status}: {error_message(await response.text())}"
+    async def _closed_lane(self) -> None:
+        plan = self.plan
+        await asyncio.sleep(self.start - time.monotonic())
+        free_since = self.start
+        while True:
+            with plan.ticket.get_lock():
+                number = plan.ticket.value
+                plan.ticket.value += 1
+            if number >= len(plan.requests):
                 return
-            async for data in response.content.iter_any():
-                append((monotonic(), data))
-    except asyncio.CancelledError:
-        exchange.error = "not finished within the time limit"
-        raise
-    except (aiohttp.ClientError, OSError) as error:
-        exchange.error = f"connection failed: {type(error).__name__}: {error}"
-    finally:
-        exchange.end = monotonic()
+            request = plan.requests[number]
+            scheduled = max(free_since, self.start + request.due)
+            if (delay := scheduled - time.monotonic()) > 0:
+                await asyncio.sleep(delay)
+            await self._send(request, scheduled)
+            free_since = time.monotonic()
+
+    async def _send(self, request: Request, scheduled: float) -> None:
+        """The request and, once it is answered, its conversation's next turn; a failure ends it."""
+        first = _Exchange(request.index, request.prompt_tokens, request.output_tokens, 0, scheduled)
+        await self._observed(request.body, first)
+        exchange, said = first, [request.text]
+        for number, turn in enumerate(request.later, 1):
+            answer = read_stream(self.plan.form.backend, exchange.reads, exchange.output_tokens, False)
+            if exchange.error is not None or answer.error is not None:
+                return
+            tokens = exchange.output_tokens if answer.reported_tokens is None else answer.reported_tokens
+            said += [answer.text, turn.text]
+            before = exchange.prompt_tokens + tokens
+            scheduled = exchange.end + self.plan.think_seconds
+            if (delay := scheduled - time.monotonic()) > 0:
+                await asyncio.sleep(delay)
+            exchange = _Exchange(
+                request.index + number, before + turn.prompt_tokens, turn.output_tokens, number, scheduled
+            )
+            await self._observed(self.plan.form.encode(said, turn.output_tokens), exchange)
+
+    async def _observed(self, body: bytes, exchange: _Exchange) -> None:
+        self.exchanges.append(exchange)
+        count = self.plan.counters.of(exchange.index)
+        exchange.reads = _Reads(exchange, count)
+        exchange.start = time.monotonic()
+        count.sent()
+        try:
+            await self.exchange(body, exchange)
+        except asyncio.CancelledError:
+            exchange.error = self.cut_off
+            raise
+        finally:
+            exchange.end = time.monotonic()
+            count.ended(exchange.error is None, exchange.output_tokens)
 
 
-def _record(plan: WorkerPlan, request: Request, exchange: _Exchange, run_start: float) -> RequestRecord:
-    record = RequestRecord(request.index, request.prompt_tokens, request.output_tokens)
-    stream = read_stream(plan.backend, exchange.reads, request.output_tokens, plan.exact)
+class _Reads(list[tuple[float, bytes]]):
+    """The reads of a request, counted as they come."""
+
+    def __init__(self, exchange: _Exchange, count: Any) -> None:
+        super().__init__()
+        self._exchange, self._count = exchange, count
+
+    def note(self, data: bytes, chunks: int) -> None:
+        now = time.monotonic()
+        self.append((now, data))
+        self._count.read(now - self._exchange.start, chunks)
+
+
+def _http_exchange(session: aiohttp.ClientSession, url: str) -> Callable[[bytes, Any], Awaitable[None]]:
+    async def send(body: bytes, exchange: Any) -> None:
+        note = exchange.reads.note
+        try:
+            async with session.post(url, data=body) as response:
+                if response.status != 200:
+                    exchange.error = f"HTTP {response.status}: {error_message(await response.text())}"
+                    return
+                async for data in response.content.iter_any():
+                    note(data, data.count(b"data:"))
+        except (aiohttp.ClientError, OSError) as error:
+            exchange.error = f"connection failed: {type(error).__name__}: {error}"
+
+    return send
+
+
+def _grpc_exchange(channel: Any) -> Callable[[bytes, Any], Awaitable[None]]:
+    import grpc
+
+    method = channel.stream_stream(grpc_wire.METHOD)  # without serialisers: bytes in, bytes out
+
+    async def send(body: bytes, exchange: Any) -> None:
+        note, call = exchange.reads.note, method()
+        try:
+            await call.write(body)
+            await call.done_writing()
+            async for data in call:
+                note(data, 1)
+        except grpc.aio.AioRpcError as error:
+            exchange.error = grpc_wire.error_of(error)
+        finally:
+            call.cancel()  # nothing where it has ended
+
+    return send
+
+
+def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestRecord:
+    exact = plan.form.ignore_eos
+    record = RequestRecord(exchange.index, exchange.prompt_tokens, exchange.output_tokens, turn=exchange.turn)
+    stream = read_stream(plan.form.backend, exchange.reads, exchange.output_tokens, exact)
     record.set_chunk_times(exchange.start, stream.chunk_times, stream.first_text_time, run_start)
     record.scheduled, record.end = exchange.scheduled - run_start, exchange.end - run_start
     record.reported_tokens, record.finish_reason = stream.reported_tokens, stream.finish_reason
@@ -187,8 +315,10 @@ def _record(plan: WorkerPlan, request: Request, exchange: _Exchange, run_start: 
     # An in-band error says more than the dropped connection that may follow it.
     told = stream.error is not None and stream.error.startswith("in-band")
     record.error = stream.error if told or exchange.error is None else exchange.error
-    if not plan.exact and stream.reported_tokens is not None:
+    if not exact and stream.reported_tokens is not None:
         record.output_tokens = stream.reported_tokens
+    if plan.form.backend == "openai-chat" and stream.reported_prompt_tokens is not None:
+        record.prompt_tokens = stream.reported_prompt_tokens  # the chat template adds some
     if plan.keep_text:
         record.text = stream.text
     return record

@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from client.datasets import load_sharegpt
+from client.scenarios import Scenario, read_scenarios
 from perf_configs.results import OURS
-from perf_configs.scenarios import Scenario, read_scenarios
 from perf_configs.servers import ROOT, ServerSpec, read_servers
 
 PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
@@ -52,7 +52,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     profile = args.profile or PROFILE
     if OURS in chosen and OURS not in urls:
         _check_file("--profile", profile)
-    if rows := [row for row, scenario in scenarios.items() if scenario.dataset == "sharegpt"]:
+    if rows := [row for row, scenario in scenarios.items() if scenario.from_file]:
         if args.sharegpt is None:
             raise ValueError(f"--sharegpt is required by rows {', '.join(rows)}")
         _check_file("--sharegpt", args.sharegpt)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from perf_configs.scenarios import Requirement, Scenario
+from client.scenarios import Requirement, Scenario
 from perf_configs.servers import gpu_query
 
 OURS, PEER = "ours", "vllm"

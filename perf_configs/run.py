@@ -23,19 +23,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
 from client.load import Load, run_load
 from client.metrics import format_table, request_columns
+from client.scenarios import Point, Scenario, read_scenarios
 from perf_configs import plots, provenance, results
 from perf_configs.plan import PROFILE, Plan, check_conversations, make_plan
-from perf_configs.scenarios import Point, Scenario, read_scenarios
 from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_at, serve
 
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
+LEFT_OUT = ("url", "api_key")  # of the load, in results
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
@@ -46,7 +48,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--sharegpt", type=Path, help="ShareGPT-style JSON; needed by rows with that dataset")
     p.add_argument("--server", default="ours,vllm", help="comma list of ours, vllm, in this order")
-    p.add_argument("--rows", default="", help="comma list (default: all)")
+    p.add_argument("--rows", default="", help="comma list (default: all that compare servers)")
     p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
     p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
@@ -85,7 +87,7 @@ class Benchmark:
 
     def prompts(self, scenario: Scenario, count: int, seed: int) -> list[Prompt]:
         """The row's prompts: the same for every server."""
-        dataset = f"sharegpt:{self.args.sharegpt}" if scenario.dataset == "sharegpt" else scenario.dataset
+        dataset = f"{scenario.dataset}:{self.args.sharegpt}" if scenario.from_file else scenario.dataset
         return load_prompts(dataset, self.tokenizer, count, seed, **scenario.lengths)
 
     def run_row(self, scenario: Scenario, spec: ServerSpec, running: Running) -> None:
@@ -93,7 +95,8 @@ class Benchmark:
         warm_up: dict[str, Any] = {}
         if not self.args.no_warm_up:
             prompts = self.prompts(scenario, scenario.warm_up_prompts, WARM_UP_SEED)
-            load = self.load(spec, running, scenario, Point(math.inf, len(prompts)), check_tokens=True)
+            point = replace(scenario.points[0], request_rate=math.inf)
+            load = self.load(spec, running, replace(scenario, ramp=None), point, check_tokens=True)
             summary = run_load(load, prompts).summary
             warm_up = {key: summary[key] for key in WARM_UP_KEYS}
             self.failed_requests += summary["failed"]
@@ -116,7 +119,7 @@ class Benchmark:
                 "commit": self.commit,
                 **self.settings(spec, running),
                 "prompts_sha256": fingerprint(prompts),
-                "load": {k: v for k, v in vars(load).items() if k != "url" and v != math.inf},
+                "load": {k: v for k, v in asdict(load).items() if k not in LEFT_OUT and v != math.inf},
                 "warm_up": warm_up,
                 "summary": result.summary,
                 "requests": request_columns(result.records),
@@ -146,8 +149,9 @@ class Benchmark:
         """The load generator's settings for one point."""
         return Load(
             backend=spec.backend, url=running.url, model=spec.model, request_rate=point.request_rate,
-            max_concurrency=scenario.max_concurrency, seed=scenario.seed, workers=self.args.workers,
-            time_limit=max(5.0, self.remaining()), check_tokens=check_tokens,
+            max_concurrency=point.max_concurrency, seed=scenario.seed, workers=self.args.workers,
+            time_limit=max(5.0, self.remaining()), check_tokens=check_tokens, extra_body=scenario.sampling,
+            burstiness=scenario.burstiness, ramp=scenario.ramp, think_seconds=scenario.think_seconds,
         )  # fmt: skip
 
     def run_server(self, spec: ServerSpec) -> None:

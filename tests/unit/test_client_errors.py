@@ -82,7 +82,7 @@ def test_a_stream_without_its_last_chunk_is_an_error_where_others_have_theirs(se
 def test_servers_that_never_send_finish_reason_are_served_as_before(server):
     unmarked = send(server, ["unmarked", "unmarked early"])
     assert [r.error for r in unmarked.records] == [None, None]
-    hint = "1 requests had fewer chunks than tokens: merged chunks or lost ones; --check-tokens tells"
+    hint = "1 requests had fewer chunks than tokens: merged or lost ones (--check-tokens)"
     assert hint in format_table(unmarked.summary, "title")
     assert hint not in format_table(send(server, ["unmarked"]).summary, "title")
     openai = send(server, ["plain", "plain"], backend="openai")
@@ -126,7 +126,10 @@ def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_
 
 WRONG_LOAD = [
     (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
-    (["--dataset", "foo"], "dataset 'foo' must be sharegpt:FILE or random"),
+    (
+        ["--dataset", "foo"],
+        "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE",
+    ),
     (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
     (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
     (["--request-rate", "nan"], "'nan' must be a number of requests/s over 0, or inf"),

@@ -14,8 +14,8 @@ import pytest
 import small_tokenizers
 
 from checkpoints import make_checkpoint
+from client.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs import plots, provenance, results, run
-from perf_configs.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs.servers import ServerSpec, StartError, read_servers, serve
 
 REQUIRED = {

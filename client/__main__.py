@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client for Triton's ensemble and for OpenAI servers: `python -m client COMMAND`.
+
+  generate       print a completion as it arrives
+  chat           talk to a model in the terminal
+  bench          load generator
+  report         Markdown and an HTML page of the load generator's results
+  perf-analyzer  run Triton's perf_analyzer with the libraries that it expects
+
+`python -m client COMMAND --help` tells a command's options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("generate", "chat", "bench", "report", "perf-analyzer")
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hands the arguments after the command's name on."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["-h"], ["--help"]):
+        print((__doc__ or "").strip())
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        what = f"unknown command {argv[0]!r}" if argv else "a command is missing"
+        print(f"python -m client: {what}; it is one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        module = importlib.import_module(f"client.{argv[0].replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("client"):
+            raise
+        print(
+            f"client {argv[0]} needs {error.name}: pip install 'flashinfer-backend[client]', or from a"
+            " checkout pip install -e '.[client]'",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    return int(module.main(list(argv[1:])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

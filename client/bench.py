@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load generator for streaming servers.
+
+python -m client bench --tokenizer CHECKPOINT --request-rate 2,4,8 --output rates.json
+python -m client bench --backend openai-chat --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
+python -m client bench --tokenizer CHECKPOINT --scenario rates-1-2-5-8 --data conversations.json
+python -m client bench --tokenizer CHECKPOINT --find-rate 1:64 --limit p99_ttft=200 --limit p99_tpot=50
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from client import find_rate, machine, ready, results, scenarios
+from client.bench_options import OF_SCENARIO, SAMPLING, given_options, make_parser
+from client.datasets import DATASETS, Prompt, fingerprint, load_prompts, load_tokenizer
+from client.load import Load, LoadResult, run_load
+from client.metrics import PERCENTILES, format_table, goodput, request_columns
+from client.progress import Display, Snapshot
+from client.scenarios import Point, Scenario
+from client.wire import OPENAI
+
+WARM_UP_SEED = 1_000_003  # other prompts than those measured
+EXIT_INTERRUPTED = 130
+
+
+@dataclass
+class Bench:
+    """What a call measures: prompts come from spec, lengths and seed, each point is one run."""
+
+    args: argparse.Namespace
+    command: str
+    tokenizer: Tokenizer
+    load: Load
+    spec: str
+    lengths: dict[str, Any]
+    points: list[Point]
+    warm_up: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    runs: list[results.Run] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def percentiles(self) -> list[float]:
+        """Those that results hold: more than are shown, so that results can be compared."""
+        limits = [each.percentile for each in self.args.limit]
+        return sorted({*PERCENTILES, *self.args.percentiles, *(p for p in limits if p is not None)})
+
+    def prompts(self, count: int, seed: int) -> list[Prompt]:
+        """The same for every server. Raises OSError or ValueError."""
+        return load_prompts(self.spec, self.tokenizer, count, seed, **self.lengths)
+
+    def time_limit(self, point: Point) -> float:
+        """Seconds for one run."""
+        if self.args.time_limit is not None:
+            return float(self.args.time_limit)
+        if self.args.find_rate:  # where requests pile up they have as long again to end
+            return float(2 * self.args.try_seconds + 10)
+        rate = self.load.ramp.mean if self.load.ramp else point.request_rate
+        return max(600.0, point.num_prompts / rate + 300.0)
+
+    def prepare(self) -> dict[str, Any]:
+        """Waits for the server, completes the load with what it says and warms it up; what the warm-up
+        counted."""
+        if self.args.ready_timeout:
+            ready.wait_ready(self.load, self.args.ready_timeout)
+            if self.load.backend in OPENAI and self.load.model is None:
+                self.load = replace(self.load, model=ready.first_model(self.load.url, self.load.api_key))
+        self.facts = {"server": ready.server_version(self.load), "machine": machine.facts()}
+        if not self.warm_up:
+            return {}
+        load = replace(self.load, request_rate=math.inf, ramp=None)
+        summary = run_load(load, self.prompts(self.warm_up, WARM_UP_SEED)).summary
+        if summary["failed"]:
+            print(format_table(summary, "warm-up"), flush=True)
+        return {key: summary[key] for key in ("completed", "failed", "errors")}
+
+    def measure(self, point: Point, warm_up: dict[str, Any], note: str = "") -> dict[str, Any]:
+        """One run: prints its table, unless a note for one line stands for it, and writes all results; its
+        summary."""
+        args = self.args
+        load = replace(
+            self.load, request_rate=point.request_rate, max_concurrency=point.max_concurrency,
+            time_limit=self.time_limit(point),
+        )  # fmt: skip
+        prompts = self.prompts(point.num_prompts, args.seed)
+        started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        what = describe(point, load)
+        with Display(note or what) as display, _first_interrupt() as stop:
+
+            def watch(snapshot: Snapshot) -> bool:
+                display.show(snapshot)
+                return stop.is_set()
+
+            result = run_load(load, prompts, watch, self.percentiles)
+        self.interrupted = result.interrupted
+        summary = result.summary
+        if args.goodput:
+            summary |= goodput(result.records, dict(args.goodput))
+        if args.retokenize:
+            texts = [r.text for r in result.records if r.error is None]
+            encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+            summary["retokenized_output_tokens"] = sum(len(e) for e in encodings)
+        if not note:
+            print(
+                format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles), flush=True
+            )
+        self._write(point, load, result, fingerprint(prompts), started, warm_up)
+        return summary
+
+    def _write(
+        self, point: Point, load: Load, result: LoadResult, prompts_sha256: str, started: str,
+        warm_up: dict[str, Any],
+    ) -> None:  # fmt: skip
+        args = self.args
+        told = {name: _plain(value) for name, value in vars(args).items()}
+        run = {
+            "label": args.label or f"{load.backend}, {self.facts['server']}",
+            "backend": load.backend,
+            "model": load.model,
+            "started": started,
+            "command": self.command,
+            **self.facts,
+            "request_rate": None if math.isinf(point.request_rate) else point.request_rate,
+            "max_concurrency": point.max_concurrency,
+            "arguments": told,
+            "interrupted": result.interrupted,
+            "warm_up": warm_up,
+            "prompts_sha256": prompts_sha256,
+            "summary": result.summary,
+            "requests": request_columns(result.records, args.save_itl),
+        }
+        self.runs.append(run)
+        if args.output:
+            results.write_json(self.runs, args.output)
+        if args.csv:
+            results.write_csv(self.runs, args.csv)
+        if args.sglang_json:
+            results.append_sglang(run, result.records, args.sglang_json)
+
+    def search(self, warm_up: dict[str, Any]) -> int:
+        """--find-rate; the exit status: 0 where a rate was found."""
+        args = self.args
+
+        def attempt(rate: float) -> bool:
+            count = max(2, math.ceil(rate * args.try_seconds))
+            point = Point(rate, count, self.points[0].max_concurrency)
+            summary = self.measure(point, warm_up, note=f"try {rate:.3g} requests/s")
+            if self.interrupted:
+                raise KeyboardInterrupt
+            problem = find_rate.broken(summary, args.limit)
+            values = [f"{each.metric} {each.value(summary) or math.nan:.1f} ms" for each in args.limit]
+            verdict = f"no, {problem}" if problem else "good"
+            print(f"{rate:8.4g} requests/s: {', '.join(values)}: {verdict}", flush=True)
+            return problem is None
+
+        try:
+            search = find_rate.Search(args.find_rate[0], args.find_rate[1], args.search_seconds)
+            rate, ended = search.run(attempt, lambda line: print(line, flush=True))
+        except KeyboardInterrupt:
+            print("INCOMPLETE: interrupted", flush=True)
+            return EXIT_INTERRUPTED
+        if rate is not None:
+            wanted = ", ".join(f"{each.metric} <= {each.ms:g} ms" for each in args.limit)
+            incomplete = "" if ended else " at least (INCOMPLETE)"
+            print(f"highest rate: {rate:.4g} requests/s{incomplete} with {wanted}", flush=True)
+        return 0 if rate is not None and ended else 1
+
+
+def describe(point: Point, load: Load) -> str:
+    """A run's load in a few words."""
+    if load.ramp is not None:
+        words = [f"rate {load.ramp.start:g} to {load.ramp.end:g}"]
+    else:
+        words = [f"rate {point.request_rate:g}"]
+    if point.max_concurrency is not None:
+        words.append(f"{point.max_concurrency} at a time")
+    return ", ".join(words)
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON; a list of one as that one, and no infinity."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return value if isinstance(value, (int, float, str, dict, tuple, type(None))) else str(value)
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event once; the second time it interrupts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop.set()
+        print("\nstopping, with what there is; Ctrl-C again leaves it", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
+    """Raises OSError or ValueError for arguments that contradict each other or name what is not there."""
+    scenario: Scenario | None = None
+    if args.scenario is not None:
+        if fixed := sorted(given & OF_SCENARIO):
+            names = ", ".join("--" + name.replace("_", "-") for name in fixed)
+            raise ValueError(f"{names}: the scenario says that; leave it out, or --scenario")
+        scenario = scenarios.find_scenario(args.scenario)
+        if scenario.from_file != (args.data is not None):
+            needs = "needs --data FILE" if scenario.from_file else "takes no --data"
+            raise ValueError(f"scenario {scenario.row} {needs}: its dataset is {scenario.dataset}")
+    elif args.data is not None:
+        raise ValueError("--data is for --scenario; otherwise write --dataset sharegpt:FILE")
+    key = None
+    if args.api_key_env is not None and not (key := os.environ.get(args.api_key_env)):
+        raise ValueError(f"--api-key-env {args.api_key_env}: there is no such environment variable")
+    if bool(args.find_rate) != bool(args.limit):
+        raise ValueError("--find-rate and --limit go together: the rates to search and what to keep within")
+    if args.ramp is not None and ("request_rate" in given or args.find_rate):
+        raise ValueError("--ramp says the rate: leave out --request-rate and --find-rate")
+    if scenario is not None:
+        sampling, spec, lengths = scenario.sampling, scenario.dataset, scenario.lengths
+        burstiness, ramp, think = scenario.burstiness, scenario.ramp, scenario.think_seconds
+        points = [replace(p, num_prompts=args.num_prompts or p.num_prompts) for p in scenario.points]
+        if scenario.from_file:
+            spec = f"{spec}:{args.data}"
+        if "seed" not in given:
+            args.seed = scenario.seed
+        warm_up = scenario.warm_up_prompts
+    else:
+        sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+        spec, lengths = args.dataset, _lengths(args, given)
+        burstiness, ramp, think = args.burstiness, args.ramp, args.think_time
+        points = [
+            Point(rate, args.num_prompts or 100, slots)
+            for rate in args.request_rate
+            for slots in args.max_concurrency
+        ]
+        warm_up = 1
+    if args.find_rate and (len(points) > 1 or not math.isinf(points[0].request_rate)):
+        raise ValueError("--find-rate chooses the rates: leave out --request-rate and lists of concurrencies")
+    if twice := sorted(sampling.keys() & args.extra_body.keys()):
+        raise ValueError(f"--extra-body must not hold {', '.join(twice)} too: it is given already")
+    port = 8001 if args.backend == "triton-grpc" else 8000
+    args.url = args.url or f"http://127.0.0.1:{port}"
+    load = Load(
+        backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint, burstiness=burstiness,
+        ramp=ramp, max_concurrency=points[0].max_concurrency, seed=args.seed, workers=args.workers,
+        ignore_eos=not args.respect_eos, check_tokens=args.check_tokens,
+        keep_text=args.retokenize or args.sglang_json is not None, extra_body=sampling | args.extra_body,
+        think_seconds=think, api_key=key,
+    )  # fmt: skip
+    warm_up = warm_up if args.warm_up is None else args.warm_up
+    made = Bench(args, command, load_tokenizer(args.tokenizer), load, spec, lengths, points, warm_up)
+    for count in {point.num_prompts for point in points} if not args.find_rate else {2}:
+        made.prompts(count, args.seed)  # errors in them show before anything is sent
+    return made
+
+
+def _lengths(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+    """What the dataset takes, of the options for it. Raises ValueError for one given that it does not
+    take."""
+    options = {
+        "input_range": "input_len", "output_range": "output_len", "parts": "part", "prefixes": "prefixes",
+        "prefix_tokens": "prefix_len", "turns": "turns",
+    }  # fmt: skip
+    kind, _, file = args.dataset.partition(":")
+    taken = DATASETS.get(f"{kind}:FILE" if file else kind)
+    if taken is None:
+        return {}  # load_prompts says what there is
+    for name, option in options.items():
+        if option in given and name not in taken:
+            raise ValueError(f"--{option.replace('_', '-')} means nothing to dataset {args.dataset!r}")
+    if "think_time" in given and "turns" not in taken:
+        raise ValueError(f"--think-time means nothing to dataset {args.dataset!r}, which has single turns")
+    return {name: getattr(args, options[name]) for name in taken if name in options}
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    prog: str = "python -m client bench",
+    ready_seconds: float = 60.0,
+    warm_up: int | None = None,
+) -> int:
+    """ready_seconds and warm_up: the defaults of those options."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser(__doc__, prog, ready_seconds, warm_up)
+    args = parser.parse_args(argv)
+    try:
+        bench = plan(args, given_options(parser, argv), f"{prog} {shlex.join(argv)}")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    failed = 0
+    try:
+        warm_up_counts = bench.prepare()
+        if args.find_rate:
+            return bench.search(warm_up_counts)
+        for point in bench.points:
+            summary = bench.measure(point, warm_up_counts)
+            failed += summary["failed"]
+            if bench.interrupted:
+                return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read has gone
+        # What is still buffered would fail once more, aloud, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ready.NotReadyError, RuntimeError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 1 if failed or warm_up_counts.get("failed") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

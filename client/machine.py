@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that a load generator runs on, for its results; no name of it and no folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("flashinfer-backend", "aiohttp", "grpcio", "numpy", "uvloop")
+
+
+def facts() -> dict[str, object]:
+    """Processor, cores that this process may use, memory, GPUs, kernel, Python and packages."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0").split()[0]) / 2**20, 1),
+        "gpus": _gpus(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _field(file: str, name: str) -> str:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def _gpus() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits for a server, and asks it what it is."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from client.load import Load
+from client.wire import DEFAULT_MODELS, OPENAI, error_message
+
+LOOK_SECONDS = 2.0  # for one answer
+SAY_SECONDS = 5.0  # between two lines about what is waited for
+
+
+class NotReadyError(RuntimeError):
+    """The server did not become ready in time; the message says what was asked and what it answered last."""
+
+
+def wait_ready(
+    load: Load, seconds: float, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
+) -> None:
+    """Returns once the server has the model ready; says what it waits for when that is not at once. Raises
+    NotReadyError after so many seconds."""
+    began = time.monotonic()
+    said = 0.0
+    while (problem := missing(load)) is not None:
+        waited = time.monotonic() - began
+        if waited >= seconds:
+            raise NotReadyError(f"not ready after {seconds:g} s: {problem}")
+        if waited - said >= SAY_SECONDS or said == 0.0:
+            said = max(waited, 1e-9)
+            say(f"waiting up to {seconds - waited:.0f} s more for {problem}")
+        time.sleep(min(0.25, max(0.0, seconds - waited)))
+
+
+def missing(load: Load) -> str | None:
+    """What the server lacks to be ready, or None."""
+    if load.backend == "triton-grpc":
+        return _missing_grpc(load)
+    model, base = load.model or DEFAULT_MODELS[load.backend], load.url.rstrip("/")
+    # OpenAI servers have /v1/models in common, no path of health.
+    path = "/v1/models" if load.backend in OPENAI else f"/v2/models/{model}/ready"
+    if load.endpoint is not None and load.backend not in OPENAI:
+        path = "/v2/health/ready"  # a path of its own may be of another model
+    try:
+        _get(base + path, load.api_key)
+    except urllib.error.HTTPError as error:
+        text = error_message(error.read().decode(errors="replace"))
+        return f"{base}{path}: HTTP {error.code} {text}".rstrip()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return f"{base}{path}: {getattr(error, 'reason', error) or type(error).__name__}"
+    return None
+
+
+def first_model(url: str, api_key: str | None = None) -> str:
+    """The first model that an OpenAI server lists. Raises OSError or ValueError."""
+    listed = json.loads(_get(url.rstrip("/") + "/v1/models", api_key))
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"{url}/v1/models lists no model; name one with --model") from None
+
+
+def server_version(load: Load) -> str:
+    """Name and version as the server tells them, or "unknown"."""
+    base = load.url.rstrip("/")
+    try:
+        if load.backend == "triton-grpc":
+            import tritonclient.grpc as triton
+
+            with triton.InferenceServerClient(load.target) as client:
+                told = client.get_server_metadata(client_timeout=LOOK_SECONDS)
+                return f"{told.name} {told.version}"
+        path = "/version" if load.backend in OPENAI else "/v2"
+        answer: Any = json.loads(_get(base + path, load.api_key))
+        return f"{answer.get('name', '')} {answer['version']}".strip()
+    except Exception:  # of several libraries; the answer is a line of a report
+        return "unknown"
+
+
+def _missing_grpc(load: Load) -> str | None:
+    import tritonclient.grpc as triton
+
+    model = load.model or DEFAULT_MODELS[load.backend]
+    try:
+        with triton.InferenceServerClient(load.target) as client:
+            if client.is_model_ready(model, client_timeout=LOOK_SECONDS):
+                return None
+            return f"model {model!r} at gRPC {load.target}: not ready, or not there"
+    except triton.InferenceServerException as error:
+        return f"gRPC {load.target}: {str(error.message() or error).splitlines()[0][:200]}"
+
+
+def _get(url: str, api_key: str | None) -> bytes:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+        return bytes(answer.read())
