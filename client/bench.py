@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load generator for streaming servers.
 
-python -m client bench --tokenizer CHECKPOINT --request-rate 2,4,8 --output rates.json
-python -m client bench --backend openai-chat --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
-python -m client bench --tokenizer CHECKPOINT --scenario rates-1-2-5-8 --data conversations.json
-python -m client bench --tokenizer CHECKPOINT --find-rate 1:64 --limit p99_ttft=200 --limit p99_tpot=50
+python -m client bench --tokenizer MODEL --request-rate 2,4,8 --output r.json
+python -m client bench --tokenizer MODEL --backend openai-chat \\
+    --url http://127.0.0.1:9000 --max-concurrency 1,8,64
+python -m client bench --tokenizer MODEL --scenario rates-1-2-5-8 --data x.json
+python -m client bench --tokenizer MODEL --find-rate 1:64 --limit p99_ttft=200
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class Bench:
             **self.facts,
             "request_rate": None if math.isinf(point.request_rate) else point.request_rate,
             "max_concurrency": point.max_concurrency,
+            "ramp": f"{load.ramp.start:g} to {load.ramp.end:g}" if load.ramp else None,
             "arguments": told,
             "interrupted": result.interrupted,
             "warm_up": warm_up,

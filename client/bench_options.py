@@ -31,7 +31,10 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Checks each option alone; what shows only with others or in files, bench.plan finds out."""
     p = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        usage=f"{prog} --tokenizer FOLDER [options]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _server(p.add_argument_group("server"), ready_seconds, warm_up)
     _prompts(p.add_argument_group("prompts"))
@@ -98,7 +101,7 @@ def _load(group: Any) -> None:
         help="seconds before each later turn of a conversation")  # fmt: skip
     add("--workers", type=integer(0), default=0, help="processes (0: min(8, cores/2))")
     add("--time-limit", type=seconds, metavar="S",
-        help="for a run; unfinished requests then fail (default 600, or 300 more than arrivals take)")  # fmt: skip
+        help="for a run; unfinished requests then fail (default 600; arrivals and 300)")  # fmt: skip
 
 
 def _requests(group: Any) -> None:

@@ -78,8 +78,15 @@ def server_version(load: Load) -> str:
             with triton.InferenceServerClient(load.target) as client:
                 told = client.get_server_metadata(client_timeout=LOOK_SECONDS)
                 return f"{told.name} {told.version}"
-        path = "/version" if load.backend in OPENAI else "/v2"
-        answer: Any = json.loads(_get(base + path, load.api_key))
+        if load.backend in OPENAI:
+            listed: Any = json.loads(_get(base + "/v1/models", load.api_key))
+            owner = listed["data"][0].get("owned_by", "")
+            try:  # vLLM and others have it
+                version = json.loads(_get(base + "/version", load.api_key))["version"]
+            except (OSError, ValueError, KeyError):
+                version = ""
+            return f"{owner} {version}".strip() or "unknown"
+        answer: Any = json.loads(_get(base + "/v2", load.api_key))
         return f"{answer.get('name', '')} {answer['version']}".strip()
     except Exception:  # of several libraries; the answer is a line of a report
         return "unknown"

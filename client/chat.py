@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Talk to a model in the terminal.
+
+python -m client chat
+python -m client chat --backend openai-chat --url http://127.0.0.1:9000
+
+Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Through
+OpenAI's API the server applies the model's chat template. Triton's ensemble
+gets one text: --form says how the conversation is written in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import io
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from client.arguments import INT32, http_url, integer, json_object, seconds
+from client.ready import first_model
+from client.wire import EventSplitter, error_message
+
+with suppress(ImportError):
+    import readline  # noqa: F401 - input() then has a history and can be edited
+
+HELP = """\
+/help             this
+/system TEXT      set the system prompt; without TEXT show it; /system - removes it
+/reset            forget the conversation, keep the system prompt
+/history          show the conversation
+/retry            answer the last question again
+/set NAME VALUE   a sampling option: temperature, top_p, max_tokens, seed ...; VALUE - unsets it
+/quit             leave, as Ctrl-D does
+A line that ends with \\ goes on in the next. Ctrl-C stops an answer."""
+
+
+class ChatError(RuntimeError):
+    """The server refused the request, failed during it, or was not reached; the message says which."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a conversation is written as one text. Each of system, user and answer has {} for its text; opening
+    stands where the model is to go on. stop: words that show that the model went on for the user."""
+
+    system: str
+    user: str
+    answer: str
+    opening: str
+    stop: tuple[str, ...]
+
+    def write(self, system: str, turns: Sequence[str]) -> str:
+        """The prompt: turns are the user's and the model's, the user's last."""
+        parts = [self.system.format(system)] if system else []
+        for number, text in enumerate(turns):
+            parts.append((self.answer if number % 2 else self.user).format(text))
+        return "".join(parts) + self.opening
+
+
+FORMS = {
+    "plain": Form("{}\n\n", "User: {}\n", "Assistant: {}\n", "Assistant:", ("\nUser:",)),
+    "question": Form("{}\n", "Question: {}\n", "Answer: {}\n", "Answer:", ("\nQuestion:",)),
+    "chatml": Form(
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        ("<|im_end|>",),
+    ),
+    "llama3": Form(
+        "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ("<|eot_id|>",),
+    ),
+}
+
+
+@dataclass
+class Answer:
+    """What is known of an answer: tokens as the server counts them, or None."""
+
+    text: str = ""
+    chunks: int = 0
+    tokens: int | None = None
+    ttft: float = 0.0
+    seconds: float = 0.0
+    stopped: bool = False
+
+    def statistics(self) -> str:
+        """One line."""
+        count = self.chunks if self.tokens is None else self.tokens
+        unit = "chunks" if self.tokens is None else "tokens"
+        words = [f"{count} {unit}"]
+        if self.chunks:
+            words.append(f"TTFT {self.ttft * 1e3:,.0f} ms")
+        if count > 1 and self.seconds > self.ttft:
+            words.append(f"{(count - 1) / (self.seconds - self.ttft):,.1f} {unit[:3]}/s")
+        words.append(f"{self.seconds:.1f} s")
+        return ", ".join(words) + (", stopped" if self.stopped else "")
+
+
+@dataclass
+class Chat:
+    """A conversation with one server. turns: the user's and the model's texts."""
+
+    backend: str
+    url: str
+    model: str
+    form: Form
+    timeout: float
+    api_key: str | None = None
+    system: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    turns: list[str] = field(default_factory=list)
+
+    def request(self) -> tuple[str, dict[str, Any]]:
+        """URL and body for the turns so far."""
+        base = self.url.rstrip("/")
+        if self.backend == "openai-chat":
+            said = [{"role": "system", "content": self.system}] if self.system else []
+            roles = ("user", "assistant")
+            said += [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+            body: dict[str, Any] = {"model": self.model, "messages": said, "stream": True}
+            body["stream_options"] = {"include_usage": True}
+            return f"{base}/v1/chat/completions", body | self.options
+        body = {"text_input": self.form.write(self.system, self.turns), "stream": True}
+        body |= {"stop_words": list(self.form.stop), "return_num_output_tokens": True}
+        body |= {"exclude_stop_words_in_output": True, "exclude_input_in_output": True}
+        return f"{base}/v2/models/{self.model}/generate_stream", body | self.options
+
+    def stream(self, answer: Answer) -> Generator[str, None, None]:
+        """The answer's deltas; fills `answer` on the way. Closing it closes the connection, which cancels the
+        request. Raises ChatError."""
+        url, body = self.request()
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        began = time.monotonic()
+        try:
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                splitter = EventSplitter()
+                while data := response.read1(65536):
+                    for payload in splitter.feed(data):
+                        text = self._delta(payload, answer)
+                        if text is None:
+                            continue
+                        answer.chunks += 1
+                        answer.seconds = time.monotonic() - began
+                        answer.ttft = answer.ttft or answer.seconds
+                        answer.text += text
+                        yield text
+        except urllib.error.HTTPError as error:
+            message = error_message(error.read().decode(errors="replace"))
+            raise ChatError(f"HTTP {error.code}: {message}") from None
+        except http.client.HTTPException as error:
+            raise ChatError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
+        except OSError as error:
+            raise ChatError(f"{url}: {getattr(error, 'reason', error)}") from None
+
+    def _delta(self, payload: bytes, answer: Answer) -> str | None:
+        """The text of an event, None where it holds none."""
+        if payload == b"[DONE]":
+            return None
+        event = json.loads(payload)
+        if "error" in event:
+            raise ChatError(error_message(payload.decode()))
+        if self.backend == "openai-chat":
+            if event.get("usage"):
+                answer.tokens = int(event["usage"]["completion_tokens"])
+            delta = event["choices"][0].get("delta", {}) if event.get("choices") else {}
+            return (delta.get("reasoning_content") or "") + (delta.get("content") or "") or None
+        if "num_output_tokens" in event:
+            answer.tokens = (answer.tokens or 0) + int(event["num_output_tokens"])
+        return str(event["text_output"])
+
+
+class Terminal:
+    """Reads lines and runs commands; colours only where the output is a terminal."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    def _dim(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._colour else text
+
+    def say(self, text: str) -> None:
+        """A line of the program's own."""
+        print(self._dim(text), flush=True)
+
+    def read(self) -> str | None:
+        """The user's next text, or None at the end. Ctrl-C empties the line."""
+        lines: list[str] = []
+        while True:
+            try:
+                line = input(("... " if lines else "you> ") if sys.stdin.isatty() else "")
+            except EOFError:
+                if sys.stdin.isatty():
+                    print()
+                return None
+            except KeyboardInterrupt:
+                print()
+                self.say("(Ctrl-D or /quit leaves)")
+                lines = []
+                continue
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def run(self) -> int:
+        """Until the user leaves."""
+        while (text := self.read()) is not None:
+            if text.strip().startswith("/"):
+                if self.command(text.strip()):
+                    return 0
+            elif text.strip():
+                self.ask(text)
+        return 0
+
+    def ask(self, text: str) -> None:
+        """Sends the text and prints the answer as it comes. What failed leaves no trace in the conversation;
+        an answer that was stopped stays as far as it came."""
+        chat, answer = self.chat, Answer()
+        chat.turns.append(text)
+        stream = chat.stream(answer)
+        try:
+            first = True
+            for piece in stream:
+                shown = piece.lstrip() if first else piece
+                first = first and not shown
+                print(shown, end="", flush=True)
+        except KeyboardInterrupt:
+            answer.stopped = True
+            stream.close()
+        except (ChatError, KeyError, ValueError, TypeError) as error:
+            chat.turns.pop()
+            print(flush=True)
+            known = isinstance(error, ChatError)
+            print(
+                f"error: {error if known else f'an answer that is none: {error!r}'}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        print(flush=True)
+        if answer.text:
+            chat.turns.append(answer.text.strip())
+        else:  # stopped before it began
+            chat.turns.pop()
+        self.say(f"[{answer.statistics()}]")
+
+    def command(self, line: str) -> bool:
+        """Runs a command; whether it was the one to leave."""
+        name, _, rest = line.partition(" ")
+        rest, chat = rest.strip(), self.chat
+        if name in ("/quit", "/exit"):
+            return True
+        if name == "/help":
+            self.say(HELP)
+        elif name == "/reset":
+            chat.turns.clear()
+            self.say("the conversation is forgotten")
+        elif name == "/system":
+            if rest:
+                chat.system = "" if rest == "-" else rest
+            self.say(f"system prompt: {chat.system or 'none'}")
+        elif name == "/history":
+            said = [f"system: {chat.system}"] if chat.system else []
+            said += [f"{'model' if i % 2 else 'you'}: {text}" for i, text in enumerate(chat.turns)]
+            self.say("\n".join(said) or "nothing was said yet")
+        elif name == "/retry":
+            if chat.turns:
+                last = chat.turns[-2]
+                del chat.turns[-2:]
+                self.ask(last)
+            else:
+                self.say("nothing was asked yet")
+        elif name == "/set":
+            self._set(rest)
+        else:
+            self.say(f"there is no command {name}; /help lists them")
+        return False
+
+    def _set(self, rest: str) -> None:
+        option, _, text = rest.partition(" ")
+        if option in ("text_input", "messages", "stream", "model", "prompt"):
+            self.say(f"{option} is what the conversation says; it cannot be set")
+        elif option and text == "-":
+            self.chat.options.pop(option, None)
+        elif option and text:
+            try:
+                self.chat.options[option] = json.loads(text)
+            except ValueError:
+                self.chat.options[option] = text
+        elif option:
+            self.say("/set NAME VALUE, such as /set temperature 0.7")
+        self.say(
+            ", ".join(f"{name} = {value}" for name, value in self.chat.options.items()) or "nothing is set"
+        )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m client chat",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--backend", choices=("triton", "openai-chat"), default="triton")
+    p.add_argument("--url", type=http_url, help="default: http://127.0.0.1:8000, openai-chat: port 9000")
+    p.add_argument("--model", help="default: ensemble, or the first that an OpenAI server lists")
+    p.add_argument("--form", choices=FORMS, help="triton: how the conversation is written (default: plain)")
+    p.add_argument("--system", default="", help="system prompt")
+    p.add_argument("--max-tokens", type=integer(1, INT32[1]), default=512)
+    p.add_argument("--temperature", type=float)
+    p.add_argument("--top-p", type=float)
+    p.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="laid over each request"
+    )
+    p.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API's key")
+    p.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="S", help="seconds without an answer, then give up"
+    )
+    args = p.parse_args(argv)
+    if args.form and args.backend != "triton":
+        p.error("argument --form: an OpenAI server applies its chat template; --form is for --backend triton")
+    if args.api_key_env is not None and not os.environ.get(args.api_key_env):
+        p.error(f"argument --api-key-env: there is no environment variable {args.api_key_env}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # models write what not every terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    port = 8000 if args.backend == "triton" else 9000
+    url, model = args.url or f"http://127.0.0.1:{port}", args.model
+    key = os.environ.get(args.api_key_env) if args.api_key_env else None
+    if model is None:
+        try:
+            model = "ensemble" if args.backend == "triton" else first_model(url, key)
+        except (OSError, ValueError) as error:
+            print(f"error: {url}: {error}", file=sys.stderr)
+            return 1
+    options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    options = {name: value for name, value in options.items() if value is not None} | args.extra_body
+    form = FORMS[args.form or "plain"]
+    chat = Chat(args.backend, url, model, form, args.timeout, key, args.system, options)
+    terminal = Terminal(chat)
+    terminal.say(f"{model} at {url}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    try:
+        return terminal.run()
+    except BrokenPipeError:  # whoever read has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

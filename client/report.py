@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown and one HTML page of the load generator's results.
+
+python -m client report rates.json --out report
+python -m client report ours=a.json "other engine=b.json" --out comparison
+
+Reads what `client bench --output` and `perf_configs.run` write; the runs of
+several files share the plots. NAME=FILE says what the file's server is called.
+The page holds all it needs and loads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from client import report_plots
+from client.metrics import percentile_name
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one server: rate in requests/s (None: all at once), slots in flight at most (None: no
+    bound)."""
+
+    label: str
+    rate: float | None
+    slots: int | None
+    ramp: str | None
+    row: str
+    started: str
+    command: str
+    server: str
+    machine: str
+    interrupted: bool
+    prompts_sha256: str
+    summary: dict[str, Any]
+    requests: dict[str, list[Any]]
+
+    @property
+    def load(self) -> str:
+        """In a few words."""
+        words = [f"row {self.row}"] if self.row else []
+        if self.ramp is not None or self.rate is not None:
+            words.append(f"{self.ramp or format(self.rate, 'g')} req/s")
+        if self.slots is not None:
+            words.append(f"{self.slots} in flight")
+        if self.rate is self.slots is self.ramp is None:
+            words.append("all at once")
+        return ", ".join(words)
+
+
+def read(path: Path, name: str | None = None) -> list[Measured]:
+    """The runs of a result file of either form. Raises ValueError for another file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs = document.get("runs", [document])
+        machines = document.get("machines", {})
+        return [_measured(run, machines, name) for run in runs]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} holds no results of client bench or perf_configs.run") from None
+
+
+def _measured(run: dict[str, Any], machines: dict[str, Any], name: str | None) -> Measured:
+    if "row" in run:  # of perf_configs.run
+        label, server = run["server"], f"{run['server']} {run['version']}, commit {run['commit']}"
+        facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
+    else:
+        label, server = run["label"], run["server"]
+        facts, slots = run["machine"], run["max_concurrency"]
+    summary, requests = run["summary"], run.get("requests", {})
+    if not (isinstance(summary["completed"], int) and isinstance(requests, dict)):
+        raise TypeError
+    return Measured(
+        label=name or label,
+        rate=run["request_rate"],
+        slots=slots,
+        ramp=run.get("ramp"),
+        row=run.get("row", ""),
+        started=run["started"],
+        command=" ".join(run["command"].split()),
+        server=server,
+        machine=_facts(facts),
+        interrupted=run.get("interrupted", False),
+        prompts_sha256=run["prompts_sha256"],
+        summary=summary,
+        requests=requests,
+    )
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    """A machine in one line."""
+    gpus = facts.get("gpus") or ([] if facts.get("gpu", "none") == "none" else [facts["gpu"]])
+    words = [*gpus] or ["no GPU"]
+    words += [facts["processor"]] if "processor" in facts else []
+    words += [f"{facts['cores']} cores"]
+    words += [f"{facts['memory_gib']} GiB"] if "memory_gib" in facts else []
+    words += [f"Linux {facts['kernel']}", f"Python {facts['python']}"]
+    words += [f"{name} {version}" for name, version in facts["packages"].items()]
+    return ", ".join(words)
+
+
+def number(value: float | None) -> str:
+    """Three digits, or all of those before the point; - for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the numbers of all runs."""
+    head = ["server", "load", "requests", "failed", "req/s", "out tok/s", "TTFT ms", "TPOT ms", "ITL ms"]
+    goodput = any("goodput_share" in run.summary for run in runs)
+    rows = []
+    for run in runs:
+        s = run.summary
+        times = [
+            " / ".join(number(s.get(f"{percentile_name(which)}_{name}_ms")) for which in (50, 99))
+            for name in ("ttft", "tpot", "itl")
+        ]
+        count = f"{s['completed'] + s['failed']}" + (" (incomplete)" if run.interrupted else "")
+        row = [run.label, run.load, count, str(s["failed"]), number(s.get("requests_per_s"))]
+        row += [number(s["output_tokens_per_s"]), *times]
+        if goodput:
+            share = s.get("goodput_share")
+            row.append("-" if share is None else f"{share:.1%}")
+        rows.append(row)
+    return head + (["good"] if goodput else []), rows
+
+
+def notes(runs: Sequence[Measured]) -> list[str]:
+    """What a reader must know before comparing."""
+    found = []
+    if any(run.interrupted for run in runs):
+        found.append("Some runs were interrupted: their numbers are of what was done until then.")
+    if failed := sum(run.summary["failed"] for run in runs):
+        found.append(f"{failed} requests failed; their times are in no number.")
+    by_load: dict[tuple[Any, ...], set[str]] = {}
+    for run in runs:
+        by_load.setdefault((run.row, run.load), set()).add(run.prompts_sha256)
+    if any(len(prompts) > 1 for prompts in by_load.values()):
+        found.append("Not all runs of the same load had the same prompts.")
+    if len({run.machine for run in runs}) > 1:
+        found.append("The runs are of different machines or versions, listed below.")
+    return found
+
+
+def origins(runs: Iterable[Measured]) -> list[tuple[str, str, str, str]]:
+    """(server's label, its version, machine, command with the date of its first run), each once."""
+    first: dict[tuple[str, str, str, str], str] = {}
+    for run in runs:
+        first.setdefault((run.label, run.server, run.machine, run.command), run.started)
+    return [(a, b, c, f"{date[:10]}: {d}") for (a, b, c, d), date in first.items()]
+
+
+EXPLAINED = (
+    "TTFT: from sending a request to its first chunk. TPOT: time per further token. ITL: time between two"
+    " chunks. Median / P99. Failed requests count in no time and no rate."
+)
+
+
+def markdown(runs: Sequence[Measured], title: str) -> str:
+    """The table, notes, machines, versions and commands."""
+    head, rows = table(runs)
+    lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED, ""]
+    lines += ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["", "## Measured with", ""]
+    for label, server, machine, command in origins(runs):
+        lines += [f"* **{label}**: {server}. {machine}.", f"  `{command}`"]
+    return "\n".join(lines) + "\n"
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 72rem;
+  margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+.wide { overflow-x: auto; }
+figure { margin: 2rem 0; }
+figure svg { width: 100%; height: auto; }
+figcaption { color: #444; }
+code { font-size: .85em; overflow-wrap: anywhere; }
+.note { border-left: .3rem solid #d55e00; padding-left: .75rem; }
+"""
+
+
+def page(runs: Sequence[Measured], title: str) -> str:
+    """The HTML page, plots included as SVG."""
+    head, rows = table(runs)
+    text = html.escape
+    cells = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
+    parts.append(f"<p>{text(EXPLAINED)}</p>")
+    heads = "".join(f"<th>{text(cell)}</th>" for cell in head)
+    parts.append(
+        f'<div class="wide"><table><thead><tr>{heads}</tr></thead>\n<tbody>{cells}</tbody></table></div>'
+    )
+    for plot in report_plots.draw(runs):
+        caption = f"<figcaption>{text(plot.caption)}</figcaption>"
+        parts.append(f'<figure role="img" aria-label="{text(plot.caption)}">{plot.svg}{caption}</figure>')
+    parts.append("<h2>Measured with</h2>\n<ul>")
+    for label, server, machine, command in origins(runs):
+        what = f"<strong>{text(label)}</strong>: {text(server)}. {text(machine)}."
+        parts.append(f"<li>{what}<br><code>{text(command)}</code></li>")
+    parts.append("</ul>")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style>\n'
+        f"</head>\n<body>\n<h1>{text(title)}</h1>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m client report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("results", nargs="+", metavar="[NAME=]FILE")
+    p.add_argument(
+        "--out", type=Path, default=Path("report"), help="writes OUT.md and OUT.html (default: report)"
+    )
+    p.add_argument("--title", default="Benchmark results")
+    p.add_argument(
+        "--rows", default="", help="of perf_configs.run's results: a comma list of rows (default: all)"
+    )
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    runs: list[Measured] = []
+    try:
+        for given in args.results:
+            name, named, file = given.partition("=")
+            if Path(given).exists() or not named:
+                name, file = "", given
+            runs += read(Path(file), name or None)
+        if args.rows:
+            runs = [run for run in runs if run.row in args.rows.split(",")]
+        if not runs:
+            raise ValueError("there are no runs to report" + (f" of rows {args.rows}" if args.rows else ""))
+        written = [args.out.with_name(args.out.name + ending) for ending in (".md", ".html")]
+        written[0].write_text(markdown(runs, args.title), encoding="utf-8")
+        written[1].write_text(page(runs, args.title), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("written: " + ", ".join(map(str, written)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

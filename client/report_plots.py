@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plots of a report, as SVG to put into a page. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+if TYPE_CHECKING:
+    from client.report import Measured
+
+# Okabe and Ito's colours, told apart with every kind of colour vision; markers and dashes tell as well.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MOST_CURVES = 8  # of single runs in a plot; with more, nothing can be read
+SETTINGS: Any = {
+    "font.size": 11,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "path",  # letters look the same wherever the page is opened
+    "svg.hashsalt": "report",  # the same results give the same file
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An SVG element, and what it shows in words."""
+
+    svg: str
+    caption: str
+
+
+def draw(runs: Sequence[Measured]) -> list[Plot]:
+    """Those plots that the runs have the numbers for."""
+    plots = []
+    with matplotlib.rc_context(SETTINGS):
+        by_rate = [run for run in runs if run.rate is not None]
+        by_slots = [run for run in runs if run.rate is run.ramp is None and run.slots is not None]
+        if _is_sweep(by_rate, "rate"):
+            plots.append(_latency_by_rate(by_rate))
+        if _is_sweep(by_slots, "slots"):
+            plots.append(_throughput_by_concurrency(by_slots))
+        single = [run for run in runs if any(t for t in _column(run, "ttft"))]
+        chosen = single if len(single) <= MOST_CURVES else _spread_out(single)
+        if chosen:
+            left_out = len(single) - len(chosen)
+            note = f" {left_out} further runs are left out." if left_out else ""
+            plots.append(_first_token(chosen, note))
+            plots.append(_timelines(chosen, note))
+    return plots
+
+
+def _is_sweep(runs: Sequence[Measured], name: str) -> bool:
+    """Whether some server has runs at two or more values."""
+    values: dict[tuple[str, str], set[Any]] = {}
+    for run in runs:
+        values.setdefault((run.label, run.row), set()).add(getattr(run, name))
+    return any(len(found) > 1 for found in values.values())
+
+
+def _spread_out(runs: Sequence[Measured]) -> list[Measured]:
+    """As many as can be read, evenly over all."""
+    return [runs[i] for i in np.linspace(0, len(runs) - 1, MOST_CURVES).round().astype(int)]
+
+
+def _series(runs: Sequence[Measured]) -> list[tuple[str, str, str, list[Measured]]]:
+    """(label, colour, marker, runs) of each server, and of each of its rows where there are several."""
+    several_rows = len({run.row for run in runs}) > 1
+    grouped: dict[str, list[Measured]] = {}
+    for run in runs:
+        label = f"{run.label}, row {run.row}" if several_rows and run.row else run.label
+        grouped.setdefault(label, []).append(run)
+    return [
+        (label, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], found)
+        for i, (label, found) in enumerate(grouped.items())
+    ]
+
+
+def _latency_by_rate(runs: Sequence[Measured]) -> Plot:
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6))
+    names = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
+    for axis, (name, title) in zip(axes, names.items(), strict=True):
+        for label, colour, marker, found in _series(runs):
+            found = sorted(found, key=lambda run: run.rate or 0.0)
+            rates = [run.rate for run in found]
+            for which, style, word in (("median", "-", "median"), ("p99", "--", "P99")):
+                values = [run.summary[f"{which}_{name}_ms"] for run in found]
+                ys = [np.nan if value is None else value for value in values]
+                axis.plot(rates, ys, style, color=colour, marker=marker, label=f"{label}: {word}")
+        if len(offered := sorted({run.rate or 0.0 for run in runs})) <= 8:
+            axis.set_xticks(offered)
+        axis.set_xlabel("requests/s")
+        axis.set_title(title, fontsize=11, loc="left")
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        _finish(axis)
+    _legend(figure, axes[0])
+    return Plot(_svg(figure), "Latency against request rate: median as a line, P99 dashed.")
+
+
+def _throughput_by_concurrency(runs: Sequence[Measured]) -> Plot:
+    figure, axis = pyplot.subplots(figsize=(8, 4.6))
+    slots = sorted({run.slots or 0 for run in runs})
+    for label, colour, marker, found in _series(runs):
+        found = sorted(found, key=lambda run: run.slots or 0)
+        values = [run.summary["output_tokens_per_s"] for run in found]
+        axis.plot([run.slots or 0 for run in found], values, "-", color=colour, marker=marker, label=label)
+    if slots[-1] >= 16 * slots[0]:
+        axis.set_xscale("log", base=2)
+    axis.set_xticks(slots, [f"{count:,}" for count in slots])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("requests in flight")
+    axis.set_title("output tokens/s", fontsize=11, loc="left")
+    axis.set_ylim(bottom=0)
+    _finish(axis, x=False)
+    _legend(figure, axis)
+    return Plot(_svg(figure), "Throughput against concurrency.")
+
+
+def _first_token(runs: Sequence[Measured], note: str) -> Plot:
+    figure, axis = pyplot.subplots(figsize=(8, 4.6))
+    highest = 0.0
+    lowest = np.inf
+    for i, run in enumerate(runs):
+        times = np.sort([t * 1e3 for t in _column(run, "ttft") if t])
+        share = np.arange(1, len(times) + 1) / len(times) * 100
+        axis.step(times, share, where="post", label=_name(run, runs), **_style(i, runs))
+        highest, lowest = max(highest, times[-1]), min(lowest, times[0])
+    if highest > 20 * lowest:
+        axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("time to first token, ms")
+    axis.set_title("requests with their first token by then, %", fontsize=11, loc="left")
+    axis.set_ylim(0, 101)
+    _finish(axis)
+    _legend(figure, axis)
+    return Plot(_svg(figure), "Distribution of the time to first token." + note)
+
+
+def _timelines(runs: Sequence[Measured], note: str) -> Plot:
+    figure, axes = pyplot.subplots(2, 1, figsize=(8, 6.4), sharex=True)
+    for i, run in enumerate(runs):
+        starts, ends = np.array(_column(run, "start")), np.array(_column(run, "end"))
+        first = starts + np.array([t or 0.0 for t in _column(run, "ttft")])
+        span = max(float(ends.max()), 1e-3)
+        edges = np.linspace(0, span, 121)
+        middles = (edges[:-1] + edges[1:]) / 2
+        in_flight = [int(((starts <= t) & (ends > t)).sum()) for t in middles]
+        # An answer's tokens, spread evenly from its first to its end.
+        width = edges[1] - edges[0]
+        failed = np.array([error is not None for error in _column(run, "error")])
+        tokens = np.where(failed, 0, np.array(_column(run, "output_tokens")))
+        lengths = np.maximum(ends - first, 1e-6)
+        overlap = np.clip(
+            np.minimum(ends[:, None], edges[None, 1:]) - np.maximum(first[:, None], edges[None, :-1]), 0, None
+        )
+        rate = (tokens / lengths) @ overlap / width
+        axes[0].plot(middles, in_flight, label=_name(run, runs), **_style(i, runs))
+        axes[1].plot(middles, rate, **_style(i, runs))
+    axes[0].set_title("requests in flight", fontsize=11, loc="left")
+    axes[1].set_title("output tokens/s", fontsize=11, loc="left")
+    axes[1].set_xlabel("seconds since the run began")
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        _finish(axis)
+    _legend(figure, axes[0])
+    return Plot(
+        _svg(figure), "What was in flight, and how fast tokens came, in the course of each run." + note
+    )
+
+
+def _column(run: Measured, name: str) -> list[Any]:
+    return list(run.requests.get(name, []))
+
+
+def _name(run: Measured, runs: Sequence[Measured]) -> str:
+    """What tells this run from the others."""
+    return run.load if len({each.label for each in runs}) == 1 else f"{run.label}: {run.load}"
+
+
+def _style(number: int, runs: Sequence[Measured]) -> dict[str, Any]:
+    """Of one run among these: a colour a server, and dashes for its runs; with one server a colour a run."""
+    labels = list(dict.fromkeys(run.label for run in runs))
+    label = runs[number].label
+    place = sum(run.label == label for run in runs[:number])
+    colour = labels.index(label) if len(labels) > 1 else number
+    dashes = ("-", "--", "-.", ":", (0, (1, 4)), (0, (8, 2)), (0, (8, 2, 1, 2, 1, 2)), (0, (3, 6)))
+    return {
+        "color": COLOURS[colour % len(COLOURS)], "linestyle": dashes[place % len(dashes)], "linewidth": 1.8
+    }  # fmt: skip
+
+
+def _finish(axis: Any, x: bool = True) -> None:
+    """Plain numbers on both axes, and a grid."""
+    plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
+    if x:
+        axis.xaxis.set_major_formatter(plain)
+    axis.yaxis.set_major_formatter(plain)
+    axis.yaxis.set_major_locator(MaxNLocator(6))
+    axis.grid(True, color="#dddddd", linewidth=0.8)
+    axis.set_axisbelow(True)
+
+
+def _legend(figure: Any, axis: Any) -> None:
+    """Below the plots, where it covers nothing."""
+    handles, labels = axis.get_legend_handles_labels()
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) < 55 else 1
+    rows = -(-len(labels) // columns)
+    figure.tight_layout()
+    height = figure.get_figheight()
+    figure.set_figheight(height + 0.27 * rows + 0.1)
+    figure.subplots_adjust(bottom=(0.62 + 0.27 * rows + 0.1) / figure.get_figheight())
+    figure.legend(handles, labels, loc="lower left", ncol=columns, frameon=False, fontsize=10)
+
+
+def _svg(figure: Any) -> str:
+    """The drawing without the XML head, which is for a file of its own."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    text = file.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator's data, arrivals, limits and search; its conversations against a local HTTP server."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import small_tokenizers
+from streaming_server import StreamingServer
+
+from client import bench, find_rate, grpc_wire, ready, results
+from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts
+from client.load import Load, run_load
+from client.metrics import RequestRecord, format_table, goodput, summarise
+from client.progress import Snapshot
+from client.scenarios import find_scenario, read_scenario, scenario_files
+
+
+@pytest.fixture
+def server():
+    running = StreamingServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def record(index, ttft, latency, tokens=11, error=None, end=1.0):
+    return RequestRecord(index, 5, tokens, ttft=ttft, latency=latency, end=end, chunks=tokens, error=error)
+
+
+def test_ramps_offer_the_rates_that_they_say():
+    for ramp in (Ramp(2, 10), Ramp(10, 2), Ramp(2, 10, exponential=True), Ramp(5, 5)):
+        times = arrival_times(3000, math.inf, 0, burstiness=math.inf, ramp=ramp)
+        assert times == sorted(times) and times[-1] == pytest.approx(3000 / ramp.mean)
+        for gaps, rate in ((times[:11], ramp.start), (times[-11:], ramp.end)):
+            assert 10 / (gaps[-1] - gaps[0]) == pytest.approx(rate, rel=0.05)
+    half = Ramp(1, 16, exponential=True)
+    times = np.array(arrival_times(4000, math.inf, 0, burstiness=math.inf, ramp=half))
+    middle = times[-1] / 2
+    assert ((times > middle - 5) & (times < middle + 5)).sum() / 10 == pytest.approx(4.0, rel=0.05)
+    with pytest.raises(ValueError, match="between two rates over 0"):
+        Ramp(0, 5)
+
+
+@pytest.mark.parametrize("shape", [0.25, 4.0, math.inf])
+def test_burstiness_is_the_shape_of_the_gaps(shape):
+    times = arrival_times(4000, 50.0, seed=0, burstiness=shape)
+    gaps = np.diff(times)
+    assert times[-1] == pytest.approx(80.0)
+    assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(shape), abs=0.08)
+
+
+def test_data_sets_have_the_lengths_that_were_asked_for():
+    tokenizer = small_tokenizers.byte_level()
+    parts = [Part(3, (5, 8), (2, 2)), Part(1, (40, 40), (9, 9))]
+    mixed = load_prompts("mixed", tokenizer, 20, 1, parts=parts)
+    assert sorted(p.output_tokens for p in mixed) == [2] * 15 + [9] * 5
+    assert [p.output_tokens for p in mixed] != [2] * 15 + [9] * 5  # not one kind after the other
+    lengths = {"input_range": (4, 6), "output_range": (3, 3)}
+    shared = load_prompts("shared-prefix", tokenizer, 12, 1, prefixes=3, prefix_tokens=20, **lengths)
+    heads = {}
+    for p in shared:
+        ids = tokenizer.encode(p.text).ids
+        assert len(ids) == p.prompt_tokens and p.prompt_tokens >= 24
+        heads.setdefault(tuple(ids[:18]), []).append(p)
+    assert [len(found) for found in heads.values()] == [4, 4, 4]
+    talks = load_prompts("multi-turn", tokenizer, 2, 1, turns=3, **lengths)
+    assert [len(p.later) for p in talks] == [2, 2]
+    with pytest.raises(ValueError, match="mixed needs parts"):
+        load_prompts("mixed", tokenizer, 2, 1, parts=[])
+
+
+def test_conversations_of_a_file(tmp_path):
+    turns = ["how do you do", "well", "and now", "better", "no answer follows"]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"conversations": [{"value": text} for text in turns]}]))
+    tokenizer = small_tokenizers.byte_level()
+    (whole,) = load_prompts(f"conversations:{path}", tokenizer, 1, 0, turns=9)
+    assert (whole.text, [p.text for p in whole.later]) == (turns[0], [turns[2]])
+    assert whole.later[0].output_tokens == len(tokenizer.encode(turns[3], add_special_tokens=False).ids)
+    (short,) = load_prompts(f"conversations:{path}", tokenizer, 1, 0, turns=1)
+    assert short.later == ()
+    with pytest.raises(ValueError, match="1 usable conversations, 2 were asked for"):
+        load_prompts(f"conversations:{path}", tokenizer, 2, 0, turns=9)
+
+
+@pytest.mark.parametrize("slots", [None, 1])
+def test_a_later_turn_holds_all_that_was_said(server, slots):
+    talks = [
+        Prompt(f"{word} {i}", 2, 3, (Prompt(" and more", 2, 2), Prompt(" the end", 2, 1)))
+        for i, word in enumerate(("plain", "busy"))
+    ]
+    result = run_load(Load("triton", server.url, workers=1, max_concurrency=slots, time_limit=20), talks)
+    said = [body["text_input"] for body in server.bodies if body["text_input"].startswith("plain")]
+    assert said == [
+        "plain 0",
+        "plain 0 w0 w1 w2 and more",
+        "plain 0 w0 w1 w2 and more w0 w1 the end",
+    ]
+    assert [r.index for r in result.records] == list(range(6))
+    assert [r.turn for r in result.records] == [0, 1, 2] * 2
+    assert [r.error for r in result.records[:3]] == [None] * 3
+    assert [r.prompt_tokens for r in result.records[:3]] == [2, 2 + 3 + 2, 7 + 2 + 2]
+    assert "HTTP 503" in result.records[3].error
+    assert [r.error for r in result.records[4:]] == [
+        "not sent: an earlier turn of the conversation failed"
+    ] * 2
+
+
+def test_percentiles_goodput_and_the_table():
+    records = [record(i, 0.1 * (i + 1), 0.1 * (i + 1) + 0.5) for i in range(9)] + [record(9, 0, 0, error="x")]
+    summary = summarise(records, (10, 50, 99.9))
+    assert summary["p10_ttft_ms"] == pytest.approx(180) and summary["median_ttft_ms"] == pytest.approx(500)
+    assert summary["p99.9_ttft_ms"] < 900 and "p90_ttft_ms" not in summary
+    assert goodput(records, {"ttft": 350}) == {"goodput_requests_per_s": 3.0, "goodput_share": 0.3}
+    assert goodput(records, {"tpot": 49})["goodput_share"] == 0
+    summary |= goodput(records, {"latency": 650}) | {"unfinished": 4}
+    table = format_table(summary, "title", (10, 99.9))
+    assert "P99.9" in table and "median" not in table
+    assert "goodput 1.0 requests/s: 10.0%" in table and "INCOMPLETE" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def search(limit, low=1.0, high=64.0, seconds=60.0):
+    """(what was found, whether it was the end, the rates tried) where all up to `limit` are good."""
+    tried, said = [], []
+
+    def attempt(rate):
+        tried.append(rate)
+        return rate <= limit
+
+    return (*find_rate.Search(low, high, seconds).run(attempt, said.append), tried, said)
+
+
+def test_the_search_for_a_rate():
+    found, ended, tried, _ = search(21.0)
+    assert ended and 20 <= found <= 21 and tried[:6] == [1, 2, 4, 8, 16, 32] and len(tried) < 12
+    assert search(1000)[:2] == (64.0, True)
+    found, ended, tried, said = search(0.5)
+    assert (found, ended, tried) == (None, True, [1.0]) and "begin lower" in said[0]
+    assert search(21.0, seconds=1e-9)[:3] == (None, False, [])
+
+
+def test_limits_of_a_search():
+    limit = find_rate.limit("p99.5_ttft=200")
+    assert (limit.metric, limit.ms, limit.percentile) == ("p99.5_ttft", 200.0, 99.5)
+    summary = {"failed": 0, "p99.5_ttft_ms": 201.0, "mean_tpot_ms": 3.0}
+    assert find_rate.broken(summary, [limit]) == "p99.5_ttft 201.0 ms is over 200"
+    assert find_rate.broken(summary, [find_rate.limit("mean_tpot=3")]) is None
+    assert find_rate.broken(summary | {"failed": 1}, []) == "1 requests failed"
+
+
+def test_every_scenario_can_be_read_and_says_what_it_serves_for():
+    files = scenario_files()
+    protocols = {name for name, path in files.items() if path.parent.name == "protocols"}
+    assert {"rates-1-2-5-8", "prompts-4k", "top-p", "penalties", "multi-turn", "mixed", "small"} <= protocols
+    assert sum(name.startswith("trtllm-") for name in protocols) == 7
+    for name, path in files.items():
+        scenario = read_scenario(path)
+        assert scenario.row == name and scenario.title
+        assert scenario.serves or name not in protocols
+    assert [p.request_rate for p in find_scenario("rates-1-2-5-8").points] == [1, 2, 5, 8]
+    assert {p.num_prompts for p in find_scenario("rates-1-2-5-8").points} == {1000}
+    assert find_scenario("shared-prefix").lengths["prefixes"] == 8
+    assert find_scenario("mixed").lengths["parts"][1] == Part(1, (8192, 8192), (256, 256))
+    assert find_scenario("top-p").sampling["top_p"] == 0.9
+    with pytest.raises(ValueError, match=r"no scenario 'nothing': give a TOML file or one of a, b"):
+        find_scenario("nothing")
+
+
+WRONG = [
+    (["--scenario", "small", "--request-rate", "3"], "--request-rate: the scenario says that"),
+    (["--scenario", "rates-1-2-5-8"], "scenario rates-1-2-5-8 needs --data FILE"),
+    (["--scenario", "small", "--data", "x"], "takes no --data"),
+    (["--data", "x"], "--data is for --scenario"),
+    (["--turns", "3"], "--turns means nothing to dataset 'random'"),
+    (["--think-time", "3"], "--think-time means nothing to dataset 'random'"),
+    (["--find-rate", "1:4"], "--find-rate and --limit go together"),
+    (["--limit", "p99_ttft=100"], "--find-rate and --limit go together"),
+    (["--limit", "ttft=100"], "must have the form p99_ttft=200"),
+    (["--find-rate", "4:1", "--limit", "p99_ttft=1"], "two rates LOW:HIGH"),
+    (["--ramp", "1:4", "--request-rate", "3"], "--ramp says the rate"),
+    (["--ramp", "1:4:fast"], "such as 5:50 or 5:50:exponential"),
+    (["--percentiles", "50,101"], "numbers from 0 to 100"),
+    (["--goodput", "itl=3"], "the form ttft=200"),
+    (["--part", "1,2"], "the form WEIGHT,IN,OUT"),
+    (["--burstiness", "0"], "must be a number over 0"),
+    (["--api-key-env", "NO_SUCH_KEY"], "there is no such environment variable"),
+    (["--backend", "triton-grpc", "--endpoint", "/x"], "takes no endpoint"),
+    (["--top-p", "0.5", "--extra-body", '{"top_p": 1}'], "must not hold top_p too"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG)
+def test_wrong_arguments(server, tokenizer_folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_a_server_that_is_not_ready_is_waited_for_and_named(server, capsys):
+    nowhere = Load("triton", "http://127.0.0.1:9")
+    with pytest.raises(ready.NotReadyError, match=r"not ready after 0.3 s: .*ensemble/ready: .*refused"):
+        ready.wait_ready(nowhere, 0.3)
+    said = capsys.readouterr().err
+    assert said.count("waiting up to") == 1 and "http://127.0.0.1:9/v2/models/ensemble/ready" in said
+    with pytest.raises(ready.NotReadyError, match=r"gRPC 127\.0\.0\.1:9"):
+        ready.wait_ready(Load("triton-grpc", "http://127.0.0.1:9"), 0.3)
+    capsys.readouterr()
+    ready.wait_ready(Load("triton", server.url), 5)
+    assert capsys.readouterr().err == ""
+
+
+def test_grpc_requests_hold_what_the_model_takes():
+    types = {"text_input": "BYTES", "max_tokens": "INT32", "top_p": "FP32", "seed": "UINT64"}
+    body = {"text_input": "é", "max_tokens": 3, "top_p": 1, "seed": 2**64 - 1}
+    assert "é".encode() in grpc_wire.request_message("m", body, types)
+    for wrong in ({"max_tokens": 2**31}, {"max_tokens": 1.5}, {"seed": -1}, {"top_p": "much"}):
+        with pytest.raises(ValueError, match=f"input '{next(iter(wrong))}' is of type"):
+            grpc_wire.request_message("m", wrong, types)
+    with pytest.raises(ValueError, match="has no input 'min_p'; it has max_tokens"):
+        grpc_wire.request_message("m", {"min_p": 1}, types)
+
+
+def test_the_form_of_sglangs_results():
+    records = [record(0, 0.1, 0.6), record(1, 0, 0, error="HTTP 503")]
+    run = {"backend": "triton", "request_rate": None, "max_concurrency": 2}
+    run |= {"arguments": {"dataset": "sharegpt:x.json"}, "summary": summarise(records)}
+    line = results.sglang_line(run, records)
+    # As bench_serving of sglang 0.4.6.post5 writes them.
+    times = {"e2e_latency": ("99",), "ttft": ("99",), "tpot": ("99",), "itl": ("95", "99")}
+    expected = {f"p{p}_{name}_ms" for name, ps in times.items() for p in ps}
+    expected |= {f"{which}_{name}_ms" for name in times for which in ("mean", "median", "std")}
+    expected |= {
+        *("backend", "dataset_name", "request_rate", "max_concurrency", "duration", "completed"),
+        *("total_input_tokens", "total_output_tokens", "total_output_tokens_retokenized"),
+        *("request_throughput", "input_throughput", "output_throughput", "concurrency", "accept_length"),
+        *("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"),
+    }
+    assert set(line) == expected
+    assert (line["output_lens"], line["ttfts"], line["errors"]) == ([11, 0], [0.1, 0.0], ["", "HTTP 503"])
+    assert line["mean_tpot_ms"] == pytest.approx(50) and line["median_itl_ms"] is None
+    json.dumps(line, allow_nan=False)
+
+
+def test_what_is_printed_fits_80_columns():
+    assert len(Snapshot(1234.5, 10000, 10000, 9999, 9999, 10**8, 12.3456).line()) <= 80
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for command in ("bench", "chat", "report"):
+        words = [sys.executable, "-m", "client", command, "--help"]
+        told = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert max(map(len, told.stdout.splitlines())) <= 80, command
+    unknown = subprocess.run(
+        [*words[:3], "bnch"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert unknown.returncode == 2 and "unknown command 'bnch'; it is one of generate, chat" in unknown.stderr
+
+
+def test_every_data_set_is_in_the_help():
+    text = bench.make_parser(None, "x", 1.0, None).format_help()
+    assert all(name.partition(":")[0] in text for name in DATASETS)
