@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
@@ -73,6 +74,8 @@ def choose(row: torch.Tensor, ids: list[int], prompt_len: int, p: SamplingParams
             scaled = TopKLogitsWarper(p.top_k)(seen, scaled)
         if p.top_p < 1:
             scaled = TopPLogitsWarper(p.top_p)(seen, scaled)
+        if p.min_p:
+            scaled = MinPLogitsWarper(p.min_p)(seen, scaled)
         row = row.masked_fill(scaled == NEVER, NEVER)
     heat, seed = torch.tensor([p.temperature]), torch.tensor([p.seed])
     return int(torch_ops.sample(row, heat, seed, torch.tensor([len(ids)], dtype=torch.int32)))
@@ -135,6 +138,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
         "top-k": params(temperature=1.2, top_k=7, seed=2**63 - 1),
         "top-p": params(temperature=0.9, top_p=0.6, seed=11),
         "top-k and top-p": params(temperature=1.5, top_k=30, top_p=0.8, seed=12),
+        "min-p": params(temperature=1.5, min_p=0.2, seed=13),
         "greedy in spite of filters": params(top_k=3, top_p=0.5),
         "min_tokens": params(end_id=plain[4], min_tokens=12, log_probs=True, generation_logits=True),
         "log_probs": params(log_probs=True),
@@ -149,6 +153,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
             temperature=1.1,
             top_k=50,
             top_p=0.95,
+            min_p=0.02,
             seed=77,
             end_id=plain[6],
             min_tokens=10,
@@ -162,7 +167,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
 
 @pytest.fixture(scope="module")
 def cases(model: PreTrainedModel) -> list[tuple[list[int], SamplingParams]]:
-    prompts = make_prompts(18)
+    prompts = make_prompts(19)
     names = list(features(prompts[0], list(range(10))))
     return [(p, features(p, greedy(model, p, 10))[name]) for p, name in zip(prompts, names, strict=True)]
 

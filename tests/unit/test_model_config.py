@@ -14,8 +14,13 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import make_checkpoint
-from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError, tokenizer_end_id
+from checkpoints import KINDS, make_checkpoint
+from flashinfer_backend.models.config import (
+    ARCHITECTURES,
+    ModelConfig,
+    UnsupportedModelError,
+    tokenizer_end_id,
+)
 from flashinfer_backend.models.transformer import Transformer, rope_cos_sin, rope_inv_freq
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -260,3 +265,9 @@ def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
     assert config.eos_token_ids == (7, 8, TextTokenizer(model_dir).eos_id)
     config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
     assert config.eos_token_ids == (7, 8, TextTokenizer(tokenizer_dir).eos_id)
+
+
+def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert {f"{architecture}ForCausalLM" for architecture, *_ in KINDS.values()} == set(ARCHITECTURES)
+    assert all(f"`{name}`" in readme for name in ARCHITECTURES)

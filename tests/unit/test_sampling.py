@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
@@ -15,7 +16,7 @@ from transformers import (
 
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
-from flashinfer_backend.sampling.filters import top_k_top_p_mask
+from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import context_logits_problem, log_probs
 from flashinfer_backend.sampling.rows import upload
@@ -51,6 +52,13 @@ def test_filters_are_per_row_and_keep_ties():
     logits = torch.tensor([[4.0, 3.0, 3.0, 1.0], [4.0, 3.0, 2.0, 1.0], [9.0, 9.0, 9.0, NEVER]])
     kept = top_k_top_p_mask(logits, torch.tensor([2, 4, 3]), torch.tensor([1.0, 0.7, 0.01]))
     assert kept.tolist() == [[True, True, True, False], [True, True, False, False], [True, True, True, False]]
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.3, 1.0])
+def test_min_p_keeps_what_transformers_keeps(min_p):
+    logits = torch.randn(8, VOCAB) * 3
+    expected = MinPLogitsWarper(min_p)(None, logits)
+    assert torch.equal(min_p_mask(logits, torch.full((8,), min_p)), expected > NEVER)
 
 
 def test_top_p_of_one_keeps_what_rounding_would_cut():
@@ -121,7 +129,7 @@ def test_bad_words_of_one_token_need_no_history():
     assert (own == NEVER).nonzero().tolist() == [[1, 4], [1, 8]]
 
 
-def test_bias_and_banned_tokens():
+def test_bias_and_suppressed_tokens():
     own = torch.zeros(2, VOCAB)
     processors.add_bias(own, torch.tensor([3, VOCAB + 3, VOCAB + 4]), torch.tensor([1.0, -2.0, NEVER]))
     processors.suppress_tokens(own, torch.tensor([-1, 9], dtype=torch.int32))
@@ -129,7 +137,7 @@ def test_bias_and_banned_tokens():
     assert own.count_nonzero() == 4
 
 
-def test_masks_allow_what_their_bits_say_and_outrank_bans():
+def test_masks_allow_what_their_bits_say_and_outrank_suppressed_tokens():
     own = torch.zeros(3, VOCAB)
     own[2, [3, 64]] = NEVER
     masks = np.zeros((2, 4), np.uint32)
