@@ -67,7 +67,7 @@ class Driver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.socket = LocalSocket()
-        self.loop = EngineLoop(core, self.socket)  # type: ignore[arg-type]
+        self.loop = EngineLoop(core, self.socket)
         self.last_id = 0
         self.shapes: list[tuple[int, int, int]] = []  # of steps: prefill rows, decode rows, prompt tokens
 

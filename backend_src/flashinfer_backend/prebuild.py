@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"prebuild: {error}", file=sys.stderr)
         return 1
+    except ImportError as error:
+        print(f"prebuild: {error}; install the extra cuda: pip install -e '.[cuda]'", file=sys.stderr)
+        return 1
     print(f"compiled {compiled} kernel modules" if compiled else "nothing to compile")
     return 0
 

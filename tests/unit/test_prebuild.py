@@ -181,6 +181,15 @@ def test_wrong_architectures_are_refused(wrong, capsys):
     assert "sm_90" in capsys.readouterr().err
 
 
+def test_it_says_what_to_install_where_flashinfer_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", None)
+    assert main(["--arch", "sm_90"]) == 1
+    assert (
+        "flashinfer" in (said := capsys.readouterr().err) and "'.[cuda]'" in said and "Traceback" not in said
+    )
+
+
 def test_wrong_knobs_and_models_are_refused(capsys):
     assert main(["--arch", "sm_90", "--set", "head_size=3"]) == 1
     assert "head_size" in capsys.readouterr().err
