@@ -219,7 +219,9 @@ def test_what_may_not_be_read_is_named(tmp_path):
     readable.chmod(0o755)
     closed.chmod(0o700)
     program = (
-        "import os, sys; from pathlib import Path; from flashinfer_backend.config_tools import cli; "
+        "import gettext, locale, os, sys; from pathlib import Path; "
+        "from google.protobuf import text_format; from tritonclient.grpc import model_config_pb2; "
+        "from flashinfer_backend.config_tools import cli; "
         f"os.setuid(65534); sys.exit(cli.main(Path({str(MODEL_REPO)!r}), sys.argv[1:]))"
     )
     try:
