@@ -98,7 +98,6 @@ class Bench:
             time_limit=self.time_limit(point),
         )  # fmt: skip
         prompts = self.prompts(point.num_prompts, args.seed)
-        started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         what = describe(point, load)
         with Display(note or what) as display, _first_interrupt() as stop:
 
@@ -119,20 +118,21 @@ class Bench:
             print(
                 format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles), flush=True
             )
-        self._write(point, load, result, fingerprint(prompts), started, warm_up)
+        self._write(point, load, result, fingerprint(prompts), warm_up)
         return summary
 
     def _write(
-        self, point: Point, load: Load, result: LoadResult, prompts_sha256: str, started: str,
+        self, point: Point, load: Load, result: LoadResult, prompts_sha256: str,
         warm_up: dict[str, Any],
     ) -> None:  # fmt: skip
         args = self.args
+        when = datetime.datetime.fromtimestamp(result.started, datetime.timezone.utc)
         told = {name: _plain(value) for name, value in vars(args).items()}
         run = {
             "label": args.label or f"{load.backend}, {self.facts['server']}",
             "backend": load.backend,
             "model": load.model,
-            "started": started,
+            "started": when.isoformat(timespec="milliseconds"),
             "command": self.command,
             **self.facts,
             "request_rate": None if math.isinf(point.request_rate) else point.request_rate,

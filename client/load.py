@@ -88,11 +88,13 @@ class Load:
 @dataclass
 class LoadResult:
     """summary: see client.metrics.summarise, with the client's own use of processors added. interrupted: not
-    everything was sent and answered; records and summary are of what was."""
+    everything was sent and answered; records and summary are of what was. started: when the run's clock
+    began, in seconds since 1970."""
 
     records: list[RequestRecord]
     summary: dict[str, Any]
     interrupted: bool = False
+    started: float = 0.0
 
 
 # Called a few times a second while a run lasts; True ends it.
@@ -146,7 +148,8 @@ def run_load(
         )
         for w in range(count)
     ]
-    records, cpu, interrupted = _run_workers(context, plans, load.time_limit, counters, watch)
+    records, cpu, interrupted, start = _run_workers(context, plans, load.time_limit, counters, watch)
+    started = time.time() - (time.monotonic() - start)
     if load.backend in TRITON:
         check_ends(records)
     if interrupted:
@@ -160,7 +163,7 @@ def run_load(
     summary["busiest_worker_cpu"] = round(max(cpu, default=0.0) / duration, 3)
     if interrupted:
         summary["unfinished"] = total - len(records)
-    return LoadResult(records, summary, interrupted)
+    return LoadResult(records, summary, interrupted, started)
 
 
 def _not_sent(requests: Sequence[Request], records: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -189,8 +192,9 @@ def _run_workers(
     time_limit: float,
     counters: Counters,
     watch: Watch | None,
-) -> tuple[list[RequestRecord], list[float], bool]:
-    """All workers' records, each one's CPU seconds, and whether `watch` ended the run."""
+) -> tuple[list[RequestRecord], list[float], bool, float]:
+    """All workers' records, each one's CPU seconds, whether `watch` ended the run, and when it began on
+    time.monotonic()."""
     workers, records, cpu, interrupted = [], [], [], False
     try:
         for plan in plans:
@@ -227,7 +231,7 @@ def _run_workers(
             if process.is_alive():
                 process.kill()
                 process.join(5)
-    return records, cpu, interrupted
+    return records, cpu, interrupted, start
 
 
 def _receive(pipe: Any, deadline: float, what: str) -> Any:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`client bench`, `client report` and `client chat` against real servers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai_server import OpenAiServer
+from running import ROOT, EngineWatch, Server, wait_for
+from terminals import END_OF_FILE, INTERRUPT, terminal
+
+from client import bench, report
+from flashinfer_backend.core.paths import resolve_model_dir
+
+LOAD = ["--tokenizer", str(resolve_model_dir("bundled")), "--workers", "1", "--warm-up", "0"]
+SMALL = ["--num-prompts", "6", "--input-len", "8:16", "--output-len", "4:8", "--max-concurrency", "3"]
+
+
+def measured(folder: Path, backend: str, url: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What --output and --sglang-json hold of a run that must succeed."""
+    files = ["--output", str(folder / f"{backend}.json"), "--csv", str(folder / f"{backend}.csv")]
+    files += ["--sglang-json", str(folder / f"{backend}.jsonl")]
+    assert bench.main(["--backend", backend, "--url", url, *LOAD, *SMALL, *files, *more]) == 0
+    (line,) = (folder / f"{backend}.jsonl").read_text().splitlines()
+    return json.loads((folder / f"{backend}.json").read_text()), json.loads(line)
+
+
+def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsys: Any) -> None:
+    http, http_line = measured(tmp_path, "triton", server.url, "--percentiles", "50,95")
+    grpc, grpc_line = measured(tmp_path, "triton-grpc", f"http://{server.grpc}", "--goodput", "ttft=60000")
+    assert http["prompts_sha256"] == grpc["prompts_sha256"]
+    assert http_line["generated_texts"] == grpc_line["generated_texts"] and all(grpc_line["generated_texts"])
+    for run in (http, grpc):
+        assert run["summary"]["completed"] == 6 and run["requests"]["finish_reason"] == ["length"] * 6
+        assert run["requests"]["reported_tokens"] == run["requests"]["output_tokens"]
+        assert run["server"].startswith("triton ") and run["machine"]["cores"]
+    assert grpc["summary"]["goodput_share"] == 1.0
+    rows = list(csv.DictReader((tmp_path / "triton.csv").open()))
+    assert [int(row["output_tokens"]) for row in rows] == http["requests"]["output_tokens"]
+    shown = capsys.readouterr().out
+    assert "P95" in shown and "goodput" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_sampling_and_refusals_over_grpc(server: Server, tmp_path: Path) -> None:
+    url = f"http://{server.grpc}"
+    sampled, _ = measured(tmp_path, "triton-grpc", url, "--temperature", "2", "--top-p", "0.9")
+    assert sampled["arguments"]["temperature"] == 2.0
+    arguments = ["--backend", "triton-grpc", "--url", url, *LOAD, *SMALL]
+    output = tmp_path / "refused.json"
+    assert bench.main([*arguments, "--extra-body", '{"beam_width": 3}', "--output", str(output)]) == 1
+    ((message, count),) = json.loads(output.read_text())["summary"]["errors"].items()
+    assert count == 6 and message.startswith("in-band error: ") and "beam" in message
+
+
+def test_a_scenario_and_its_report(server: Server, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "small.json"
+    scenario = ["--scenario", "small", "--num-prompts", "6", "--output", str(output)]
+    assert bench.main(["--url", server.url, *LOAD, *scenario]) == 0
+    runs = json.loads(output.read_text())["runs"]
+    assert [run["request_rate"] for run in runs] == [10.0, 20.0]
+    assert report.main([f"ours={output}", f"other={output}", "--out", str(tmp_path / "page")]) == 0
+    text, page = (tmp_path / "page.md").read_text(), (tmp_path / "page.html").read_text()
+    assert re.search(r"^\| ours \| 20 req/s \| 6 \| 0 \|", text, re.MULTILINE)
+    assert "python -m client bench" in text and "cores" in text
+    assert page.count("<svg") == 3 and "Latency against request rate" in page
+    loaded = re.findall(r"""(?:src|href)=["'](?!#)([^"']+)""", page)
+    assert not [place for place in loaded if not place.startswith("#")] and "<script" not in page
+    assert report.main([str(tmp_path / "page.md")]) == 2
+    assert "holds no results" in capsys.readouterr().err
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_has(server: Server, tmp_path: Path) -> None:
+    output = tmp_path / "part.json"
+    load = ["--num-prompts", "500", "--input-len", "8", "--output-len", "40", "--max-concurrency", "4"]
+    with terminal("bench", "--url", server.url, *LOAD, *load, "--output", str(output)) as shell:
+        shell.until(lambda shown: bool(re.search(r"[1-9]\d*/500 done, \d+ running, 0 failed", shown)))
+        shell.type(INTERRUPT)
+        assert shell.rest() == 130
+        shown = shell.shown
+    assert "stopping, with what there is" in shown and "INCOMPLETE: interrupted with" in shown
+    run = json.loads(output.read_text())
+    summary = run["summary"]
+    assert run["interrupted"] and summary["failed"] == 0 and summary["completed"] > 0
+    assert summary["completed"] + summary["unfinished"] == 500
+    assert len(run["requests"]["index"]) == summary["completed"]
+
+
+@pytest.mark.parametrize("limit, status", [("p99_ttft=60000", 0), ("p99_ttft=0.001", 1)])
+def test_the_search_for_a_rate_says_each_try(server: Server, capsys: Any, limit: str, status: int) -> None:
+    short = ["--input-len", "8", "--output-len", "4", "--try-seconds", "0.2", "--search-seconds", "60"]
+    arguments = ["--find-rate", "8:8", "--limit", limit, *short]
+    assert bench.main(["--url", server.url, *LOAD, *arguments]) == status
+    shown = capsys.readouterr().out
+    assert re.search(r"^ +8 requests/s: p99_ttft [\d.]+ ms: (good|no, p99_ttft)", shown)
+    assert ("highest rate: 8 requests/s" in shown) == (status == 0)
+
+
+def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None:
+    plain, _ = measured(tmp_path, "openai", door.url)
+    chat, line = measured(tmp_path, "openai-chat", door.url, "--dataset", "multi-turn", "--turns", "2")
+    assert plain["model"] == chat["model"] == "tiny-chat" and plain["summary"]["completed"] == 6
+    assert chat["summary"]["completed"] == 12 and chat["requests"]["turn"] == [0, 1] * 6
+    said = chat["requests"]["prompt_tokens"]
+    assert all(second > first for first, second in zip(said[::2], said[1::2], strict=True))
+    assert chat["requests"]["chunks"] and all(line["generated_texts"])
+
+
+def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
+    with terminal("chat", "--url", server.url, "--form", "question", "--max-tokens", "12") as shell:
+        shell.until("you> ")
+        shell.type("Who is Anna?\n")
+        shell.until("tok/s")
+        assert re.search(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.]+ tok/s, [\d.]+ s\]", shell.shown)
+        at = len(shell.shown)
+        shell.type("/system Be brief.\n")
+        shell.until("system prompt: Be brief.", at)
+        shell.type("/history\n")
+        shown = shell.until("model: ", at)
+        assert "system: Be brief." in shown and "you: Who is Anna?" in shown
+
+        # A long answer, stopped: the server forgets it.
+        before = watch.status().cancellations
+        for words in ("/set max_tokens 1500", "/set min_tokens 1500", "/set end_id 1048576", "/reset"):
+            shell.type(words + "\n")
+        shell.until("the conversation is forgotten", at)
+        at = len(shell.shown)
+        shell.type("Tell me a story.\n")
+        shell.until(lambda shown: len(shown) > 80, at)
+        shell.type(INTERRUPT)
+        shell.until("stopped]", at)
+        wait_for(lambda: watch.status().cancellations == before + 1, "the cancellation")
+        shell.type("/nonsense\n")
+        shell.until("there is no command /nonsense", at)
+        shell.type(END_OF_FILE)
+        assert shell.rest() == 0
+
+
+def test_chat_through_a_pipe(door: OpenAiServer) -> None:
+    words = [sys.executable, "-m", "client", "chat", "--backend", "openai-chat", "--url", door.url]
+    lines = "What is it?\nAnd then?\n/set temperature -1\nOnce more?\n/history\n"
+    done = subprocess.run(
+        [*words, "--max-tokens", "8", "--temperature", "0"],
+        cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout.count(" tokens, TTFT") == 2 and "\x1b" not in done.stdout and "you>" not in done.stdout
+    assert done.stderr.startswith("error: HTTP 4") and "temperature" in done.stderr
+    assert "you: And then?" in done.stdout and "you: Once more?" not in done.stdout
