@@ -184,13 +184,14 @@ class Bench:
 
 def describe(point: Point, load: Load) -> str:
     """A run's load in a few words."""
+    words = []
     if load.ramp is not None:
-        words = [f"rate {load.ramp.start:g} to {load.ramp.end:g}"]
-    else:
-        words = [f"rate {point.request_rate:g}"]
+        words.append(f"{load.ramp.start:g} to {load.ramp.end:g} requests/s")
+    elif not math.isinf(point.request_rate):
+        words.append(f"{point.request_rate:g} requests/s")
     if point.max_concurrency is not None:
         words.append(f"{point.max_concurrency} at a time")
-    return ", ".join(words)
+    return ", ".join(words) or "all at once"
 
 
 def _plain(value: Any) -> Any:

@@ -92,32 +92,34 @@ class Snapshot:
 class Display:
     """A bar on standard error while a run lasts; nothing where that is no terminal."""
 
-    def __init__(self, title: str, enabled: bool | None = None) -> None:
-        self._on = sys.stderr.isatty() if enabled is None else enabled
+    def __init__(self, title: str) -> None:
         self._title = title
-        self._progress: Any = None
-        self._task: Any = None
+        self._live: Any = None
+        self._bar: Any = None
 
     def __enter__(self) -> Display:
-        if self._on:
+        if sys.stderr.isatty():
             from rich.console import Console
+            from rich.live import Live
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn(),
-                TextColumn("\n{task.fields[line]}", markup=False),
-                console=Console(stderr=True), transient=True, refresh_per_second=5,
-            )  # fmt: skip
-            self._task = self._progress.add_task(self._title, total=None, line="")
-            self._progress.start()
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TimeElapsedColumn()
+            self._bar = Progress(*columns, expand=True)
+            self._bar.add_task(self._title, total=None)
+            self._live = Live(self._bar, console=Console(stderr=True), transient=True, refresh_per_second=5)
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Updates the bar."""
-        if self._progress is not None:
+        """Updates the bar, and the line below."""
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
             finished = snapshot.done + snapshot.failed
-            self._progress.update(self._task, total=snapshot.total, completed=finished, line=snapshot.line())
+            self._bar.update(self._bar.task_ids[0], total=snapshot.total, completed=finished)
+            self._live.update(Group(self._bar, Text(snapshot.line(), overflow="ellipsis", no_wrap=True)))

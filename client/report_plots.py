@@ -110,7 +110,7 @@ def _latency_by_rate(runs: Sequence[Measured]) -> Plot:
 
 
 def _throughput_by_concurrency(runs: Sequence[Measured]) -> Plot:
-    figure, axis = pyplot.subplots(figsize=(8, 4.6))
+    figure, axis = pyplot.subplots(figsize=(11, 4.8))
     slots = sorted({run.slots or 0 for run in runs})
     for label, colour, marker, found in _series(runs):
         found = sorted(found, key=lambda run: run.slots or 0)
@@ -129,7 +129,7 @@ def _throughput_by_concurrency(runs: Sequence[Measured]) -> Plot:
 
 
 def _first_token(runs: Sequence[Measured], note: str) -> Plot:
-    figure, axis = pyplot.subplots(figsize=(8, 4.6))
+    figure, axis = pyplot.subplots(figsize=(11, 4.8))
     highest = 0.0
     lowest = np.inf
     for i, run in enumerate(runs):
@@ -149,7 +149,7 @@ def _first_token(runs: Sequence[Measured], note: str) -> Plot:
 
 
 def _timelines(runs: Sequence[Measured], note: str) -> Plot:
-    figure, axes = pyplot.subplots(2, 1, figsize=(8, 6.4), sharex=True)
+    figure, axes = pyplot.subplots(2, 1, figsize=(11, 7), sharex=True)
     for i, run in enumerate(runs):
         starts, ends = np.array(_column(run, "start")), np.array(_column(run, "end"))
         first = starts + np.array([t or 0.0 for t in _column(run, "ttft")])

@@ -113,7 +113,8 @@ def test_options_of_commands_exist(page):
         files = source.glob("*.py") if source.is_dir() else [source]
         known = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-            assert f'"{option}"' in known, f"{option} in {shlex.join(words)}"
+            names = (option, option.replace("--no-", "--", 1))  # of a switch, both ways
+            assert any(f'"{name}"' in known for name in names), f"{option} in {shlex.join(words)}"
 
 
 def build_arguments() -> list[list[str]]:
