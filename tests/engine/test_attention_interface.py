@@ -37,7 +37,7 @@ def test_steps_without_graphs_need_plan_and_run_alone(tmp_path: Path) -> None:
     for name in ("torch", "own"):
         core = start_core(Path("bundled"), max_num_seqs=4, max_seq_len=128)
         if name == "own":
-            core.runner.state.attention = OnlyPlanAndRun(core.runner.attention)
+            core.runner.state.attention = OnlyPlanAndRun(core.runner.state.attention)
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
     assert core.runner.state.attention.planned >= 8 and produced[0] == produced[1]

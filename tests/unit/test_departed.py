@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashinfer_backend.transport.protocol import make_handle
-from flashinfer_backend.transport.seen import SLOTS, SeenMarker, SeenTable
+from flashinfer_backend.transport.seen import ENTRIES, SeenMarker, SeenTable
 from flashinfer_backend.triton.departed import DepartedClients
 from flashinfer_backend.triton.watch import MOST_LOOKS, ClientWatch
 
@@ -39,7 +39,7 @@ def test_a_mark_is_seen_by_the_stub_it_belongs_to(tmp_path, table, marker):
 
 def test_slots_are_used_again(table, marker):
     marker.mark(make_handle(PID, 7), 1)
-    later = make_handle(PID, 7 + SLOTS)
+    later = make_handle(PID, 7 + ENTRIES)
     assert table.last(later) > 0
     table.begin(later, 5)
     assert (table.last(later), table.newest(later)) == (0, 5)
