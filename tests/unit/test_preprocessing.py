@@ -269,7 +269,7 @@ def test_parameters():
     assert parameters == {"a": "x", "d": "False", "e": "maybe"}
     assert flag_parameter(parameters, "d", default=True) is False
     assert flag_parameter(parameters, "b", default=True) is True
-    with pytest.raises(ValueError, match="e is 'maybe'; it should be true or false"):
+    with pytest.raises(ValueError, match="e is 'maybe'; it should be true, false"):
         flag_parameter(parameters, "e", default=True)
     with pytest.raises(ValueError, match="b is not set; it should be a folder"):
         required_parameter(parameters, "b", "a folder")

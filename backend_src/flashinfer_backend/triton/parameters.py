@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 
-TRUE_WORDS = ("true", "1")
-FALSE_WORDS = ("false", "0")
+from flashinfer_backend.core.values import Values
 
 
 def read_parameters(model_config: str) -> dict[str, str]:
@@ -33,8 +32,10 @@ def choice_parameter(parameters: dict[str, str], name: str, words: tuple[str, ..
 
 
 def flag_parameter(parameters: dict[str, str], name: str, default: bool) -> bool:
-    """A boolean parameter: true, false, 1 or 0 in any case. Raises ValueError for anything else."""
-    text = parameters.get(name, str(default)).lower()
-    if text not in TRUE_WORDS + FALSE_WORDS:
-        raise ValueError(f"parameter {name} is {parameters[name]!r}; it should be true or false")
-    return text in TRUE_WORDS
+    """A boolean parameter, in the words of knobs. Raises ValueError for anything else."""
+    if name not in parameters:
+        return default
+    try:
+        return Values("bool").parse(parameters[name]) == "true"
+    except ValueError as error:
+        raise ValueError(f"parameter {name} is {parameters[name]!r}; it {error}") from None
