@@ -140,14 +140,14 @@ def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_seq_len": 4096}, "at most that"),
-        ({"max_input_len": 256, "max_seq_len": 256}, "max_seq_len - 1"),
+        ({"max_input_len": 256, "max_seq_len": 256}, "max_input_len=256 should be at most 255"),
+        ({"max_num_tokens": 1024}, "should be at most max_num_tokens=1024"),
         ({"tokens_per_block": 24}, "it should be 16, 32, 64"),
         ({"tokens_per_block": 128}, "it should be 16, 32, 64"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it should be an integer 1..4096"),
         ({"max_tokens_in_paged_kv_cache": 8}, "it should be auto, or an integer >= 16"),
         ({"cuda_graph_batch_sizes": [1, 0]}, "integers 1..4096"),
-        ({"max_num_tokens_while_decoding": 4}, "leave nothing for prompts"),
+        ({"max_num_tokens_while_decoding": 4}, "should be at least max_num_seqs=256: each running sequence"),
         (
             {"enable_chunked_context": False, "max_num_tokens": 64, "max_num_seqs": 8},
             "enable_chunked_context",

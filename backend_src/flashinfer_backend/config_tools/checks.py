@@ -6,7 +6,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flashinfer_backend.core.config import LONGEST_AUTO_SEQ_LEN
+from flashinfer_backend.core.config import (
+    LONGEST_AUTO_SEQ_LEN,
+    EngineConfig,
+    contradictions,
+    resolve_lengths,
+)
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
 
@@ -79,48 +84,18 @@ def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
 
 
 def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
-    limit = model.longest_seq_len if model else None
-    if values["max_seq_len"] == "auto":
-        max_seq_len = min(limit or LONGEST_AUTO_SEQ_LEN, LONGEST_AUTO_SEQ_LEN)
-        shown = f"max_seq_len (auto: {max_seq_len})"
-    else:
-        max_seq_len = int(values["max_seq_len"])
-        shown = f"max_seq_len={max_seq_len}"
+    config = EngineConfig.from_parameters(values)
+    longest = model.longest_seq_len if model else LONGEST_AUTO_SEQ_LEN
     if model:
         try:
-            model.check_max_seq_len(max_seq_len)
+            model.check_max_seq_len(config.max_seq_len)
         except ValueError as error:
             problems.append(f"max_seq_len={values['max_seq_len']}: {error}")
-    if values["max_input_len"] == "auto":
-        max_input_len = max_seq_len - 1
-        input_shown = f"max_input_len (auto: {max_input_len})"
-    else:
-        max_input_len = int(values["max_input_len"])
-        input_shown = f"max_input_len={max_input_len}"
-        if max_input_len >= max_seq_len:
-            problems.append(
-                f"max_input_len={max_input_len} should be at most {max_seq_len - 1}: {shown} has to hold the "
-                "prompt and at least one new token"
-            )
-    num_seqs = int(values["max_num_seqs"])
-    budget, busy_budget = int(values["max_num_tokens"]), int(values["max_num_tokens_while_decoding"])
-    if busy_budget < num_seqs:
-        problems.append(
-            f"max_num_tokens_while_decoding={busy_budget} should be at least max_num_seqs={num_seqs}: each "
-            "running sequence takes one token of every step"
-        )
-    if busy_budget > budget:
-        problems.append(
-            f"max_num_tokens_while_decoding={busy_budget} should be at most max_num_tokens={budget}, the "
-            "budget of a step in which nothing streams"
-        )
-    if values["enable_chunked_context"] == "false" and max_input_len > budget:
-        problems.append(
-            f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
-            f"since a prompt of {input_shown} tokens has to fit one step; or set a smaller max_input_len"
-        )
+    problems += contradictions(config, longest)
+    max_seq_len, _ = resolve_lengths(config, longest)
     if values["max_tokens_in_paged_kv_cache"] != "auto":
-        cache = int(values["max_tokens_in_paged_kv_cache"])
+        cache = config.max_tokens_in_paged_kv_cache
+        shown = f"max_seq_len={max_seq_len}" if config.max_seq_len else f"max_seq_len (auto: {max_seq_len})"
         if cache < max_seq_len:
             problems.append(
                 f"max_tokens_in_paged_kv_cache={cache} should be at least {max_seq_len}, or max_seq_len at "

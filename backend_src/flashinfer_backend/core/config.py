@@ -278,35 +278,56 @@ def auto_queue_size(max_num_seqs: int) -> int:
     return max(LEAST_AUTO_QUEUE, QUEUED_PER_SLOT * max_num_seqs)
 
 
-def resolve_limits(config: EngineConfig, max_position_embeddings: int) -> EngineConfig:
-    """Fill max_seq_len, max_input_len and max_queue_size; check every field, and the limits against each
-    other.
+def resolve_lengths(config: EngineConfig, longest_seq_len: int) -> tuple[int, int]:
+    """(max_seq_len, max_input_len) with what "auto" stands for. longest_seq_len: the checkpoint's limit."""
+    max_seq_len = config.max_seq_len or min(longest_seq_len, LONGEST_AUTO_SEQ_LEN)
+    return max_seq_len, config.max_input_len or max_seq_len - 1
 
-    Raises ValueError where a value is not allowed, or contradicts another or the checkpoint.
+
+def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
+    """Which limits contradict each other, each with what would be right. longest_seq_len: the checkpoint's
+    limit, for "auto"."""
+    max_seq_len, max_input_len = resolve_lengths(config, longest_seq_len)
+    seq_len = f"max_seq_len={max_seq_len}" if config.max_seq_len else f"max_seq_len (auto: {max_seq_len})"
+    input_len = f"max_input_len={max_input_len}"
+    if not config.max_input_len:
+        input_len = f"max_input_len (auto: {max_input_len})"
+    budget, busy_budget = config.max_num_tokens, config.max_num_tokens_while_decoding
+    problems = []
+    if max_input_len >= max_seq_len:
+        problems.append(
+            f"{input_len} should be at most {max_seq_len - 1}: {seq_len} has to hold the prompt and at least "
+            "one new token"
+        )
+    if busy_budget < config.max_num_seqs:
+        problems.append(
+            f"max_num_tokens_while_decoding={busy_budget} should be at least "
+            f"max_num_seqs={config.max_num_seqs}: each running sequence takes one token of every step"
+        )
+    if busy_budget > budget:
+        problems.append(
+            f"max_num_tokens_while_decoding={busy_budget} should be at most max_num_tokens={budget}, the "
+            "budget of a step in which nothing streams"
+        )
+    if not config.enable_chunked_context and max_input_len > budget:
+        problems.append(
+            f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
+            f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
+        )
+    return problems
+
+
+def resolve_limits(config: EngineConfig, longest_seq_len: int) -> EngineConfig:
+    """Fill max_seq_len, max_input_len and max_queue_size; check every field, and the limits against each
+    other. longest_seq_len: the checkpoint's limit, for "auto" alone: ModelConfig checks a max_seq_len.
+
+    Raises ValueError where a value is not allowed, or with all contradictions.
     """
     for field in fields(EngineConfig):
         field.check(getattr(config, field.name))
-    max_seq_len = config.max_seq_len or min(max_position_embeddings, LONGEST_AUTO_SEQ_LEN)
-    if max_seq_len > max_position_embeddings:
-        raise ValueError(
-            f"max_seq_len {max_seq_len} exceeds the checkpoint's max_position_embeddings "
-            f"{max_position_embeddings}; choose at most that"
-        )
-    max_input_len = config.max_input_len or max_seq_len - 1
-    if not 0 < max_input_len < max_seq_len:
-        raise ValueError(
-            f"max_input_len {max_input_len} should lie in 1..{max_seq_len - 1} (max_seq_len - 1)"
-        )
-    if config.max_num_tokens_while_decoding < config.max_num_seqs:
-        raise ValueError(
-            f"max_num_tokens_while_decoding {config.max_num_tokens_while_decoding} is below max_num_seqs "
-            f"{config.max_num_seqs}: a full batch of decodes would leave nothing for prompts"
-        )
-    if not config.enable_chunked_context and max_input_len > config.max_num_tokens:
-        raise ValueError(
-            f"without chunked context a prompt must fit one step: max_num_tokens {config.max_num_tokens} "
-            f"should be at least max_input_len {max_input_len}, or enable_chunked_context true"
-        )
+    if problems := contradictions(config, longest_seq_len):
+        raise ValueError("; ".join(problems))
+    max_seq_len, max_input_len = resolve_lengths(config, longest_seq_len)
     max_queue_size = config.max_queue_size
     if max_queue_size < 0:
         max_queue_size = auto_queue_size(config.max_num_seqs)

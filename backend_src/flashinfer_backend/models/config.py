@@ -92,7 +92,7 @@ class ModelConfig:
         if max_seq_len > self.max_position_embeddings:
             raise ValueError(
                 f"max_seq_len {max_seq_len} is above the checkpoint's max_position_embeddings "
-                f"{self.max_position_embeddings}"
+                f"{self.max_position_embeddings}; choose at most that"
             )
         if self.sliding_window is not None and max_seq_len > self.sliding_window:
             raise UnsupportedModelError(

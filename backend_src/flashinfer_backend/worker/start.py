@@ -34,8 +34,7 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
     model_config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
-    if model_config.sliding_window is not None:  # `resolve_limits` knows no windows
-        model_config.check_max_seq_len(config.max_seq_len)
+    model_config.check_max_seq_len(config.max_seq_len)
     config = resolve_limits(config, model_config.longest_seq_len)
     device = _device(config)
     dtype = _dtype(config, model_config, device)
