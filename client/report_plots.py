@@ -70,8 +70,12 @@ def _is_sweep(runs: Sequence[Measured], name: str) -> bool:
 
 
 def _spread_out(runs: Sequence[Measured]) -> list[Measured]:
-    """As many as can be read, evenly over all."""
-    return [runs[i] for i in np.linspace(0, len(runs) - 1, MOST_CURVES).round().astype(int)]
+    """As many as can be read: loads spread evenly over all, each with every server's run of it."""
+    loads = list(dict.fromkeys(run.load for run in runs))
+    servers = len({run.label for run in runs})
+    count = min(len(loads), max(1, MOST_CURVES // servers))
+    chosen = {loads[i] for i in np.linspace(0, len(loads) - 1, count).round().astype(int)}
+    return [run for run in runs if run.load in chosen]
 
 
 def _series(runs: Sequence[Measured]) -> list[tuple[str, str, str, list[Measured]]]:

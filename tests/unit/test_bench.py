@@ -6,18 +6,21 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import small_tokenizers
 from streaming_server import StreamingServer
 
-from client import bench, find_rate, grpc_wire, ready, results
+from client import bench, find_rate, grpc_wire, ready, report, report_plots, results
 from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, goodput, summarise
 from client.progress import Snapshot
 from client.scenarios import find_scenario, read_scenario, scenario_files
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -270,3 +273,19 @@ def test_what_is_printed_fits_80_columns():
 def test_every_data_set_is_in_the_help():
     text = bench.make_parser(None, "x", 1.0, None).format_help()
     assert all(name.partition(":")[0] in text for name in DATASETS)
+
+
+def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_path):
+    committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
+    assert (
+        report.main([str(committed), "--rows", "s", "--out", str(tmp_path / "page"), "--title", "a < b"]) == 0
+    )
+    page = (tmp_path / "page.html").read_text()
+    assert "<h1>a &lt; b</h1>" in page and "NVIDIA H200" in page and page.count("<svg") == 3
+    assert "2 further runs are left out" in page  # of ten; the others are four loads of two servers
+    runs = [run for run in report.read(committed) if run.row == "s"]
+    shown = report_plots._spread_out(runs)
+    assert [run.rate for run in shown if run.label == "ours"] == [10, 20, 46, 60]
+    assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]
+    with pytest.raises(ValueError, match="cannot be read"):
+        report.read(tmp_path / "missing.json")
