@@ -261,7 +261,7 @@ class World:
         messages, self.inbox = self.inbox, []
         return messages
 
-    def send_tokens(self, pid: int, frame: bytes, extras: Any) -> None:
+    def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         for local_id, token, code in protocol.unpack_tokens(frame).tolist():
             handle = protocol.make_handle(pid, local_id)
             if handle in self.leaving:
