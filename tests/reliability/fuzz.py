@@ -299,14 +299,14 @@ class TritonFuzz:
 
     def _shape(self, draw: Draw, tensor: Input, batch: int, large: bool) -> list[int]:
         if draw.chance(0.04):
-            # tritonserver 2.51 and its stubs end with shapes whose bytes overflow 64 bits, and HTTP's infer
-            # takes memory for whatever the shape says (docs/security.md): such are left out.
+            # Left out (docs/security.md): shapes whose bytes overflow 64 bits end tritonserver 2.51 or its stubs,
+            # HTTP's infer takes memory for whatever a shape says, requests without rows are never answered.
             sizes = [draw.rng.choice([0, 1, 2, 3, -1, 5]) for _ in range(draw.rng.randrange(6))]
             if sizes and large:
                 sizes[0] = draw.rng.choice([sizes[0], 2**31, 2**40])
-            return sizes
+            return [sizes[0] or 1, *sizes[1:]] if sizes else []
         width = draw.rng.choice([0, 1, 1, 2, 4, 9])
-        rows = batch if draw.chance(0.97) else draw.rng.choice([0, 1, 2, 257])
+        rows = batch if draw.chance(0.97) else draw.rng.choice([1, 2, 257])
         return [rows, *(width if size < 0 else size for size in tensor.dims)]
 
     def _values(self, draw: Draw, tensor: Input, count: int) -> list[Any]:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
 from flashinfer_backend.serve.openai_door import OpenAiDoor
+from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
@@ -179,6 +180,7 @@ class _Run:
         self._stopped: dict[int, float] = {}  # by pid, since when
         self._next_look = self._answered_at = 0.0
         self._ready_bytes = 0  # the server's memory when it was ready
+        self._postprocessing: PostprocessingWatch | None = None  # from when the server is ready
         self.ready_at = 0.0
         self.grown = False  # by more than the policy allows
 
@@ -226,6 +228,8 @@ class _Run:
             self._answered_at = now
         if now > self._answered_at + HANGS_S:
             return f"tritonserver has not answered for {HANGS_S:g} s"
+        if self._postprocessing is not None and self._postprocessing.stuck:
+            return f"postprocessing has not answered for {HANGS_S:g} s"
         limit = self._policy.growth_mib
         growth = (rundir.memory_bytes(self._child.pid) - self._ready_bytes) / MIB if limit else 0.0
         if growth > limit:
@@ -259,6 +263,7 @@ class _Run:
         self.ready_at = self._answered_at = time.monotonic()
         self._next_look = self.ready_at + LOOK_EVERY_S
         self._ready_bytes = rundir.memory_bytes(self._child.pid)
+        self._postprocessing = PostprocessingWatch(self._url, HANGS_S)
         return True
 
     def why_not_ready(self) -> str:
@@ -295,6 +300,8 @@ class _Run:
 
     def end(self) -> int:
         """Ends the server and its stubs at once, and removes what they leave; the server's exit status."""
+        if self._postprocessing is not None:
+            self._postprocessing.close()
         stubs = self._seen.union(stubs_of(self._child.pid))
         memory: set[Path] = set()  # of stubs that have not taken it over
         if self._child.poll() is None:

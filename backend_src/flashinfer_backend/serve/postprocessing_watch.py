@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether postprocessing still answers.
+
+tritonserver 2.51 never answers a request without rows to a model with a dynamic batcher (`"shape": [0, 0]`).
+postprocessing keeps the order of its answers, so all that come later wait behind it for ever: one request
+ends every stream, and the server says that it is live and ready.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+
+EVERY_S = 5.0
+ONE_TOKEN = [
+    {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1, 1, 1], "data": [0]},
+    {"name": "SEQUENCE_LENGTH", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+]
+
+
+class PostprocessingWatch:
+    """Asks the server at `url` for the text of a token, again and again, from a thread."""
+
+    def __init__(self, url: str, answer_s: float, every_s: float = EVERY_S) -> None:
+        """answer_s: seconds that an answer may take."""
+        self._url, self._answer_s, self._every_s = url, answer_s, every_s
+        self._asked_at: float | None = None  # None: nothing is open
+        self._ended = threading.Event()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether an answer has not come in time."""
+        asked_at = self._asked_at
+        return asked_at is not None and time.monotonic() > asked_at + self._answer_s
+
+    def close(self) -> None:
+        """Asks no more."""
+        self._ended.set()
+
+    def _work(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._asked_at = time.monotonic()
+            try:
+                self._ask()
+            except TimeoutError:
+                return  # it stays stuck
+            except OSError:
+                pass  # the server has an error or ends; whoever watches its process sees the second
+            self._asked_at = None
+
+    def _ask(self) -> None:
+        """Waits for an answer of any kind. Raises OSError."""
+        body = json.dumps({"inputs": ONE_TOKEN}).encode()
+        request = urllib.request.Request(f"{self._url}/v2/models/postprocessing/infer", body)
+        with urllib.request.urlopen(request, timeout=self._answer_s + 1) as answer:
+            answer.read()
