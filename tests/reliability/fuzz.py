@@ -299,7 +299,7 @@ class TritonFuzz:
 
     def _shape(self, draw: Draw, tensor: Input, batch: int, large: bool) -> list[int]:
         if draw.chance(0.04):
-            # Left out (docs/security.md): shapes whose bytes overflow 64 bits end tritonserver 2.51 or its stubs,
+            # Left out (docs/security.md): shapes whose bytes overflow 64 bits end the server or a stub,
             # HTTP's infer takes memory for whatever a shape says, requests without rows are never answered.
             sizes = [draw.rng.choice([0, 1, 2, 3, -1, 5]) for _ in range(draw.rng.randrange(6))]
             if sizes and large:
