@@ -38,7 +38,7 @@ def no_log() -> Iterator[None]:
 
 def test_ten_thousand_random_steps() -> None:
     counts = walk(10_000, seed=1)
-    happened = ("whole answers", "cancelled", "refused", "failed", "failed rows", "preemptions")
+    happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
     assert all(counts[name] >= 10 for name in happened), counts
     assert counts["prompt tokens from the cache"] > 1000
 
@@ -115,10 +115,18 @@ class Events(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         sequences=st.integers(1, 3),
         stateful=st.booleans(),
+        priority=st.sampled_from([0, 0, -1, 1]),
+        timed=st.booleans(),
     )
-    def submit(self, stub: int, prompt: list[int], max_tokens: int, sequences: int, stateful: bool) -> None:
+    def submit(
+        self, stub: int, prompt: list[int], max_tokens: int, sequences: int, stateful: bool, **place: Any
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens, frequency_penalty=0.5 * stateful)
-        self.world.submit(stub, prompt, params, sequences)
+        self.world.submit(stub, prompt, params, sequences, **place)
+
+    @rule()
+    def hours_pass(self) -> None:
+        self.world.hours_pass()
 
     @precondition(lambda self: self.world.asked)
     @rule(which=st.integers(0, 20))

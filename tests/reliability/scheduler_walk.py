@@ -44,6 +44,7 @@ VOCABULARY = 50
 END_IDS = (7, 11)
 STUBS = (101, 102)
 QUIET = 3000  # turns in which all requests must have ended once nothing new comes
+DAY_US = 86_400_000_000
 MASK = (1 << 64) - 1
 
 
@@ -184,6 +185,7 @@ class World:
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
         self.leaving: set[int] = set()  # whose stub has said goodbye, which the engine has not read
+        self.timed: set[int] = set()  # handles of requests with a timeout
         self.next_id = 1
         self.named: dict[bytes, int] = {}  # by key of a block: what its last place should hold
         self.failing = ""  # how the next step fails
@@ -196,8 +198,17 @@ class World:
 
     # The clients.
 
-    def submit(self, stub: int, prompt: list[int], params: SamplingParams, sequences: int = 1) -> None:
-        """One request for so many sequences."""
+    def submit(
+        self,
+        stub: int,
+        prompt: list[int],
+        params: SamplingParams,
+        sequences: int = 1,
+        priority: int = 0,
+        timed: bool = False,
+    ) -> None:
+        """One request for so many sequences. timed: they may wait for a day, which `hours_pass` brings."""
+        timeout_us = DAY_US if timed else 0
         first = protocol.make_handle(stub, self.next_id)
         for _ in range(sequences):
             handle = protocol.make_handle(stub, self.next_id)
@@ -206,7 +217,9 @@ class World:
             self.asked[handle] = expected(prompt, own, self.settings.longest)
             share = first if sequences > 1 else 0
             self._name(self.asked[handle], share)
-            self.inbox.append(protocol.Submit(handle, np.array(prompt, "<i4").tobytes(), own, share))
+            self.timed |= {handle} if timed else set()
+            data = np.array(prompt, "<i4").tobytes()
+            self.inbox.append(protocol.Submit(handle, data, own, share, priority, timeout_us))
         self.counts["requests"] += sequences
 
     def _name(self, asked: Asked, share: int) -> None:
@@ -219,6 +232,12 @@ class World:
     def cancel(self, handle: int) -> None:
         self.inbox.append(protocol.Cancel(handle))
         self.counts["cancels"] += 1
+
+    def hours_pass(self) -> None:
+        """Whoever waits with a timeout, and never ran, has waited too long."""
+        self.loop._refuse_late(time.monotonic_ns() + 2 * DAY_US * 1000)
+        left = [r.handle for r in self.scheduler.queue if r.handle in self.timed and not r.first_scheduled_ns]
+        assert not left, f"requests {left} are late, and still wait"
 
     def leave(self, stub: int) -> None:
         """A stub ends, with all that is open of it."""
@@ -287,7 +306,10 @@ class World:
             return
         asked = self.asked.pop(failure.handle, None)
         assert asked is not None, f"request {failure.handle} fails after its end: {failure.message}"
-        if failure.refused:
+        if failure.refused and failure.message.startswith("Request timeout expired"):
+            assert failure.handle in self.timed and not asked.got
+            self.counts["late"] += 1
+        elif failure.refused:
             assert self.settings.queue and failure.message.startswith("Maximum queue size"), failure
             assert not asked.got
             self.counts["refused"] += 1
@@ -369,8 +391,11 @@ class Load:
         self.world = World(Settings.drawn(rng), seed)
         limit = self.world.loop.config.max_input_len
         self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]
-        # Weights of: submit, cancel, leave, fail.
-        self.weights = rng.choice([(8, 1, 0, 0), (50, 20, 5, 3), (9, 0, 0, 0), (6, 2, 1, 4), (30, 20, 0, 1)])
+        # Weights of: submit, cancel, leave, fail, hours.
+        self.weights = rng.choice(
+            [(8, 1, 0, 0, 0), (50, 20, 5, 3, 2), (9, 0, 0, 0, 0), (6, 2, 1, 4, 1), (30, 20, 0, 1, 0)]
+        )
+        self.priorities = rng.choice([[0], [0], [0, 0, -4, 1, 4]])
         self.rate = rng.choice([0.05, 0.1, 0.3, 1.0])
 
     def _tokens(self, count: int) -> list[int]:
@@ -387,13 +412,17 @@ class Load:
 
     def _event(self) -> None:
         rng, world = self.rng, self.world
-        kind = rng.choices(["submit", "cancel", "leave", "fail"], self.weights)[0]
+        kind = rng.choices(["submit", "cancel", "leave", "fail", "hours"], self.weights)[0]
         if kind == "submit" and len(world.asked) < 60:
-            world.submit(rng.choice(STUBS), self._prompt(), self._params(), rng.choice([1, 1, 1, 2, 4]))
+            sequences, priority = rng.choice([1, 1, 1, 2, 4]), rng.choice(self.priorities)
+            timed = rng.random() < 0.3
+            world.submit(rng.choice(STUBS), self._prompt(), self._params(), sequences, priority, timed)
         elif kind == "cancel" and world.asked:
             world.cancel(rng.choice([*world.asked, 12345]))
         elif kind == "leave" and rng.random() < 0.2:
             world.leave(rng.choice(STUBS))
+        elif kind == "hours":
+            world.hours_pass()
         elif kind == "fail":
             world.failing = rng.choice(["before", "amid", "row"])
 

@@ -64,7 +64,7 @@ class EngineLoop:
         if self.socket.closed:
             return False
         self._take_compiled()
-        self._refuse_late()
+        self._refuse_late(time.monotonic_ns())
         began = time.monotonic()
         plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if plan is not None:
@@ -194,10 +194,9 @@ class EngineLoop:
             else:
                 self._send_failure(request, problem, refused=True)
 
-    def _refuse_late(self) -> None:
+    def _refuse_late(self, now_ns: int) -> None:
         """Refuse what has waited for as long as it may. None of it ever had a slot."""
-        now = time.monotonic_ns()
-        for request in [*self.scheduler.drop_late(now), *self.grammars.drop_late(now)]:
+        for request in [*self.scheduler.drop_late(now_ns), *self.grammars.drop_late(now_ns)]:
             waited_s = (time.time_ns() - request.arrival_ns) / 1e9
             self._send_failure(
                 request,

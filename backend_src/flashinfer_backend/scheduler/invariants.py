@@ -137,6 +137,16 @@ class InvariantChecker:
         for request in waiting:
             holds = request.slot >= 0 or request.blocks or request.reserved_blocks
             _require(not holds, f"request {request.handle} waits, and still holds a slot or blocks")
+        # What has run before goes first; priorities are for the others.
+        order = [(not r.first_scheduled_ns, 0 if r.first_scheduled_ns else r.priority) for r in waiting]
+        _require(order == sorted(order), f"the queue is in the order {order}")
+        timed = sorted((r.deadline_ns, r.handle) for r in waiting if r.deadline_ns)
+        _require(
+            timed == [entry[:2] for entry in scheduler.queue._deadlines],
+            f"deadlines are {scheduler.queue._deadlines}, but those of the queue {timed}",
+        )
+        begun = [r for r in scheduler.requests.values() if r.first_scheduled_ns and r.deadline_ns]
+        _require(not begun, f"{len(begun)} requests that have begun may still be late")
         slots = [request.slot for request in scheduler.running.values()]
         for request in scheduler.running.values():
             owner = table.requests[request.slot] if request.slot >= 0 else None
