@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.config import (
     LONGEST_AUTO_SEQ_LEN,
     EngineConfig,
@@ -62,10 +62,9 @@ def _weights_problem(folder: Path) -> str | None:
         other = " (only other formats: convert them)" if list(folder.glob("*.bin")) else ""
         return f"has no weights: expected {' or '.join(WEIGHT_FILES)}{other}"
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return f"{index.name} is not an index of safetensors files: it has no weight_map"
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        missing = [shard for shard in shards(index) if not (folder / shard).is_file()]
+    except (OSError, ValueError) as error:
+        return str(error)
     return f"lacks {', '.join(missing)}, which {index.name} names" if missing else None
 
 

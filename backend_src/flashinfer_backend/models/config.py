@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, shown
+from flashinfer_backend.core.values import INT32_MAX
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -25,6 +27,16 @@ COUNTS = (
     "max_position_embeddings",
 )  # fmt: skip
 COUNTS_OR_NONE = ("num_key_value_heads", "head_dim")
+KINDS: dict[str, Kind] = {
+    "architectures": "texts", "model_type": "text", "dtype": "text", "torch_dtype": "text",
+    "rope_scaling": "object", "rope_parameters": "object", "rope_theta": "number", "rms_norm_eps": "number",
+    "initializer_range": "number", "tie_word_embeddings": "flag", "use_sliding_window": "flag",
+    "layer_types": "texts", "max_window_layers": "integer", "bos_token_id": "integer", "eos_token_id": "ids",
+}  # fmt: skip
+ROPE_KINDS: dict[str, Kind] = {
+    "rope_theta": "number", "factor": "number", "low_freq_factor": "number", "high_freq_factor": "number",
+    "original_max_position_embeddings": "integer", "type": "text", "rope_type": "text",
+}  # fmt: skip
 
 
 class UnsupportedModelError(ValueError):
@@ -69,9 +81,10 @@ class ModelConfig:
         path = model_dir / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{model_dir} is not a checkpoint folder: it has no config.json")
-        raw = _read_json(path)
+        raw = read_object(path)
         generation_path = model_dir / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        generation = read_object(generation_path) if generation_path.is_file() else {}
+        check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
         end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
         try:
             return _parse(raw, generation, end_id)
@@ -109,39 +122,41 @@ def tokenizer_end_id(folder: Path) -> int | None:
     that is not JSON.
     """
     files = [folder / name for name in TOKENIZER_FILES]
-    config, special, tokenizer = (_read_json(path) if path.is_file() else {} for path in files)
+    config, special, tokenizer = (read_object(path) if path.is_file() else {} for path in files)
     names = [token.get("content") if isinstance(token, dict) else token for token in
              (config.get("eos_token"), special.get("eos_token"))]  # fmt: skip
-    if not any(names):
+    names = [name for name in names if isinstance(name, str) and name]
+    if not names:
         return None
-    vocabulary = tokenizer.get("model", {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # of [piece, score]
-        vocabulary = {piece: i for i, (piece, *_) in enumerate(vocabulary)}
-    added = tokenizer.get("added_tokens") or ()
-    ids = {token["content"]: int(i) for i, token in config.get("added_tokens_decoder", {}).items()}
-    ids |= vocabulary | {token["content"]: token["id"] for token in added}
+    model = tokenizer.get("model") or {}
+    vocabulary = model.get("vocab") or {} if isinstance(model, dict) else {}
+    try:
+        if isinstance(vocabulary, list):  # of [piece, score]
+            vocabulary = {piece: i for i, (piece, *_) in enumerate(vocabulary)}
+        ids = {token["content"]: int(i) for i, token in (config.get("added_tokens_decoder") or {}).items()}
+        ids |= vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} or tokenizer_config.json does not list tokens as the tokenizers "
+            'library writes them: vocab as {"text": id}, added_tokens as [{"id": id, "content": "text"}]'
+        ) from None
     return next((ids[name] for name in names if name in ids), None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, not an object")
-    return value
-
-
 def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) -> ModelConfig:
+    check_kinds(raw, KINDS)
     model_type = _model_type(raw)
     _refuse_variants(raw, model_type)
     window = _sliding_window(raw, model_type)
     counts = {key: raw[key] for key in COUNTS} | {"sliding_window": 1 if window is None else window}
     counts |= {key: raw[key] for key in COUNTS_OR_NONE if raw.get(key) is not None}
     for key, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{key} is {value!r}; it should be an integer of at least 1")
+        if type(value) is not int or not 1 <= value <= INT32_MAX:
+            raise ValueError(f"{key} is {shown(value)}; it should be an integer of at least 1, in 31 bits")
+    if not raw["rms_norm_eps"] or raw["rms_norm_eps"] < 0:
+        raise ValueError(
+            f"rms_norm_eps is {shown(raw['rms_norm_eps'])}; it should be a number greater than 0"
+        )
     rope_theta, rope_scaling = _rope(raw)
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -179,8 +194,6 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) 
 
 def _model_type(raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ValueError(f"architectures is {architectures!r}; it should be a list of names")
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -212,12 +225,14 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
 def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the scaling, from transformers 5's rope_parameters or the older two keys. Where both are
     there, transformers takes rope_scaling, whatever the other says."""
-    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    place = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    scaling = dict(raw.get(place) or {})
     for key, value in scaling.items():
         if isinstance(value, dict):
             raise UnsupportedModelError(
                 f"rotary embedding by kind of layer ({key!r}) is not supported; supported: one for all layers"
             )
+    check_kinds(scaling, ROPE_KINDS, f"{place}.")
     theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     old_name = scaling.pop("type", None)
     rope_type = scaling.setdefault("rope_type", old_name or "default")
@@ -228,6 +243,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     partial = scaling.pop("partial_rotary_factor", None)
     if partial not in (None, 1.0):
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    if theta <= 0:
+        raise ValueError(f"rope_theta is {theta:g}; it should be greater than 0")
     if rope_type == "default":
         return theta, None
     needed = ["factor"]
@@ -238,6 +255,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     for key in needed:
         if key not in scaling:
             raise ValueError(f"rope scaling of type {rope_type!r} has no {key!r}")
+        if type(scaling[key]) not in (int, float) or scaling[key] <= 0:
+            raise ValueError(f"{place}.{key} is {shown(scaling[key])}; it should be a number greater than 0")
     return theta, scaling
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.models.transformer import Layer, Transformer
 
 # Tables that some checkpoints store and that are computed here from config.json.
@@ -93,10 +93,10 @@ def destinations(model: Transformer) -> dict[str, Tensor]:
 def _files(model_dir: Path) -> list[Path]:
     index_path, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
     if index_path.is_file():
-        weight_map = json.loads(index_path.read_text(encoding="utf-8")).get("weight_map")
-        if not weight_map:
-            raise WeightsError(f"{index_path} has no weight_map")
-        files = [model_dir / name for name in sorted(set(weight_map.values()))]
+        try:
+            files = [model_dir / name for name in shards(index_path)]
+        except ValueError as error:
+            raise WeightsError(str(error)) from None
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise FileNotFoundError(f"{index_path} names files that are not there: {_some(absent)}")

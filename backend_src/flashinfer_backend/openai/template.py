@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.core.checkpoint_json import read_object
 from flashinfer_backend.openai.errors import ApiError, shown
 
 Messages = Sequence[Mapping[str, Any]]
@@ -167,10 +168,4 @@ def _content(value: Any) -> Any:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return read_object(file) if file.is_file() else {}

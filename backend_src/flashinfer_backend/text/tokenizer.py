@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from flashinfer_backend.core.checkpoint_json import read_object
 from flashinfer_backend.text.delta import vocabulary_size
 
 # Where a role's token may be named (by text) or given (by id), most specific first.
@@ -87,12 +87,4 @@ def _load_backend(folder: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} should hold a JSON object")
-    return content
+    return read_object(file) if file.is_file() else {}
