@@ -97,7 +97,9 @@ class Bench:
             self.load, request_rate=point.request_rate, max_concurrency=point.max_concurrency,
             time_limit=self.time_limit(point),
         )  # fmt: skip
-        prompts = self.prompts(point.num_prompts, args.seed)
+        # Other prompts in each run: a server that caches prefixes would know those of the run before.
+        seed = args.seed + len(self.runs)
+        prompts = self.prompts(point.num_prompts, seed)
         what = describe(point, load)
         with Display(note or what) as display, _first_interrupt() as stop:
 
@@ -118,11 +120,11 @@ class Bench:
             print(
                 format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles), flush=True
             )
-        self._write(point, load, result, fingerprint(prompts), warm_up)
+        self._write(point, load, result, seed, fingerprint(prompts), warm_up)
         return summary
 
     def _write(
-        self, point: Point, load: Load, result: LoadResult, prompts_sha256: str,
+        self, point: Point, load: Load, result: LoadResult, seed: int, prompts_sha256: str,
         warm_up: dict[str, Any],
     ) -> None:  # fmt: skip
         args = self.args
@@ -141,6 +143,7 @@ class Bench:
             "arguments": told,
             "interrupted": result.interrupted,
             "warm_up": warm_up,
+            "seed": seed,
             "prompts_sha256": prompts_sha256,
             "summary": result.summary,
             "requests": request_columns(result.records, args.save_itl),

@@ -257,6 +257,22 @@ def test_the_form_of_sglangs_results():
     json.dumps(line, allow_nan=False)
 
 
+def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokenizer_folder, tmp_path, capsys):
+    output, load = tmp_path / "out.json", ["--num-prompts", "3", "--workers", "1", "--warm-up", "0"]
+    sweep = ["--request-rate", "50,100", "--output-len", "2", "--output", str(output)]
+    prompts = []
+    for _ in range(2):
+        arguments = ["--url", server.url, "--tokenizer", tokenizer_folder]
+        assert bench.main([*arguments, *load, *sweep]) == 0
+        prompts.append([body["text_input"] for body in server.bodies])
+        server.bodies.clear()
+    assert sorted(prompts[0]) == sorted(prompts[1]) and len(set(prompts[0])) == 6
+    runs = json.loads(output.read_text())["runs"]
+    assert [(run["request_rate"], run["seed"]) for run in runs] == [(50, 0), (100, 1)]
+    shown = capsys.readouterr()
+    assert "\n100 requests/s\n" in shown.out and shown.err == ""
+
+
 def test_what_is_printed_fits_80_columns():
     assert len(Snapshot(1234.5, 10000, 10000, 9999, 9999, 10**8, 12.3456).line()) <= 80
     environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
