@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = _config(options.model or BUNDLED, options.set)
         model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
+        if config.quantization == "fp8":
+            model = model.quantised_on_load()
         if options.model is None:
             model = dataclasses.replace(model, head_dim=128, hidden_size=4096, intermediate_size=14336)
         compiled = prebuild.prepare(config, model, _dtype(config, model, torch.device("cuda")))

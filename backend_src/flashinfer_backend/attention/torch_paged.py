@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged cache in plain torch: any device, any floating dtype."""
+"""Attention over the paged cache in plain torch: any device, any floating dtype, e4m3 with scales."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class TorchPagedAttention:
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._block_size = block_size
+        self._scales = shape.scales
         # The gathered keys and values of one group or request, reused by every layer and step: fresh
         # memory of this size costs more in page faults than the attention itself.
         self._scratch = [cache[:0] for cache in self._flat[0]]
@@ -84,11 +85,11 @@ class TorchPagedAttention:
             # Query heads that share a key/value head become rows of one attention: nothing is repeated.
             queries = q[group.rows].view(-1, heads, self._num_heads // heads, dim)
             shape = (queries.shape[0], -1, heads, dim)
-            k, v = (x.view(shape).transpose(1, 2) for x in self._gather(layer, group.tokens))
+            k, v = (x.view(shape).transpose(1, 2) for x in self._gather(layer, group.tokens, q.dtype))
             attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
-            k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens))
+            k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens, q.dtype))
             for first, last, mask in request.parts:
                 rows = slice(request.start + first, request.start + last)
                 seen = k.shape[2] if mask is None else mask.shape[1]
@@ -102,12 +103,16 @@ class TorchPagedAttention:
                 )
                 out[rows] = attended[0].transpose(0, 1)
 
-    def _gather(self, layer: int, tokens: Tensor) -> list[Tensor]:
-        """Keys and values [len(tokens), Hkv, D] of cache slots, valid until the next call."""
-        return [
+    def _gather(self, layer: int, tokens: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values [len(tokens), Hkv, D] of cache slots, valid until the next call. dtype: of queries,
+        and of what a cache of e4m3 becomes."""
+        found = [
             torch.index_select(cache, 0, tokens, out=scratch[: len(tokens)])
             for cache, scratch in zip(self._flat[layer], self._scratch, strict=True)
         ]
+        if not self._scales:
+            return found
+        return [(x.float() * scale).to(dtype) for x, scale in zip(found, self._scales[layer], strict=True)]
 
     def _cache_locations(self, table: Tensor, positions: Tensor) -> Tensor:
         """Where positions[..., L] lie (block * P + offset) under the block tables table[..., columns]."""

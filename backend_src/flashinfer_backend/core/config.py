@@ -56,7 +56,17 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Setting("of weights and KV cache; auto = the checkpoint's on a GPU, float32 on a CPU"),
+        Setting(
+            "of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a "
+            "GPU, float32 on a CPU"
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "fp8"],
+        Setting(
+            "auto = as the checkpoint is; fp8 = a checkpoint of 16 bits in FP8, quantised while it loads: a "
+            "scale for each output channel and each token"
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cuda", "cpu"], Setting("where the engine runs; auto = a GPU if there is one")
@@ -97,6 +107,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 2048
 
     # KV cache.
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"],
+        Setting(
+            "elements of the KV cache; auto = dtype, whatever scales the checkpoint has; fp8_e4m3 = 8 bits, "
+            "with the checkpoint's scales or 1. On a GPU only with attention_backend=torch yet"
+        ),
+    ] = "auto"
     tokens_per_block: Annotated[
         Literal[16, 32, 64], Setting("tokens of a block of the KV cache, the grain of prefix reuse")
     ] = 16

@@ -13,7 +13,8 @@ from torch import Tensor
 class KVCacheFormat:
     """How one rank stores keys and values: layers, its share of the heads, elements, block size in tokens.
 
-    A stored element times its scale is the key's or value's; elements of 16 or 32 bits have scales of 1.
+    A stored element times its scale is the key's or value's. `scales`: K's and V's of each layer; elements of
+    16 or 32 bits have none.
     """
 
     num_layers: int
@@ -21,12 +22,14 @@ class KVCacheFormat:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    scales: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype.itemsize > 1 and (self.k_scale, self.v_scale) != (1.0, 1.0):
-            raise ValueError(f"a cache of {self.dtype} has scales of 1, not {self.k_scale}, {self.v_scale}")
+        expected = self.num_layers if self.dtype.itemsize == 1 else 0
+        if len(self.scales) != expected:
+            raise ValueError(
+                f"a cache of {self.dtype} has scales of {expected} layers, not {len(self.scales)}"
+            )
 
     @property
     def bytes_per_token(self) -> int:

@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, shown
+from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.core.values import INT32_MAX
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.quantization import (
+    BLOCK,
+    DENSE,
+    ON_LOAD,
+    Quantization,
+    WeightFormat,
+    read_quantization,
+)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -22,6 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -37,10 +48,6 @@ ROPE_KINDS: dict[str, Kind] = {
     "rope_theta": "number", "factor": "number", "low_freq_factor": "number", "high_freq_factor": "number",
     "original_max_position_embeddings": "integer", "type": "text", "rope_type": "text",
 }  # fmt: skip
-
-
-class UnsupportedModelError(ValueError):
-    """The checkpoint is readable, but asks for something that these models do not compute."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     initializer_range: float
+    quantization: Quantization = DENSE
 
     @classmethod
     def from_pretrained(cls, model_dir: str | Path, tokenizer_dir: str | Path | None = None) -> ModelConfig:
@@ -74,8 +82,8 @@ class ModelConfig:
         token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
 
         Raises FileNotFoundError without a config.json, UnsupportedModelError for an architecture, rotary
-        embedding or layer variant that is not implemented, and ValueError for a key that is missing
-        or has a wrong value.
+        embedding, layer variant or quantisation that is not implemented, and ValueError for a key that is
+        missing or has a wrong value.
         """
         model_dir = Path(model_dir)
         path = model_dir / "config.json"
@@ -85,15 +93,66 @@ class ModelConfig:
         generation_path = model_dir / "generation_config.json"
         generation = read_object(generation_path) if generation_path.is_file() else {}
         check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
+        quant_path = model_dir / "hf_quant_config.json"
+        hf_quant = read_object(quant_path) if quant_path.is_file() else {}
         end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
         try:
-            return _parse(raw, generation, end_id)
+            return _parse(raw, generation, hf_quant, end_id)
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]!r}") from None
         except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} has a value of a wrong type: {error}") from None
         except ValueError as error:
             raise type(error)(f"{path}: {error}") from None
+
+    def parts(self, role: Role) -> dict[str, int]:
+        """The modules of a layer that one product computes together, in order, each with its rows."""
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        by_role: dict[Role, dict[str, int]] = {
+            "qkv": {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows},
+            "o": {"self_attn.o_proj": self.hidden_size},
+            "gate_up": {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size},
+            "down": {"mlp.down_proj": self.hidden_size},
+        }
+        return by_role[role]
+
+    def shape(self, role: Role) -> tuple[int, int]:
+        """[N, K] of a layer's weight."""
+        inner = {"o": self.num_heads * self.head_dim, "down": self.intermediate_size}
+        return sum(self.parts(role).values()), inner.get(role, self.hidden_size)
+
+    def weight_format(self, layer: int, role: Role) -> WeightFormat:
+        """How the weight of a layer's product is stored."""
+        return self.quantization.format_of(f"model.layers.{layer}.{part}" for part in self.parts(role))
+
+    def weight_formats(self) -> dict[Role, set[WeightFormat]]:
+        """Those of all layers."""
+        layers = range(self.num_layers)
+        return {role: {self.weight_format(layer, role) for layer in layers} for role in LAYER_ROLES}
+
+    def check_formats(self) -> None:
+        """Raise UnsupportedModelError where a product's parts cannot be stored as one weight."""
+        for role, formats in self.weight_formats().items():
+            parts = self.parts(role)
+            blocks = any(format.startswith("fp8_block") for format in formats) and len(parts) > 1
+            for part, rows in parts.items():
+                if blocks and rows % BLOCK:
+                    raise UnsupportedModelError(
+                        f"{part} has {rows} rows; with FP8 scales of {BLOCK}x{BLOCK} blocks the parts of one"
+                        f" product should have multiples of {BLOCK}"
+                    )
+
+    def quantised_on_load(self) -> ModelConfig:
+        """The same model with its layers' products in FP8, made from 16-bit weights while they load.
+
+        Raises UnsupportedModelError for a checkpoint that is quantised already.
+        """
+        if self.quantization.format != "dense":
+            raise UnsupportedModelError(
+                f"quantization=fp8 is for checkpoints of 16 or 32 bits, and this one is quantised already"
+                f" ({self.quantization.format}); it is served as it is with quantization=auto"
+            )
+        return replace(self, quantization=ON_LOAD)
 
     @property
     def longest_seq_len(self) -> int:
@@ -143,7 +202,9 @@ def tokenizer_end_id(folder: Path) -> int | None:
     return next((ids[name] for name in names if name in ids), None)
 
 
-def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) -> ModelConfig:
+def _parse(
+    raw: dict[str, Any], generation: dict[str, Any], hf_quant: dict[str, Any], end_id: int | None
+) -> ModelConfig:
     check_kinds(raw, KINDS)
     model_type = _model_type(raw)
     _refuse_variants(raw, model_type)
@@ -168,7 +229,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) 
     if head_dim % 2:
         raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
     eos = _ids(generation.get("eos_token_id")) + _ids(raw.get("eos_token_id")) + _ids(end_id)
-    return ModelConfig(
+    config = ModelConfig(
         model_type=model_type,
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
@@ -189,7 +250,10 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], end_id: int | None) 
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(raw),
         initializer_range=float(raw.get("initializer_range", 0.02)),
+        quantization=read_quantization(raw, hf_quant),
     )
+    config.check_formats()
+    return config
 
 
 def _model_type(raw: dict[str, Any]) -> str:
@@ -210,7 +274,6 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     implemented: dict[str, Any] = {
         "hidden_act": "silu",
         "mlp_bias": False,
-        "quantization_config": None,
         "partial_rotary_factor": 1.0,
     }
     if model_type != "qwen2":
@@ -218,8 +281,7 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     for key, value in implemented.items():
         found = raw.get(key)
         if found is not None and found != value:
-            shown = found.get("quant_method", found) if isinstance(found, dict) else found
-            raise UnsupportedModelError(f"{key} {shown!r} is not supported; supported: {value!r} or absent")
+            raise UnsupportedModelError(f"{key} {found!r} is not supported; supported: {value!r} or absent")
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -52,28 +52,29 @@ def rope_cos_sin(config: ModelConfig, max_positions: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Weights of one decoder layer. qkv holds the rows of Q, K and V in this order, gate_up gate then up."""
+    """Weights of one decoder layer. qkv holds the rows of Q, K and V in this order, gate_up gate then up.
+    kv_scales: the checkpoint's, of keys and values in a cache of e4m3."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        def weight(role: Role, rows: int, inner: int) -> Weight:
-            return Weight(role, parameter(rows, inner))
+        def weight(role: Role) -> Weight:
+            return Weight.empty(role, config.shape(role), config.weight_format(index, role), dtype, device)
 
         hidden, head_dim = config.hidden_size, config.head_dim
-        qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
         self.input_norm = parameter(hidden)
-        self.qkv = weight("qkv", qkv_rows, hidden)
-        self.qkv_bias = parameter(qkv_rows) if config.qkv_bias else None
+        self.qkv = weight("qkv")
+        self.qkv_bias = parameter(len(self.qkv.data)) if config.qkv_bias else None
         self.q_norm = parameter(head_dim) if config.qk_norm else None
         self.k_norm = parameter(head_dim) if config.qk_norm else None
-        self.o = weight("o", hidden, config.num_heads * head_dim)
+        self.o = weight("o")
         self.post_norm = parameter(hidden)
-        self.gate_up = weight("gate_up", 2 * config.intermediate_size, hidden)
-        self.down = weight("down", hidden, config.intermediate_size)
+        self.gate_up = weight("gate_up")
+        self.down = weight("down")
+        self.kv_scales = (1.0, 1.0)
 
 
 class Transformer(nn.Module):
@@ -103,13 +104,20 @@ class Transformer(nn.Module):
             return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
         self.embed_tokens = parameter(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, self.dtype, self.device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, index, self.dtype, self.device) for index in range(config.num_layers)
+        )
         self.final_norm = parameter(config.hidden_size)
         tied = config.tie_word_embeddings
         head = self.embed_tokens if tied else parameter(config.vocab_size, config.hidden_size)
         self.lm_head = Weight("head", head)
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", rope_cos_sin(config, max_seq_len).to(self.device), persistent=False)
+
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...]:
+        """Of keys and values in a cache of e4m3, by layer."""
+        return tuple(layer.kv_scales for layer in self.layers if isinstance(layer, Layer))
 
     def forward(
         self,
@@ -179,6 +187,7 @@ class Transformer(nn.Module):
             config.num_heads,
             config.num_kv_heads,
             out,
+            layer.kv_scales,
         )
 
     def after_attention(self, index: int, attended: Tensor, hidden: Tensor) -> Tensor:

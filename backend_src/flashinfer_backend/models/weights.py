@@ -12,10 +12,12 @@ from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.models.transformer import Layer, Transformer
+from flashinfer_backend.ops.weight import DENSE, FLOATS, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
-_FLOAT_DTYPES = ("F32", "F16", "BF16")
+# Of keys' and values' scales: compressed-tensors', ModelOpt's, and older ones of compressed-tensors.
+KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 
 
 class WeightsError(ValueError):
@@ -26,10 +28,11 @@ def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "
     """Fill the model's weights in place.
 
     load_format "auto" reads model.safetensors, or the shards that model.safetensors.index.json names,
-    one tensor at a time into the fused weights, converted to the model's dtype. "dummy" draws them from
+    one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
+    weight's format says so. "dummy" draws them from
     N(0, initializer_range) keyed by seed (norms 1, biases 0) and does not look at model_dir.
     Raises FileNotFoundError for a missing file and WeightsError for tensors that are missing,
-    unexpected, of another shape or not floating point.
+    unexpected, of another shape or of another type than the format of their weight has.
     """
     if load_format == "dummy":
         _fill_randomly(model, seed)
@@ -50,44 +53,63 @@ def _opened(path: Path) -> Any:
 @torch.no_grad()
 def _fill_randomly(model: Transformer, seed: int) -> None:
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm"):
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, Weight) and module.format is not DENSE:
+                continue
+            if name.endswith("norm"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+        if isinstance(module, Weight) and module.format is not DENSE:
+            values = torch.empty(module.data.shape, dtype=model.dtype, device=model.device)
+            values.normal_(0.0, model.config.initializer_range, generator=generator)
+            module.format.fill(module, values)
 
 
-def destinations(model: Transformer) -> dict[str, Tensor]:
-    """Checkpoint name -> the (slice of a fused) weight that it fills, for every tensor but a tied lm_head."""
+def destinations(model: Transformer) -> dict[str, Stored]:
+    """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     config = model.config
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    targets: dict[str, Tensor] = {
-        "model.embed_tokens.weight": model.embed_tokens,
-        "model.norm.weight": model.final_norm,
+    targets = {
+        "model.embed_tokens.weight": Stored.into(model.embed_tokens),
+        "model.norm.weight": Stored.into(model.final_norm),
     }
     if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = model.lm_head.data
+        targets["lm_head.weight"] = Stored.into(model.lm_head.data)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
-        targets[f"{prefix}.input_layernorm.weight"] = layer.input_norm
-        targets[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
-        targets[f"{prefix}.self_attn.o_proj.weight"] = layer.o.data
-        targets[f"{prefix}.mlp.down_proj.weight"] = layer.down.data
-        gate, up = layer.gate_up.data.chunk(2)
-        targets[f"{prefix}.mlp.gate_proj.weight"] = gate
-        targets[f"{prefix}.mlp.up_proj.weight"] = up
-        for part, rows in zip("qkv", layer.qkv.data.split((q_rows, kv_rows, kv_rows)), strict=True):
-            targets[f"{prefix}.self_attn.{part}_proj.weight"] = rows
-        if layer.qkv_bias is not None:
-            for part, rows in zip("qkv", layer.qkv_bias.split((q_rows, kv_rows, kv_rows)), strict=True):
-                targets[f"{prefix}.self_attn.{part}_proj.bias"] = rows
+        targets[f"{prefix}.input_layernorm.weight"] = Stored.into(layer.input_norm)
+        targets[f"{prefix}.post_attention_layernorm.weight"] = Stored.into(layer.post_norm)
+        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            start = 0
+            for part, rows in config.parts(weight.role).items():
+                own = slice(start, start + rows)
+                for name, stored in weight.format.reads(weight, own).items():
+                    targets[f"{prefix}.{part}.{name}"] = stored
+                if weight is layer.qkv and layer.qkv_bias is not None:
+                    targets[f"{prefix}.{part}.bias"] = Stored.into(layer.qkv_bias[own])
+                start += rows
         if layer.q_norm is not None and layer.k_norm is not None:
-            targets[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
-            targets[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
+            targets[f"{prefix}.self_attn.q_norm.weight"] = Stored.into(layer.q_norm)
+            targets[f"{prefix}.self_attn.k_norm.weight"] = Stored.into(layer.k_norm)
     return targets
+
+
+def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
+    """The checkpoint names of scales of keys and values -> where they go: found[layer, "k" or "v"]."""
+
+    def stored(key: tuple[int, str]) -> Stored:
+        return Stored(((), (1,)), FLOATS, lambda value: found.update({key: positive(value)}))
+
+    return {
+        f"model.layers.{index}.self_attn.{name.format(part)}": stored((index, part))
+        for index in range(model.config.num_layers)
+        for part in "kv"
+        for name in KV_SCALE_NAMES
+    }
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -111,7 +133,9 @@ def _files(model_dir: Path) -> list[Path]:
 
 @torch.no_grad()
 def _load_safetensors(model: Transformer, model_dir: Path) -> None:
-    targets = destinations(model)
+    scales: dict[tuple[int, str], float] = {}
+    targets, optional = destinations(model), _kv_scales(model, scales)
+    says = model.config.quantization.format
     unexpected: list[str] = []
     loaded: set[str] = set()
     tied_head: Tensor | None = None
@@ -121,26 +145,31 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
                 is_tied_head = name == "lm_head.weight" and model.config.tie_word_embeddings
-                target = model.embed_tokens if is_tied_head else targets.get(name)
+                tied = Stored.into(model.embed_tokens)
+                target = tied if is_tied_head else targets.get(name) or optional.get(name)
                 if target is None:
                     unexpected.append(name)
                     continue
                 if name in loaded:
                     raise WeightsError(f"{path}: {name} appears in more than one file")
                 stored = file.get_slice(name)
-                if tuple(stored.get_shape()) != tuple(target.shape):
+                if tuple(stored.get_shape()) not in target.shapes:
                     raise WeightsError(
                         f"{path}: {name} has shape {list(stored.get_shape())}, config.json asks for "
-                        f"{list(target.shape)}"
+                        f"{' or '.join(str(list(shape)) for shape in target.shapes)}"
                     )
-                if stored.get_dtype() not in _FLOAT_DTYPES:
+                if stored.get_dtype() not in target.dtypes:
                     raise WeightsError(
-                        f"{path}: {name} is {stored.get_dtype()}; only {', '.join(_FLOAT_DTYPES)} are loaded"
+                        f"{path}: {name} is {stored.get_dtype()}; only {', '.join(target.dtypes)} are loaded"
+                        f"{'' if says == 'dense' else f' (by its quantization_config: {says})'}"
                     )
                 if is_tied_head:
                     tied_head = file.get_tensor(name)
                 else:
-                    target.copy_(file.get_tensor(name))
+                    try:
+                        target.take(file.get_tensor(name))
+                    except ValueError as error:
+                        raise WeightsError(f"{path}: {name} {error}") from None
                 loaded.add(name)
     if unexpected:
         raise WeightsError(
@@ -149,11 +178,27 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     missing = sorted(targets.keys() - loaded)
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {_some(missing)}")
+    _set_kv_scales(model, model_dir, scales)
     if tied_head is not None and not torch.equal(tied_head.to(model.embed_tokens), model.embed_tokens):
         raise WeightsError(
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"
         )
+
+
+def _set_kv_scales(model: Transformer, model_dir: Path, found: dict[tuple[int, str], float]) -> None:
+    """All layers' scales or none: without any, keys and values are stored as they are."""
+    if not found:
+        return
+    for index, layer in enumerate(model.layers):
+        missing = [part for part in "kv" if (index, part) not in found]
+        if missing:
+            raise WeightsError(
+                f"{model_dir} has scales of some keys and values, but not self_attn.{missing[0]}_scale of "
+                f"layer {index}"
+            )
+        assert isinstance(layer, Layer)
+        layer.kv_scales = (found[index, "k"], found[index, "v"])
 
 
 def _some(names: list[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashinfer_backend.ops import fp8
 from flashinfer_backend.ops.weight import Weight
 
 _MASK32 = 0xFFFFFFFF
@@ -37,13 +38,13 @@ def norm_linear(
 ) -> Tensor:
     """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
     x is unchanged."""
-    product = F.linear(rms_norm(x, norm_weight, eps), weight.data, bias)
+    product = weight.format.product(rms_norm(x, norm_weight, eps), weight, bias)
     return product if out is None else out.copy_(product)
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor."""
-    return residual + F.linear(x, weight.data)
+    return residual + weight.format.product(x, weight)
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
@@ -51,7 +52,7 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weigh
 
     gate_up[2I, H] holds the gate in rows 0..I and the up projection in rows I..2I.
     """
-    gate, up = F.linear(rms_norm(x, norm_weight, eps), gate_up.data).chunk(2, dim=-1)
+    gate, up = gate_up.format.product(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -74,13 +75,15 @@ def rope_and_store(
     num_heads: int,
     num_kv_heads: int,
     out: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Rotate Q and K, write K and V to their places and return Q as [T, Hq, D], in `out` when given.
 
     qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
     D/2 columns and the sines in the last; k_cache and v_cache [blocks, P, Hkv, D], contiguous;
     cache_locations[T] int32, block * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
-    weights applied before the rotation, or None.
+    weights applied before the rotation, or None. kv_scales: what K and V are divided by in a cache of e4m3;
+    others store them as they are.
     """
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     q, k, v = qkv.view(tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -90,8 +93,9 @@ def rope_and_store(
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     where = cache_locations.long()
-    k_cache.view(-1, num_kv_heads, head_dim)[where] = _rotate(k, cos, sin)
-    v_cache.view(-1, num_kv_heads, head_dim)[where] = v
+    for cache, stored, scale in zip((k_cache, v_cache), (_rotate(k, cos, sin), v), kv_scales, strict=True):
+        is_e4m3 = cache.dtype == fp8.E4M3
+        cache.view(-1, num_kv_heads, head_dim)[where] = fp8.to_e4m3(stored, scale) if is_e4m3 else stored
     rotated = _rotate(q, cos, sin)
     return rotated if out is None else out.copy_(rotated)
 

@@ -15,6 +15,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.worker import prebuild, prebuild_triton
@@ -34,11 +35,15 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
     model_config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
+    if config.quantization == "fp8":
+        model_config = model_config.quantised_on_load()
     model_config.check_max_seq_len(config.max_seq_len)
     config = resolve_limits(config, model_config.longest_seq_len)
     device = _device(config)
     dtype = _dtype(config, model_config, device)
     plain_torch = _plain_torch(config, device, dtype)
+    if not plain_torch:
+        check_cuda_formats(config, model_config, dtype)
     if device.type == "cuda":
         prebuild.prepare(config, model_config, dtype)
     if plain_torch:
@@ -53,13 +58,7 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     load_weights(model, model_dir, config.load_format)
     log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
 
-    cache_format = KVCacheFormat(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.tokens_per_block,
-        dtype=dtype,
-    )
+    cache_format = _cache_format(config, model)
     num_blocks = _num_blocks(config, model, cache_format)
     tokens = (num_blocks - 1) * config.tokens_per_block
     if tokens < config.max_seq_len:
@@ -118,6 +117,41 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
     if device.type == "cpu":
         return torch.float32  # what CPUs compute fast, and exactly enough to compare with
     return torch.float16 if model_config.dtype == "float16" else torch.bfloat16
+
+
+def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise ValueError for formats that the CUDA kernels do not compute."""
+    slow = "attention_backend=torch computes it, slowly"
+    if config.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype {config.kv_cache_dtype} is not computed by the CUDA kernels yet: set "
+            f"kv_cache_dtype=auto; {slow}"
+        )
+    for role, formats in model_config.weight_formats().items():
+        if formats == {"dense"}:
+            continue
+        if dtype != torch.bfloat16:
+            raise ValueError(f"weights in FP8 need dtype=bfloat16 on a GPU, not {dtype}; set it")
+        rows, inner = model_config.shape(role)
+        grain = BLOCK if any(format.startswith("fp8_block") for format in formats) else 16
+        if rows % 16 or inner % grain:
+            raise ValueError(
+                f"the {role} weights [{rows}, {inner}] in FP8 should have rows in multiples of 16 and columns"
+                f" in multiples of {grain} on a GPU; {slow}"
+            )
+
+
+def _cache_format(config: EngineConfig, model: Transformer) -> KVCacheFormat:
+    shape = model.config
+    in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    return KVCacheFormat(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.tokens_per_block,
+        dtype=torch.float8_e4m3fn if in_fp8 else model.dtype,
+        scales=model.kv_scales if in_fp8 else (),
+    )
 
 
 def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of how its weights are quantised, in config.json or ModelOpt's hf_quant_config.json.
+
+Read without torch, for build.py. The formats themselves are in ops/weight.py, by the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from flashinfer_backend.models.errors import UnsupportedModelError
+
+WeightFormat = Literal["dense", "fp8_token", "fp8_static", "fp8_block", "fp8_block_scale", "fp8_on_load"]
+BLOCK = 128
+SERVED = (
+    "served are FP8 (e4m3) checkpoints of compressed-tensors, ModelOpt (quant_algo FP8) and quant_method "
+    "fp8; or take the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """format: of the layers' products; ignored: of modules that stay dense, patterns of their whole names."""
+
+    format: WeightFormat
+    ignored: tuple[re.Pattern[str], ...] = ()
+
+    def format_of(self, modules: Iterable[str]) -> WeightFormat:
+        """The format of one product that computes these modules together.
+
+        Raises UnsupportedModelError if some of them are quantised and others are not.
+        """
+        by_module = {
+            name: "dense" if any(pattern.fullmatch(name) for pattern in self.ignored) else self.format
+            for name in modules
+        }
+        if len(set(by_module.values())) > 1:
+            dense = ", ".join(name for name, format in by_module.items() if format == "dense")
+            raise UnsupportedModelError(
+                f"quantization_config leaves out {dense}, but quantises the other parts of the same product; "
+                f"supported: all of {', '.join(by_module)}, or none"
+            )
+        return next(iter(by_module.values()))
+
+
+DENSE = Quantization("dense")
+ON_LOAD = Quantization("fp8_on_load")
+
+
+def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantization:
+    """Of config.json and hf_quant_config.json ({} where there is none).
+
+    Raises UnsupportedModelError, naming what was found, for what is not served.
+    """
+    config = raw.get("quantization_config") or raw.get("compression_config")
+    if not config:
+        config = {"quant_method": "modelopt", **hf_quant.get("quantization", {})} if hf_quant else None
+    if config is None:
+        return DENSE
+    method = config.get("quant_method") or config.get("quant_library")
+    readers: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+        "fp8": _fp8,
+    }
+    if method not in readers:
+        _refuse(repr(method))
+    _check_kv_cache(method, config)
+    lists = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+    ignored = [name for key in lists for name in config.get(key) or ()]
+    return Quantization(readers[method](config), tuple(map(_pattern, ignored)))
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """A module or all within it, by its name or the end of it, `*` for anything; or a regular expression
+    behind "re:", for the beginning of the name."""
+    if name.startswith("re:"):
+        text = rf"(?:{name[3:]}).*"
+    else:
+        text = r"(?:.*\.)?" + re.escape(name).replace(r"\*", ".*") + r"(?:\..*)?"
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"quantization_config ignores {name!r}, which is no regular expression: {error}"
+        ) from None
+
+
+def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
+    """https://github.com/vllm-project/compressed-tensors: quantization/quant_config.py, quant_args.py."""
+    method = "'compressed-tensors'"
+    groups = list((config.get("config_groups") or {}).values())
+    if not groups:
+        return "dense"  # only the KV cache is quantised
+    group = groups[0]
+    if len(groups) > 1 or not isinstance(group, dict) or group.get("targets") != ["Linear"]:
+        _refuse(f"{method} with other config_groups than one for all of Linear")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    _expect(f"{method}: weights", weights, num_bits=8, type="float", symmetric=True, dynamic=False)
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        _refuse(f"{method} with sparsity")
+    if config.get("transform_config") or group.get("output_activations"):
+        _refuse(f"{method} with transform_config or output_activations")
+    format = group.get("format") or config.get("format")
+    if format not in ("float-quantized", "naive-quantized"):
+        _refuse(f"{method} in format {format!r}")
+    if inputs is None:
+        _refuse(f"{method} with activations of 16 bits (weights alone in FP8)")
+    _expect(f"{method}: input_activations", inputs, num_bits=8, type="float", symmetric=True)
+    kinds = weights.get("strategy"), inputs.get("strategy"), inputs.get("dynamic")
+    match kinds:
+        case "channel" | "tensor", "token", True:
+            return "fp8_token"
+        case "channel" | "tensor", "tensor", False:
+            return "fp8_static"
+        case "block", "group", True:
+            sizes = tuple(weights.get("block_structure") or ()), inputs.get("group_size")
+            if sizes == ((BLOCK, BLOCK), BLOCK):
+                return "fp8_block_scale"
+            _refuse(f"{method} with blocks of {sizes[0]} and groups of {sizes[1]}, not {BLOCK}")
+    _refuse(f"{method} with weights by {kinds[0]}, activations by {kinds[1]}, dynamic {kinds[2]}")
+
+
+def _modelopt(config: dict[str, Any]) -> WeightFormat:
+    """https://github.com/NVIDIA/Model-Optimizer: modelopt/torch/export."""
+    algorithm = config.get("quant_algo")
+    formats: dict[str | None, WeightFormat] = {None: "dense", "FP8": "fp8_static"}
+    formats["FP8_PER_CHANNEL_PER_TOKEN"] = "fp8_token"
+    if algorithm not in formats:
+        _refuse(f"'modelopt' with quant_algo {algorithm!r}")
+    return formats[algorithm]
+
+
+def _fp8(config: dict[str, Any]) -> WeightFormat:
+    """transformers' FineGrainedFP8Config; without blocks, AutoFP8's per-tensor scales."""
+    _expect("'fp8'", {"fmt": "e4m3", "scale_fmt": "float", **config}, fmt="e4m3", scale_fmt="float")
+    scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
+    if scheme not in ("dynamic", "static"):
+        _refuse(f"'fp8' with activation_scheme {scheme!r}")
+    if block is None:
+        return "fp8_token" if scheme == "dynamic" else "fp8_static"
+    if block != [BLOCK, BLOCK] or scheme != "dynamic":
+        _refuse(f"'fp8' with weight_block_size {block} and activation_scheme {scheme!r}")
+    return "fp8_block"
+
+
+def _check_kv_cache(method: str, config: dict[str, Any]) -> None:
+    """Scales that a checkpoint brings for its KV cache must be e4m3's."""
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict):
+        what = f"{method!r}: kv_cache_scheme"
+        _expect(what, {"strategy": "tensor", "symmetric": True, **scheme},
+                num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)  # fmt: skip
+    elif scheme not in (None, "FP8", "static"):
+        _refuse(f"{method!r} with a KV cache of {scheme!r}")
+
+
+def _expect(what: str, found: dict[str, Any], **wanted: Any) -> None:
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            _refuse(f"{what} with {key} {found.get(key)!r}")
+
+
+def _refuse(found: str) -> NoReturn:
+    raise UnsupportedModelError(f"quantization_config {found} is not supported; {SERVED}")

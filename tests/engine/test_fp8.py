@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 checkpoints and the FP8 KV cache through the real engine, against a float64 model of what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.worker import start
+from quantised import LAYOUTS, PROMPTS, Quantised, make_quantised
+
+VOCAB = 256
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CASES = [(layout, "llama") for layout in LAYOUTS if layout != "dense"] + [
+    (layout, kind) for kind in FAMILIES[1:] for layout in ("ct-dynamic", "modelopt", "blocks", "on-load")
+]
+IN_FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+def answers(checkpoint: Quantised, run_dir: Path, **options: Any) -> list[tuple[torch.Tensor, list[int]]]:
+    """The context logits of each of PROMPTS and eight tokens behind it, served in one batch."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, context_logits=True)
+    with serve(start_core(checkpoint.folder, **options), run_dir) as client:
+        tokens = client.generate(PROMPTS, params)
+        sent = [client.extras[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
+    logits = [torch.from_numpy(np.frombuffer(each, np.float32).reshape(-1, VOCAB).copy()) for each in sent]
+    return list(zip(logits, tokens, strict=True))
+
+
+def check(checkpoint: Quantised, found: list[tuple[torch.Tensor, list[int]]], **reference: Any) -> None:
+    """A number half-way between two of e4m3 may be rounded to either, by an error of float32 in it; then all
+    behind it in its prompt differs as roundings do. So most prompts agree to float32, and all to e4m3."""
+    agree = 0
+    for prompt, (logits, tokens) in zip(PROMPTS, found, strict=True):
+        every = checkpoint.logits(prompt + tokens, **reference)
+        expected, behind = every[: len(prompt)], every[len(prompt) - 1 : -1]
+        error = (logits - expected).abs()
+        short = behind.amax(-1) - behind[range(len(tokens)), tokens]  # of the best, by a token's logit
+        agree += bool(error.max() < 1e-4 and short.max() < 1e-4)
+        assert error.square().mean().sqrt() < 0.3 and short.max() < 0.5  # logits' standard deviation is 1.6
+    assert agree > len(PROMPTS) // 2, f"only {agree} of {len(PROMPTS)} prompts agree"
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
+    """Also where the checkpoint has scales for a KV cache that is not in FP8."""
+    checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout.startswith("modelopt"))
+    knobs = {"quantization": "fp8"} if layout == "on-load" else {}
+    check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "scaled"),
+    [("dense", kind, False) for kind in FAMILIES]
+    + [(layout, "llama", True) for layout in ("dense", "ct-dynamic", "ct-static", "modelopt")],
+)
+def test_kv_cache_in_fp8(layout, kind, scaled, tmp_path):
+    checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=scaled)
+    check(checkpoint, answers(checkpoint, tmp_path / "run", **IN_FP8), fp8_cache=True)
+
+
+def test_a_prefix_is_reused_from_a_cache_in_fp8(tmp_path):
+    checkpoint = make_quantised("dense", "llama", tmp_path / "model", kv_scales=True)
+    prompt = torch.randint(3, 256, (150,), generator=torch.manual_seed(1)).tolist()
+    core = start_core(checkpoint.folder, **IN_FP8)
+    with serve(core, tmp_path / "run") as client:
+        params = SamplingParams(max_tokens=16, temperature=0.0)
+        assert client.generate([prompt], params) == client.generate([prompt], params)
+    assert core.scheduler.prompt_tokens_reused == 144
+
+
+def test_a_cache_in_fp8_holds_more_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "CPU_KV_BYTES", 1 << 20)
+    folder = make_quantised("dense", "llama", tmp_path).folder
+    tokens = [
+        start_core(folder, **options).scheduler.kv_manager.num_blocks * 16
+        for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16"} | IN_FP8)
+    ]
+    # K and V of 2 layers and 2 heads of 64, two bytes or one each
+    assert tokens == [(1 << 20) // 1024, (1 << 20) // 512]

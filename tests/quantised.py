@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny FP8 checkpoints as quantising tools write them, and what they mean, in float64 by transformers.
+
+Nothing here is the package's own code. The layouts are those of compressed-tensors (FP8_DYNAMIC, FP8 and
+FP8_BLOCK of quantization/quant_scheme.py, stored as compressors/naive_quantized does), of ModelOpt
+(torch/export: hf_quant_config.json, and what newer ones write to config.json), of transformers'
+FineGrainedFP8Config, and of AutoFP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from checkpoints import make_checkpoint
+
+PROMPTS = [torch.randint(3, 256, (n,), generator=torch.manual_seed(n)).tolist() for n in range(5, 13)]
+# q 256 rows, k and v 128; hidden_size leaves blocks of 128 that are not full.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.08,
+}
+KV_SCALES = {"k": 0.0051, "v": 0.0034}  # small enough that some values are beyond the largest element
+ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
+TOKEN = ARGS | {"strategy": "token", "dynamic": True}
+GROUP = ARGS | {"strategy": "group", "group_size": 128, "dynamic": True}
+BLOCKS = ARGS | {"strategy": "block", "block_structure": [128, 128]}
+
+
+def compressed_tensors(weights: dict, inputs: dict | None, **more: Any) -> dict[str, Any]:
+    group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    } | more
+
+
+@dataclass(frozen=True)
+class Layout:
+    """weights: tensor, channel or block, or "" as they were; inputs: token, tensor or group. kv: the names of
+    KV scales."""
+
+    config: dict[str, Any] | None
+    weights: str
+    inputs: str
+    scale_name: str = "weight_scale"
+    scale_dtype: torch.dtype = torch.float32
+    scalar: tuple[int, ...] = ()
+    hf_quant: dict[str, Any] | None = None
+    kv: str = "{0}_scale"
+    ignored: tuple[str, ...] = ("lm_head",)
+
+
+BF16 = torch.bfloat16
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+LAYOUTS: dict[str, Layout] = {
+    "ct-dynamic": Layout(
+        compressed_tensors(ARGS | {"strategy": "channel"}, TOKEN), "channel", "token", scale_dtype=BF16
+    ),
+    "ct-static": Layout(
+        compressed_tensors(ARGS | {"strategy": "tensor"}, ARGS | {"strategy": "tensor"}),
+        "tensor", "tensor", scale_dtype=BF16, scalar=(1,), kv="{0}_proj.output_scale",
+    ),
+    "ct-block": Layout(compressed_tensors(BLOCKS, GROUP), "block", "group", scale_dtype=BF16),
+    "modelopt": Layout(
+        None, "tensor", "tensor", kv="{0}_proj.{0}_scale",
+        hf_quant={"quantization": MODELOPT | {"exclude_modules": ["lm_head"]}},
+    ),
+    "modelopt-new": Layout(
+        MODELOPT | {"quant_method": "modelopt", "ignore": ["lm_head", "model.layers.1.mlp*"]},
+        "tensor", "tensor", kv="{0}_proj.{0}_scale", ignored=("lm_head", "model.layers.1.mlp."),
+    ),
+    "blocks": Layout(FP8_BLOCK, "block", "group", "weight_scale_inv", BF16),
+    "autofp8": Layout({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", "tensor"),
+    "some-layers": Layout(
+        compressed_tensors(ARGS | {"strategy": "channel"}, TOKEN, ignore=["lm_head", r"re:.*\.0\.self_attn"]),
+        "channel", "token", ignored=("lm_head", "model.layers.0.self_attn."),
+    ),
+    "on-load": Layout(None, "channel", "token"),
+    "dense": Layout(None, "", ""),
+}  # fmt: skip
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """The numbers of e4m3 nearest to x, ties to even, at most 448; in float64."""
+    x = x.double()
+    step = torch.exp2(torch.frexp(x).exponent.double().sub(1).clamp(min=-6) - 3)
+    return ((x / step).round() * step).clamp(-448, 448)
+
+
+def per_block(x: Tensor, size: int = 128) -> Tensor:
+    """The largest magnitude of each block, [N / size, K / size] rounded up."""
+    rows = [[part.abs().max() for part in row.split(size, 1)] for row in x.split(size)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+@dataclass
+class Linear:
+    """One quantised module: weight [N, K] as it is stored, in float64, and its scales."""
+
+    elements: Tensor
+    scale: Tensor
+    inputs: str
+    input_scale: float = 0.0
+
+    @classmethod
+    def quantise(cls, weight: Tensor, layout: Layout) -> Linear:
+        peaks = {"tensor": weight.abs().max(), "channel": weight.abs().amax(1, keepdim=True)}
+        peak = per_block(weight) if layout.weights == "block" else peaks[layout.weights]
+        scale = (peak.double() / 448).to(layout.scale_dtype)
+        wide = spread(scale, tuple(weight.shape)) if layout.weights == "block" else scale
+        return cls(e4m3(weight.double() / wide.double()), scale, layout.inputs)
+
+    def weight(self) -> Tensor:
+        blocks = self.scale.dim() == 2 and self.scale.shape[1] > 1
+        scale = spread(self.scale, tuple(self.elements.shape)) if blocks else self.scale
+        return self.elements * scale.double()
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x [..., K] as the product sees it."""
+        if self.inputs == "tensor":
+            return e4m3(x / self.input_scale) * self.input_scale
+        size = 128 if self.inputs == "group" else x.shape[-1]
+        return torch.cat([_by_peak(part) for part in x.split(size, -1)], -1)
+
+
+def _by_peak(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return e4m3(x / scale) * scale
+
+
+class RoundingCache(transformers.DynamicCache):
+    """Keys and values as e4m3 with scales keeps them."""
+
+    def __init__(self, scales: dict[str, float]) -> None:
+        super().__init__()
+        self._scales = scales.values()
+
+    def update(self, keys: Tensor, values: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        rounded = (e4m3(x / scale) * scale for x, scale in zip((keys, values), self._scales, strict=True))
+        return super().update(*rounded, *more, **options)
+
+
+@dataclass
+class Quantised:
+    """A quantised checkpoint in `folder`; model: transformers' in float64 with its weights dequantised."""
+
+    folder: Path
+    model: transformers.PreTrainedModel
+    linears: dict[str, Linear] = field(default_factory=dict)
+    kv_scales: dict[str, float] = field(default_factory=lambda: {"k": 1.0, "v": 1.0})
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], rounded: bool = True, fp8_cache: bool = False) -> Tensor:
+        """[len(tokens), V]. rounded: the inputs of quantised products are rounded, too."""
+        hooks = []
+        for name, linear in self.linears.items() if rounded else ():
+            module = self.model.get_submodule(name)
+            hook = lambda _, args, linear=linear: (linear.rounded(args[0]), *args[1:])  # noqa: E731
+            hooks.append(module.register_forward_pre_hook(hook))
+        cache = RoundingCache(self.kv_scales) if fp8_cache else None
+        try:
+            return self.model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def make_quantised(layout_name: str, kind: str, folder: Path, kv_scales: bool = False) -> Quantised:
+    """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says."""
+    layout = LAYOUTS[layout_name]
+    dense = make_checkpoint(kind, folder, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
+    tensors = load_file(dense / "model.safetensors")
+    result = Quantised(dense, model)
+    peaks = _input_peaks(model)
+    for name, module in _linears(model):
+        if name.startswith(layout.ignored) or not layout.weights:
+            continue
+        linear = Linear.quantise(tensors[f"{name}.weight"], layout)
+        # Modules that share an input have scales of their own here; with the smallest, some values are cut.
+        factor = {"q": 0.6, "k": 1.0, "v": 1.4}.get(name.split(".")[-1][0], 0.8)
+        linear.input_scale = float(torch.tensor(peaks[name] / 448 * factor, dtype=torch.float32))
+        result.linears[name] = linear
+        module.weight.data.copy_(linear.weight())
+        if layout_name == "on-load":
+            continue
+        tensors[f"{name}.weight"] = linear.elements.to(torch.float8_e4m3fn)
+        tensors[f"{name}.{layout.scale_name}"] = (
+            linear.scale.reshape(layout.scalar) if layout.weights == "tensor" else linear.scale
+        )
+        if layout.inputs == "tensor":
+            tensors[f"{name}.input_scale"] = torch.tensor(linear.input_scale).reshape(layout.scalar)
+    if kv_scales:
+        result.kv_scales = KV_SCALES
+        for index in range(model.config.num_hidden_layers):
+            for part, scale in KV_SCALES.items():
+                name = f"model.layers.{index}.self_attn.{layout.kv.format(part)}"
+                tensors[name] = torch.tensor(scale).reshape(layout.scalar)
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    edit_config(dense, **({"quantization_config": layout.config} if layout.config else {}))
+    if layout.hf_quant:
+        (dense / "hf_quant_config.json").write_text(json.dumps(layout.hf_quant))
+    return result
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+@torch.inference_mode()
+def _input_peaks(model: transformers.PreTrainedModel) -> dict[str, float]:
+    """The largest magnitude of each Linear's input over PROMPTS, from which static scales are made."""
+    peaks: dict[str, float] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: peaks.update(
+                {name: max(peaks.get(name, 0.0), float(args[0].abs().max()))}
+            )
+        )
+        for name, module in _linears(model)
+    ]
+    for prompt in PROMPTS:
+        model(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    return peaks
