@@ -187,10 +187,12 @@ class Quantised:
                 hook.remove()
 
 
-def make_quantised(layout_name: str, kind: str, folder: Path, kv_scales: bool = False) -> Quantised:
+def make_quantised(
+    layout_name: str, kind: str, folder: Path, kv_scales: bool = False, **sizes: Any
+) -> Quantised:
     """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says."""
     layout = LAYOUTS[layout_name]
-    dense = make_checkpoint(kind, folder, **SIZES)
+    dense = make_checkpoint(kind, folder, **(SIZES | sizes))
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
     tensors = load_file(dense / "model.safetensors")
     result = Quantised(dense, model)

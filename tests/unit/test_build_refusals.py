@@ -52,6 +52,12 @@ REFUSALS = [
     (["device=cpu", "cuda_graph_batch_sizes=1,2"], "with device=cpu it should be none or auto"),
     (["attention_backend=fa2", "dtype=float32"], "dtype=float32 needs attention_backend=torch"),
     (["attention_backend=torch", "cuda_graph_batch_sizes=1"], "needs FlashInfer's attention"),
+    (
+        ["device=cuda", "kv_cache_dtype=fp8_e4m3"],
+        "is not computed by the CUDA kernels yet: it should be auto",
+    ),
+    (["device=cuda", "quantization=fp8", "dtype=float16"], "weights in FP8 need dtype=bfloat16 or auto"),
+    (["quantization=int4"], "quantization=int4: should be auto, fp8"),
     (["model_dir=/elsewhere"], "already set to"),
     (["tokenizer_dir=/no/such/folder"], "tokenizer_dir=/no/such/folder: no folder /no/such/folder"),
     (["engine_dir=/engines"], "set model_dir to a Hugging Face checkpoint folder"),
@@ -86,6 +92,10 @@ CHECKPOINT_REFUSALS = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
     ({"num_attention_heads": None}, "num_attention_heads is null; it should be an integer of at least 1"),
     ({"max_position_embeddings": "4096"}, 'max_position_embeddings is "4096"; it should be an integer'),
+    (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        "quantization_config 'modelopt' with quant_algo 'NVFP4' is not supported; served are FP8",
+    ),
     ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be an integer of at least 1"),
     ({"head_dim": -64}, "head_dim is -64; it should be an integer of at least 1"),
     (
@@ -111,6 +121,13 @@ CHECKPOINT_REFUSALS = [
 @pytest.mark.parametrize(("changes", "text"), CHECKPOINT_REFUSALS, ids=lambda value: str(value)[:40])
 def test_refused_checkpoints(refused, tmp_path, changes, text):
     assert text in refused(model=write_checkpoint(tmp_path / "bad", **changes))
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(refused, build, tmp_path):
+    scheme = {"quant_method": "fp8", "activation_scheme": "static"}
+    folder = write_checkpoint(tmp_path / "fp8", quantization_config=scheme)
+    assert "is quantised already (fp8_static)" in refused("--set", "quantization=fp8", model=folder)
+    assert build(model=folder)[0] == 0
 
 
 def test_sliding_window_bounds_max_seq_len(refused, build, tmp_path):

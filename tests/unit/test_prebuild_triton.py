@@ -14,6 +14,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
 
@@ -31,6 +32,7 @@ LLAMA = dataclasses.replace(
 )
 CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
 VOCAB = 1000
+FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product")
 
 
 class Hopper:
@@ -123,3 +125,32 @@ def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):
     monkeypatch.setattr(prebuild_triton, "call_operations", fail)
     assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 0
     assert "PassManager::run failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("format", "kernels"),
+    [
+        ("fp8_token", {"_quantise_rows": 2}),
+        ("fp8_static", {"_quantise_rows": 2}),
+        ("fp8_block", {"_quantise_groups": 2, "_block_product": 16}),
+    ],
+)
+def test_what_products_in_fp8_compile(format, kernels):
+    """Widths of 4096 and 14336, and four tiles for each weight's shape; whatever the number of tokens."""
+    from flashinfer_backend.ops import cuda_fp8
+    from flashinfer_backend.ops.weight import Weight
+
+    model = dataclasses.replace(LLAMA, quantization=Quantization(format))
+    variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
+    found = names(variants)
+    assert {name: count for name, count in found.items() if name in FP8_KERNELS} == kernels
+    assert found["_linear"] == 0  # the head's, without numbers of an H200
+
+    def products() -> None:
+        for role in ("qkv", "o", "gate_up", "down"):
+            weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
+            weight.input_scales = {0: 0.5, 1024: 0.25}
+            for tokens in (1, 7, 64, 300, 4096):
+                cuda_fp8.product(torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16), weight)
+
+    assert set(prebuild_triton.collect(products)) <= set(variants)

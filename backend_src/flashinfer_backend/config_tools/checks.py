@@ -48,7 +48,8 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
         if problem:
             problems.append(f"model_dir={name}: {problem}; load_format=dummy runs without weights")
     try:
-        return ModelConfig.from_pretrained(folder)
+        model = ModelConfig.from_pretrained(folder)
+        return model.quantised_on_load() if values["quantization"] == "fp8" else model
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
     return None
@@ -135,6 +136,14 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
                 f"cuda_graph_batch_sizes={graphs} needs a GPU: with device=cpu it should be none or auto"
             )
         return
+    if values["device"] == "cuda" and backend != "torch":
+        if values["kv_cache_dtype"] != "auto":
+            problems.append(
+                f"kv_cache_dtype={values['kv_cache_dtype']} is not computed by the CUDA kernels yet: it "
+                "should be auto, or attention_backend torch, which is slow"
+            )
+        if model and model.quantization.format != "dense" and dtype in ("float16", "float32"):
+            problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
     if backend in ("fa2", "xqa", "triton"):
         if dtype == "float32":
             problems.append(

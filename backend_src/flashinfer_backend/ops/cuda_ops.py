@@ -3,7 +3,7 @@
 
 Few tokens take the Triton products of triton_linear where tilings.py has an entry; beyond, the gate and up
 products have a kernel of their own on Hopper. The rest is cuBLAS through torch (cublas.py chooses how) with
-FlashInfer's norm and activation.
+FlashInfer's norm and activation. Weights in FP8 are multiplied by cuda_fp8.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, gated_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, gated_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
-from flashinfer_backend.ops.weight import Weight
+from flashinfer_backend.ops.weight import DENSE, Weight
 
 __all__ = [
     "decode_inputs",
@@ -47,6 +47,9 @@ def norm_linear(
 ) -> Tensor:
     """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
     x is unchanged."""
+    if weight.format is not DENSE:
+        product = cuda_fp8.product(rms_norm(x, norm_weight, eps), weight, bias)
+        return product if out is None else out.copy_(product)
     data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
@@ -69,6 +72,8 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
 
     May overwrite residual.
     """
+    if weight.format is not DENSE:
+        return residual.add_(cuda_fp8.product(x, weight))
     data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
@@ -79,6 +84,9 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
+    if gate_up.format is not DENSE:
+        product = cuda_fp8.product(rms_norm(x, norm_weight, eps), gate_up)
+        return flashinfer.silu_and_mul(product, enable_pdl=True)
     data = gate_up.data
     tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:

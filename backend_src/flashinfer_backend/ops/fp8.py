@@ -17,12 +17,17 @@ BLOCK = 128
 
 def to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
     """x / scale, rounded to the nearest (ties to even); beyond the largest number, that one."""
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    return _divide(x, scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def scale_of(peak: Tensor) -> Tensor:
     """The scale that takes the largest magnitude to e4m3's largest number."""
-    return peak.float().clamp(min=SMALLEST_PEAK) / LARGEST
+    return _divide(peak.clamp(min=SMALLEST_PEAK), LARGEST)
+
+
+def _divide(x: Tensor, by: Tensor | float) -> Tensor:
+    """By a tensor: on a GPU, torch multiplies by the reciprocal of a number, which rounds twice."""
+    return x.float() / torch.as_tensor(by, dtype=torch.float32, device=x.device)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

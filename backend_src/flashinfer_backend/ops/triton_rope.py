@@ -95,9 +95,13 @@ def rope_and_store(
     num_heads: int,
     num_kv_heads: int,
     out: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None."""
+    """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Caches are
+    of qkv's dtype, so that kv_scales do not count."""
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    if k_cache.dtype.itemsize == 1:
+        raise ValueError(f"this kernel stores 16-bit keys and values, not {k_cache.dtype}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must both be given or both be None")
     q_out = (

@@ -85,7 +85,8 @@ def needed(
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
     if capability[0] == 9:
         kinds.add("fa3")
-    if capability == (9, 0) and model.hidden_size % 64 == 0 and model.intermediate_size % 64 == 0:
+    whole_tiles = model.hidden_size % 64 == 0 and model.intermediate_size % 64 == 0
+    if capability == (9, 0) and whole_tiles and "dense" in model.weight_formats()["gate_up"]:
         kinds.add("gated_linear")
     if config.attention_backend == "xqa":
         kinds.add("xqa")

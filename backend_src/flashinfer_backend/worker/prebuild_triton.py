@@ -20,7 +20,8 @@ from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.config import LAYER_ROLES, ModelConfig
+from flashinfer_backend.models.quantization import BLOCK, WeightFormat
 from flashinfer_backend.ops import device
 
 log = logging.getLogger(__name__)
@@ -127,20 +128,31 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
             triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)
 
 
+def _call_fp8_product(format: WeightFormat, rows: int, inner: int, empty: Callable[..., Tensor]) -> None:
+    """As ops.cuda_fp8 does: quantising does not depend on the number of tokens, the product's tiles do."""
+    from flashinfer_backend.ops import triton_fp8
+
+    if not format.startswith("fp8_block"):
+        triton_fp8.quantise_rows(empty(1, inner), 1.0 if format == "fp8_static" else None)
+        return
+    weight = empty(rows, inner, of=torch.float8_e4m3fn)
+    scales = empty(-(-rows // BLOCK), inner // BLOCK, of=torch.float32)
+    for tokens in (16, 32, 64, 128):
+        triton_fp8.block_product(*triton_fp8.quantise_groups(empty(tokens, inner)), weight, scales)
+
+
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_ops does."""
     from flashinfer_backend.ops.triton_linear import linear
 
     numbers = device.active()
-    hidden, attended = model.hidden_size, model.num_heads * model.head_dim
-    shapes: dict[Role, tuple[int, int]] = {
-        "qkv": (attended + 2 * model.num_kv_heads * model.head_dim, hidden),
-        "o": (hidden, attended),
-        "gate_up": (2 * model.intermediate_size, hidden),
-        "down": (hidden, model.intermediate_size),
-        "head": (model.vocab_size, hidden),
-    }
-    for role, (rows, inner) in shapes.items():
+    shapes: dict[Role, tuple[int, int]] = {role: model.shape(role) for role in LAYER_ROLES}
+    formats = model.weight_formats() | {"head": {"dense"}}
+    for role, (rows, inner) in (shapes | {"head": (model.vocab_size, model.hidden_size)}).items():
+        for format in sorted(formats[role] - {"dense"}):
+            _call_fp8_product(format, rows, inner, empty)
+        if "dense" not in formats[role]:
+            continue
         weight = empty(rows, inner)
         for step in numbers.steps(role, (rows, inner)):
             tokens = step.tokens

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of FP8 products: e4m3 activations with their scales, and the product of 128x128 blocks.
+
+They compute what ops.fp8 and ops.weight define. Nothing is launched before the kernel before has ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK
+
+_LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
+
+
+@triton.jit
+def _to_e4m3(x, scale):
+    scaled = tl.div_rn(x, scale)
+    return tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantise_rows(x, elements, scales, static, K: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    inside = k < K
+    values = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    scale = static
+    if not STATIC:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), _SMALLEST_PEAK), _LARGEST)
+    tl.store(elements + row * K + k, _to_e4m3(values, scale), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def quantise_rows(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor]:
+    """x[T, K] -> e4m3 [T, K], float32 [T, 1]: ops.fp8.quantise_rows, or by one given scale."""
+    tokens, inner = x.shape
+    elements = torch.empty(tokens, inner, dtype=E4M3, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(inner)
+    _quantise_rows[(tokens,)](
+        x,
+        elements,
+        scales,
+        static or 0.0,
+        K=inner,
+        WIDTH=width,
+        STATIC=static is not None,
+        num_warps=min(max(width // 1024, 1), 16),
+    )
+    return elements, scales
+
+
+@triton.jit
+def _quantise_groups(x, elements, scales, K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    # A program takes GROUPS neighbouring groups of one token.
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inside = group < K // GROUP
+    place = row * K + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
+    tl.store(elements + place, _to_e4m3(values, scale[:, None]), mask=inside[:, None])
+    tl.store(scales + row * (K // GROUP) + group, scale, mask=inside)
+
+
+def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ops.fp8.quantise_groups: x[T, K] -> e4m3 [T, K], float32 [T, K / 128]; K a multiple of 128."""
+    tokens, inner = x.shape
+    elements = torch.empty(tokens, inner, dtype=E4M3, device=x.device)
+    scales = torch.empty(tokens, inner // BLOCK, dtype=torch.float32, device=x.device)
+    groups = 16
+    _quantise_groups[(tokens, triton.cdiv(inner // BLOCK, groups))](
+        x, elements, scales, K=inner, GROUPS=groups, GROUP=BLOCK, num_warps=4
+    )
+    return elements, scales
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _block_product(
+    x,
+    x_scales,
+    weight,
+    scales,
+    out,
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time. The
+    # weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
+    token_blocks = tl.cdiv(tokens, TOKENS)
+    row = tl.program_id(0) // token_blocks * ROWS
+    token = tl.program_id(0) % token_blocks * TOKENS
+    n = row + tl.arange(0, ROWS)
+    t = (token + tl.arange(0, TOKENS)).to(tl.int64)
+    k = tl.arange(0, GROUP)
+    inside, present = n < N, t < tokens
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for i in tl.range(0, K // GROUP, num_stages=STAGES):
+        block = tl.load(weight + n[:, None] * K + i * GROUP + k[None, :], mask=inside[:, None], other=0.0)
+        x_block = tl.load(x + t[:, None] * K + i * GROUP + k[None, :], mask=present[:, None], other=0.0)
+        x_scale = tl.load(x_scales + t * (K // GROUP) + i, mask=present, other=0.0)
+        scale = tl.load(scales + row // GROUP * (K // GROUP) + i)  # ROWS divides a block's rows
+        # A sum of its own for each group: the tensor cores' sums of FP8 keep fewer bits than float32.
+        acc += tl.dot(block, x_block.T) * (x_scale * scale)[None, :]
+    cells = t[:, None] * N + n[None, :]
+    tl.store(out + cells, acc.T.to(out.dtype.element_ty), mask=present[:, None] & inside[None, :])
+
+
+def block_tile(tokens: int) -> tuple[int, int]:
+    """Tokens and weight rows of a tile. Not measured yet."""
+    if tokens <= 64:
+        return max(16, triton.next_power_of_2(tokens)), 64
+    return 128, 128
+
+
+def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x[T, K] e4m3 with scales [T, K / 128] times weight[N, K] e4m3 with scales [N / 128, K / 128] (N rounded
+    up) transposed -> bfloat16 [T, N]."""
+    (tokens, inner), rows = x.shape, weight.shape[0]
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+    token_tile, row_tile = block_tile(tokens)
+    _block_product[(triton.cdiv(rows, row_tile) * triton.cdiv(tokens, token_tile),)](
+        x,
+        x_scales,
+        weight,
+        scales,
+        out,
+        tokens,
+        N=rows,
+        K=inner,
+        TOKENS=token_tile,
+        ROWS=row_tile,
+        GROUP=BLOCK,
+        STAGES=4 if token_tile < 128 else 3,
+        num_warps=4 if token_tile < 128 else 8,
+    )
+    return out

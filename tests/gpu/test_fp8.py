@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 products on a GPU against the formats' own in plain torch, their times, and an engine with them.
+
+`pytest tests/gpu/test_fp8.py -s` prints the times. FLASHINFER_BLOCKS=1 adds FlashInfer's product of 128x128
+blocks, which compiles for minutes the first time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compilations import watch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops.weight import Weight
+from quantised import make_quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOKENS = [1, 7, 64, 300, 4096]
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
+KINDS = ["fp8_token", "fp8_static", "fp8_block"]
+# Heads and widths that FlashInfer has and that are whole blocks.
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+SETTINGS = {"device": "cuda", "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def make_weight(role: str, format: str, shape: tuple[int, int]) -> Weight:
+    """In fp8_static the parts of qkv have input scales of their own."""
+    weight = Weight.empty(role, shape, format, torch.bfloat16, torch.device("cuda"))  # type: ignore[arg-type]
+    weight.format.fill(weight, randn(*shape, scale=shape[1] ** -0.5))
+    if format == "fp8_static":
+        parts = {0: 0.012, 4096: 0.009, 5120: 0.009} if role == "qkv" else {0: 0.011}
+        weight.input_scales = parts
+    return weight
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Relative error of each row, so that one wrong row cannot hide."""
+    actual, expected = actual.float(), expected.float()
+    assert actual.shape == expected.shape
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
+
+
+@pytest.mark.parametrize("inner", [128, 4096, 14336, 18944])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_activations_are_quantised_bit_for_bit(tokens, inner):
+    from flashinfer_backend.ops import triton_fp8
+
+    x = randn(tokens, inner, scale=3.0)
+    x[::3] = 0
+    x[0, 5] = 30000.0  # one value far beyond the others
+    pairs = [
+        (triton_fp8.quantise_rows(x), fp8.quantise_rows(x)),
+        (triton_fp8.quantise_groups(x), fp8.quantise_groups(x)),
+        (triton_fp8.quantise_rows(x, 0.01), (fp8.to_e4m3(x, 0.01), torch.full((tokens, 1), 0.01).cuda())),
+    ]
+    for (elements, scales), (expected, expected_scales) in pairs:
+        torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0)
+        assert torch.equal(elements.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("role", SHAPES)
+@pytest.mark.parametrize("format", KINDS)
+def test_products_are_those_of_the_format(format, role, tokens):
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight = make_weight(role, format, SHAPES[role])
+    x = randn(tokens, SHAPES[role][1], scale=2.0)
+    bias = randn(SHAPES[role][0]) if role == "qkv" else None
+    expected = weight.format.product(x.float(), weight, bias)
+    assert_close(cuda_fp8.product(x, weight, bias), expected, 1e-2)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_rows_that_do_not_fill_a_block(format):
+    """1000 rows: the last block of 128 is not full."""
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight = make_weight("down", format, (1008, 512))
+    x = randn(33, 512)
+    assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("format", KINDS)
+def test_operations_of_a_layer(format, tokens):
+    """The norm's bfloat16 may differ in its last bit, and then e4m3's: a wider bound."""
+    from flashinfer_backend.ops import cuda_ops
+
+    x, norm, residual = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1, randn(tokens, 4096)
+    qkv, gate_up, down = (make_weight(role, format, SHAPES[role]) for role in ("qkv", "gate_up", "down"))
+    for ours, theirs in (
+        (cuda_ops.norm_linear(x, norm, 1e-5, qkv, None), torch_ops.norm_linear(x, norm, 1e-5, qkv, None)),
+        (
+            cuda_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
+            torch_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
+        ),
+    ):
+        assert_close(ours, theirs, 3e-2)
+    gated = randn(tokens, 14336)
+    expected = torch_ops.linear_add(gated, down, residual)
+    assert_close(cuda_ops.linear_add(gated, down, residual.clone()), expected, 1e-2)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_products_in_a_graph(format):
+    """Captured and replayed with other values, bit for bit what is launched one by one."""
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight = make_weight("qkv", format, SHAPES["qkv"])
+    x = randn(16, 4096)
+    cuda_fp8.product(x, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda_fp8.product(x, weight)
+    for _ in range(3):
+        x.copy_(randn(16, 4096))
+        graph.replay()
+        assert torch.equal(out, cuda_fp8.product(x, weight))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", ["ct-dynamic", "modelopt", "blocks", "on-load", "some-layers"])
+def test_engine(layout, kind, tmp_path):
+    """Each token is the best, or nearly, in the context that was produced; nothing compiles after start."""
+    checkpoint = make_quantised(layout, kind, tmp_path / "model", **SIZES)
+    knobs: dict[str, Any] = {"quantization": "fp8"} if layout == "on-load" else {}
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+    with watch() as found:
+        core = start_core(checkpoint.folder, **SETTINGS, **knobs)
+        found.clear()
+        with serve(core, tmp_path / "run") as client:
+            produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+        assert not found.triton and not found.loaded and not found.built, found
+    short = []
+    for prompt, tokens in zip(prompts, produced, strict=True):
+        logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
+    all_short = torch.cat(short)
+    print(f"{layout} {kind}: {(all_short == 0).double().mean():.3f} best, worst {all_short.max():.2f} short")
+    assert (all_short == 0).double().mean() > 0.8 and all_short.max() < 0.8
+
+
+def test_what_the_kernels_do_not_compute_is_refused(tmp_path):
+    folder = make_quantised("ct-dynamic", "llama", tmp_path / "model", **SIZES).folder
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3 is not computed by the CUDA kernels yet"):
+        start_core(folder, **SETTINGS, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="FP8 need dtype=bfloat16"):
+        start_core(folder, **SETTINGS, dtype="float16")
+
+
+def test_kv_cache_in_fp8_in_plain_torch(tmp_path):
+    checkpoint = make_quantised("modelopt", "llama", tmp_path / "model", kv_scales=True, **SIZES)
+    core = start_core(
+        checkpoint.folder, **SETTINGS, dtype="float32", attention_backend="torch", kv_cache_dtype="fp8_e4m3"
+    )
+    prompt = torch.randint(3, 250, (20,), generator=torch.Generator().manual_seed(3)).tolist()
+    with serve(core, tmp_path / "run") as client:
+        (tokens,) = client.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0))
+    logits = checkpoint.logits(prompt + tokens, fp8_cache=True)[len(prompt) - 1 : -1]
+    assert (logits.amax(-1) - logits[range(8), tokens]).max() < 0.5
+
+
+def microseconds(work: Callable[[int], object], copies: int) -> float:
+    """Of one call in a CUDA graph that goes through `copies` weights, so that none is in L2."""
+    for i in range(copies):
+        work(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            work(i)
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / 20 / copies
+
+
+@pytest.mark.timeout(600)
+def test_times() -> None:
+    """Prints microseconds of each product, quantising its input included; asserts nothing."""
+    print(
+        "\nproduct, tokens: us of bf16 | per token, of it quantising | 128x128 blocks | FlashInfer's blocks;"
+    )
+    print("relative error of the second, with fast sums and with exact ones")
+    for role, shape in SHAPES.items():
+        copies = max(2, (200 << 20) // (shape[0] * shape[1]))
+        weights = {
+            kind: [make_weight(role, kind, shape) for _ in range(copies)] for kind in ("dense", *KINDS)
+        }
+        for tokens in TOKENS:
+            print(f"{role:8} {tokens:5} {times(randn(tokens, shape[1]), weights)}")
+
+
+def times(x: torch.Tensor, weights: dict[str, list[Weight]]) -> str:
+    from flashinfer_backend.ops import cuda_fp8, triton_fp8
+
+    dense, token, block = (weights[kind] for kind in ("dense", "fp8_token", "fp8_block"))
+    works: list[Callable[[int], object]] = [
+        lambda i: F.linear(x, dense[i].data),
+        lambda i: cuda_fp8.product(x, token[i]),
+        lambda i: triton_fp8.quantise_rows(x),
+        lambda i: cuda_fp8.product(x, block[i]),
+    ]
+    if os.environ.get("FLASHINFER_BLOCKS"):
+        from flashinfer.gemm import fp8_blockscale_gemm_sm90
+
+        works.append(lambda i: fp8_blockscale_gemm_sm90(x, block[i].data, None, block[i].scale))
+    expected = token[0].format.product(x.float(), token[0])
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        for fast in (True, False):
+            patch.setattr(cuda_fp8, "FAST_ACCUMULATION", fast)
+            errors.append(float((cuda_fp8.product(x, token[0]) - expected).norm() / expected.norm()))
+    row = " | ".join(f"{microseconds(work, len(dense)):7.1f}" for work in works)
+    return f"{row}; {errors[0]:.1e} {errors[1]:.1e}"

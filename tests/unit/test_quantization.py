@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How quantised checkpoints are recognised, refused and loaded; e4m3 in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
+from flashinfer_backend.models.quantization import Quantization, read_quantization
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import WeightsError, load_weights
+from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops.weight import FORMATS, Weight
+from flashinfer_backend.worker.start import check_cuda_formats
+from quantised import (
+    ARGS,
+    BLOCKS,
+    GROUP,
+    LAYOUTS,
+    TOKEN,
+    compressed_tensors,
+    e4m3,
+    edit_config,
+    make_quantised,
+)
+
+CHANNEL = ARGS | {"strategy": "channel"}
+DYNAMIC = compressed_tensors(CHANNEL, TOKEN)
+
+
+def two_groups() -> dict:
+    config = copy.deepcopy(DYNAMIC)
+    config["config_groups"]["group_1"] = config["config_groups"]["group_0"]
+    return config
+
+
+def by_layer() -> dict:
+    config = copy.deepcopy(DYNAMIC)
+    config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    return config
+
+
+INT8 = ARGS | {"type": "int"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+REFUSED = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "'mxfp4'"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' with quant_algo 'NVFP4'"),
+    "mixed": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"),
+    "int8": (compressed_tensors(INT8, TOKEN | {"type": "int"}), "weights with type 'int'"),
+    "int4": (compressed_tensors(CHANNEL | {"num_bits": 4}, TOKEN), "weights with num_bits 4"),
+    "asymmetric": (compressed_tensors(CHANNEL | {"symmetric": False}, TOKEN), "symmetric False"),
+    "int8 inputs": (compressed_tensors(CHANNEL, INT8), "input_activations with type 'int'"),
+    "weights only": (compressed_tensors(CHANNEL, None), "with activations of 16 bits"),
+    "groups": (compressed_tensors(ARGS | {"strategy": "group"}, GROUP), "with weights by group"),
+    "dynamic per tensor": (
+        compressed_tensors(CHANNEL, ARGS | {"strategy": "tensor", "dynamic": True}), "dynamic True",
+    ),
+    "other blocks": (
+        compressed_tensors(BLOCKS | {"block_structure": [64, 64]}, GROUP), "blocks of (64, 64)",
+    ),
+    "packed": (compressed_tensors(CHANNEL, TOKEN, format="pack-quantized"), "in format 'pack-quantized'"),
+    "sparse": (compressed_tensors(CHANNEL, TOKEN, sparsity_config={"format": "sparse-bitmask"}), "sparsity"),
+    "two groups": (two_groups(), "other config_groups than one for all of Linear"),
+    "some targets": (by_layer(), "other config_groups than one for all of Linear"),
+    "int8 cache": (DYNAMIC | {"kv_cache_scheme": INT8}, "kv_cache_scheme with type 'int'"),
+    "fp4 cache": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
+        "a KV cache of 'NVFP4'",
+    ),
+    "fp8 blocks of 64": (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size [64, 64]"),
+    "e5m2": (FP8 | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
+    "powers of two": (FP8 | {"scale_fmt": "ue8m0"}, "'fp8' with scale_fmt 'ue8m0'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case):
+    config, found = REFUSED[case]
+    with pytest.raises(UnsupportedModelError, match=re.escape(found)) as error:
+        read_quantization({"quantization_config": config}, {})
+    assert "served are FP8 (e4m3) checkpoints" in str(error.value) and "quantization=fp8" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "matches"),
+    [
+        ("lm_head", "lm_head", True),
+        ("model.layers.1", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("down_proj", "model.layers.0.mlp.down_proj", True),
+        ("mlp.down", "model.layers.0.mlp.down_proj", False),
+        ("model.layers.*.mlp*", "model.layers.7.mlp.down_proj", True),
+        ("*self_attn*", "model.layers.7.mlp.down_proj", False),
+        ("re:.*self_attn", "model.layers.0.self_attn.q_proj", True),
+        (r"re:model\.layers\.\d\.mlp|never", "model.layers.0.mlp.up_proj", True),
+        ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_patterns_of_ignored_modules(pattern, module, matches):
+    quantization = read_quantization({"quantization_config": DYNAMIC | {"ignore": [pattern]}}, {})
+    assert quantization.format_of([module]) == ("dense" if matches else "fp8_token")
+
+
+def test_a_product_of_which_parts_are_ignored_is_refused(tmp_path):
+    folder = make_quantised("ct-dynamic", "llama", tmp_path).folder
+    edit_config(folder, quantization_config=DYNAMIC | {"ignore": ["lm_head", "re:.*k_proj"]})
+    with pytest.raises(UnsupportedModelError, match=r"leaves out model\.layers\.0\.self_attn\.k_proj, but"):
+        ModelConfig.from_pretrained(folder)
+    edit_config(folder, quantization_config=DYNAMIC | {"ignore": ["re:("]})
+    with pytest.raises(ValueError, match="which is no regular expression"):
+        ModelConfig.from_pretrained(folder)
+
+
+def test_parts_that_begin_within_a_block_are_refused(tmp_path):
+    folder = make_quantised("blocks", "llama", tmp_path).folder
+    edit_config(folder, num_key_value_heads=1)
+    with pytest.raises(UnsupportedModelError, match=r"k_proj has 64 rows; .* multiples of 128"):
+        ModelConfig.from_pretrained(folder)
+
+
+# Loading
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def load(folder: Path) -> Transformer:
+    model = Transformer(ModelConfig.from_pretrained(folder), torch_ops, "float32", "cpu")
+    load_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(f"{Q_PROJ}.weight_scale"), rf"lacks tensors.*{Q_PROJ}\.weight_scale"),
+        (lambda t: t.pop(f"{Q_PROJ}.input_scale"), rf"lacks tensors.*{Q_PROJ}\.input_scale"),
+        (
+            lambda t: t.update({f"{Q_PROJ}.weight": t[f"{Q_PROJ}.weight"].bfloat16()}),
+            r"q_proj.weight is BF16; only F8_E4M3 are loaded \(by its quantization_config: fp8_static\)",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(fp8.E4M3)}),
+            "lm_head.weight is F8_E4M3; only F32, F16, BF16",
+        ),
+        (
+            lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.ones(256, 2)}),
+            r"weight_scale has shape \[256, 2\], config.json asks for \[\] or \[1\] or \[256\] or \[256, 1\]",
+        ),
+        (lambda t: t[f"{Q_PROJ}.weight_scale"].fill_(torch.nan), "weight_scale has scales that are not"),
+        (lambda t: t[f"{Q_PROJ}.input_scale"].zero_(), r"input_scale is 0\.0; a scale should be .* above 0"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.v_proj.v_scale"),
+            r"scales of some keys and values, but not self_attn\.v_scale of layer 1",
+        ),
+        (lambda t: t.update({f"{Q_PROJ}.q_scale": torch.ones(())}), r"does not account for.*q_scale"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(tmp_path, edit, message):
+    folder = make_quantised("modelopt", "llama", tmp_path, kv_scales=True).folder
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=message):
+        load(folder)
+
+
+def test_elements_in_fp8_without_a_word_about_it_are_refused(tmp_path):
+    folder = make_quantised("modelopt", "llama", tmp_path).folder
+    (folder / "hf_quant_config.json").unlink()
+    with pytest.raises(WeightsError, match=r"F8_E4M3; only F32, F16, BF16 are loaded|does not account for"):
+        load(folder)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "dense"])
+def test_random_weights_in_every_format(tmp_path, format):
+    """As N(0, initializer_range) as FP8 can: what benchmarks run on."""
+    config = ModelConfig.from_pretrained(make_quantised("dense", "llama", tmp_path).folder)
+    model = Transformer(
+        ModelConfig(**{**vars(config), "quantization": Quantization(format)}), torch_ops, "float32", "cpu"
+    )
+    load_weights(model, tmp_path, load_format="dummy")
+    weight = model.layers[1].down
+    x = torch.eye(256)
+    values = weight.format.product(x, weight)
+    assert values.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert weight.data.dtype == fp8.E4M3 and model.lm_head.data.dtype == torch.float32
+
+
+def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
+    config = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path).folder)
+    plain = EngineConfig(model_dir="")
+    with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] in FP8 .* multiples of 128 on a GPU"):
+        check_cuda_formats(plain, config, torch.bfloat16)
+    token = ModelConfig(**{**vars(config), "quantization": Quantization("fp8_token")})
+    check_cuda_formats(plain, token, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"FP8 need dtype=bfloat16 on a GPU, not torch\.float16"):
+        check_cuda_formats(plain, token, torch.float16)
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3 is not computed by the CUDA kernels yet"):
+        check_cuda_formats(EngineConfig(model_dir="", kv_cache_dtype="fp8_e4m3"), token, torch.bfloat16)
+
+
+# e4m3
+
+
+def test_rounding_is_to_the_nearest_and_saturates():
+    """Every number of e4m3, what lies half-way between two, just beside that, and beyond the largest."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3).double()
+    numbers = numbers[numbers.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat(
+        [numbers, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.tensor([464.0, 1e9, -1e30])]
+    )
+    found = fp8.to_e4m3(x.float(), 1.0)
+    assert torch.equal(found.double(), e4m3(x.float()))
+    assert found.float().abs().max() == 448
+
+
+def test_rows_of_zeros_stay_zeros():
+    weight = Weight("o", torch.ones(4, 128).to(fp8.E4M3), FORMATS["fp8_token"], torch.ones(4))
+    x = torch.zeros(3, 128)
+    x[1] = 1e-30
+    product = weight.format.product(x, weight)
+    assert product.isfinite().all() and (product[[0, 2]] == 0).all()
+    elements, scale = fp8.quantise_groups(torch.zeros(2, 200))
+    assert scale.shape == (2, 2) and (scale > 0).all() and (elements.float() == 0).all()
+
+
+def test_every_layout_is_recognised(tmp_path):
+    expected = {
+        "ct-dynamic": "fp8_token",
+        "ct-static": "fp8_static",
+        "ct-block": "fp8_block_scale",
+        "modelopt": "fp8_static",
+        "modelopt-new": "fp8_static",
+        "blocks": "fp8_block",
+        "autofp8": "fp8_static",
+        "some-layers": "fp8_token",
+        "on-load": "dense",
+        "dense": "dense",
+    }
+    found = {
+        name: read_quantization({"quantization_config": layout.config}, layout.hf_quant or {}).format
+        for name, layout in LAYOUTS.items()
+    }
+    assert found == expected
