@@ -28,7 +28,7 @@ def answers(checkpoint: Quantised, run_dir: Path, **options: Any) -> list[tuple[
     params = SamplingParams(max_tokens=8, temperature=0.0, context_logits=True)
     with serve(start_core(checkpoint.folder, **options), run_dir) as client:
         tokens = client.generate(PROMPTS, params)
-        sent = [client.extras[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
+        sent = [client.reports[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
     logits = [torch.from_numpy(np.frombuffer(each, np.float32).reshape(-1, VOCAB).copy()) for each in sent]
     return list(zip(logits, tokens, strict=True))
 
