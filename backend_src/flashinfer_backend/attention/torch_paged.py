@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.ops.fp8 import E4M3
 
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.
 _QUERY_ROWS = 1024
@@ -47,7 +48,11 @@ class TorchPagedAttention:
         shape = cache.format
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         # Token granularity: [blocks * block_size, Hkv, D] views of the same memory.
-        self._flat = [tuple(part.view(-1, num_kv_heads, head_dim) for part in pair) for pair in cache.layers]
+        # E4m3 as bytes: not every torch can index it on every device.
+        kind = torch.uint8 if shape.scales else shape.dtype
+        self._flat = [
+            tuple(part.view(kind).view(-1, num_kv_heads, head_dim) for part in pair) for pair in cache.layers
+        ]
         self._device = cache.device
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
@@ -112,7 +117,10 @@ class TorchPagedAttention:
         ]
         if not self._scales:
             return found
-        return [(x.float() * scale).to(dtype) for x, scale in zip(found, self._scales[layer], strict=True)]
+        return [
+            (x.view(E4M3).float() * scale).to(dtype)
+            for x, scale in zip(found, self._scales[layer], strict=True)
+        ]
 
     def _cache_locations(self, table: Tensor, positions: Tensor) -> Tensor:
         """Where positions[..., L] lie (block * P + offset) under the block tables table[..., columns]."""

@@ -94,8 +94,9 @@ def rope_and_store(
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     where = cache_locations.long()
     for cache, stored, scale in zip((k_cache, v_cache), (_rotate(k, cos, sin), v), kv_scales, strict=True):
-        is_e4m3 = cache.dtype == fp8.E4M3
-        cache.view(-1, num_kv_heads, head_dim)[where] = fp8.to_e4m3(stored, scale) if is_e4m3 else stored
+        if cache.dtype == fp8.E4M3:  # as bytes: not every torch can index e4m3 on every device
+            cache, stored = cache.view(torch.uint8), fp8.to_e4m3(stored, scale).view(torch.uint8)
+        cache.view(-1, num_kv_heads, head_dim)[where] = stored
     rotated = _rotate(q, cos, sin)
     return rotated if out is None else out.copy_(rotated)
 

@@ -56,7 +56,8 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
         prebuild_triton.prepare(config, model_config, dtype)
     model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
-    log.info("loaded %s as %s on %s in %.1f s", model_dir, dtype, device, time.monotonic() - began)
+    stored, seconds = model_config.quantization.format, time.monotonic() - began
+    log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
 
     cache_format = _cache_format(config, model)
     num_blocks = _num_blocks(config, model, cache_format)
