@@ -210,17 +210,24 @@ def microseconds(work: Callable[[int], object], copies: int) -> float:
 @pytest.mark.timeout(600)
 def test_times() -> None:
     """Prints microseconds of each product, quantising its input included; asserts nothing."""
-    print(
-        "\nproduct, tokens: us of bf16 | per token, of it quantising | 128x128 blocks | FlashInfer's blocks;"
-    )
-    print("relative error of the second, with fast sums and with exact ones")
+    print("\nproduct, tokens: us of bf16 | per token | quantising alone | scaled by cuBLAS | blocks |")
+    print("FlashInfer's blocks; relative error per token with fast sums, with exact ones")
     for role, shape in SHAPES.items():
         copies = max(2, (200 << 20) // (shape[0] * shape[1]))
-        weights = {
-            kind: [make_weight(role, kind, shape) for _ in range(copies)] for kind in ("dense", *KINDS)
-        }
+        kinds = ("dense", "fp8_token", "fp8_block")
+        weights = {kind: [make_weight(role, kind, shape) for _ in range(copies)] for kind in kinds}
         for tokens in TOKENS:
             print(f"{role:8} {tokens:5} {times(randn(tokens, shape[1]), weights)}")
+
+
+def scaled_by_cublas(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    from flashinfer_backend.ops import triton_fp8
+
+    elements, scales = triton_fp8.quantise_rows(x)
+    columns = weight.scale.unsqueeze(0)
+    return torch._scaled_mm(
+        elements, weight.data.t(), scale_a=scales, scale_b=columns, out_dtype=x.dtype, use_fast_accum=True
+    )
 
 
 def times(x: torch.Tensor, weights: dict[str, list[Weight]]) -> str:
@@ -231,6 +238,7 @@ def times(x: torch.Tensor, weights: dict[str, list[Weight]]) -> str:
         lambda i: F.linear(x, dense[i].data),
         lambda i: cuda_fp8.product(x, token[i]),
         lambda i: triton_fp8.quantise_rows(x),
+        lambda i: scaled_by_cublas(x, token[i]),
         lambda i: cuda_fp8.product(x, block[i]),
     ]
     if os.environ.get("FLASHINFER_BLOCKS"):

@@ -32,7 +32,7 @@ LLAMA = dataclasses.replace(
 )
 CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
 VOCAB = 1000
-FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product")
+FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product", "_finish")
 
 
 class Hopper:
@@ -130,9 +130,9 @@ def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("format", "kernels"),
     [
-        ("fp8_token", {"_quantise_rows": 2}),
-        ("fp8_static", {"_quantise_rows": 2}),
-        ("fp8_block", {"_quantise_groups": 2, "_block_product": 16}),
+        ("fp8_token", {"_quantise_rows": 2, "_finish": 3}),
+        ("fp8_static", {"_quantise_rows": 2, "_finish": 6}),
+        ("fp8_block", {"_quantise_groups": 2, "_block_product": 16, "_finish": 3}),
     ],
 )
 def test_what_products_in_fp8_compile(format, kernels):
@@ -151,6 +151,8 @@ def test_what_products_in_fp8_compile(format, kernels):
             weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
             weight.input_scales = {0: 0.5, 1024: 0.25}
             for tokens in (1, 7, 64, 300, 4096):
-                cuda_fp8.product(torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16), weight)
+                x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
+                residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
+                cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up")
 
     assert set(prebuild_triton.collect(products)) <= set(variants)

@@ -73,7 +73,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     May overwrite residual.
     """
     if weight.format is not DENSE:
-        return residual.add_(cuda_fp8.product(x, weight))
+        return cuda_fp8.product(x, weight, residual=residual)
     data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
@@ -85,8 +85,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
     if gate_up.format is not DENSE:
-        product = cuda_fp8.product(rms_norm(x, norm_weight, eps), gate_up)
-        return flashinfer.silu_and_mul(product, enable_pdl=True)
+        return cuda_fp8.product(rms_norm(x, norm_weight, eps), gate_up, gated=True)
     data = gate_up.data
     tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:

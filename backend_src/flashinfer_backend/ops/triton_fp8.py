@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of FP8 products: e4m3 activations with their scales, and the product of 128x128 blocks.
+"""Triton kernels of FP8 products: e4m3 activations with their scales, the product of 128x128 blocks, and what
+follows a product.
 
 They compute what ops.fp8 and ops.weight define. Nothing is launched before the kernel before has ended.
 """
@@ -52,6 +53,51 @@ def quantise_rows(x: Tensor, static: float | None = None) -> tuple[Tensor, Tenso
         num_warps=min(max(width // 1024, 1), 16),
     )
     return elements, scales
+
+
+@triton.jit
+def _finish(
+    product, x_scales, scales, bias, residual, out, columns, GATED: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = n < columns
+    source = product + row * columns + n
+    if GATED:
+        source += row * columns
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if scales is not None:
+        x_scale = tl.load(x_scales + row)
+        value *= x_scale * tl.load(scales + n, mask=inside, other=0.0)
+    if GATED:
+        up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        if scales is not None:
+            up *= x_scale * tl.load(scales + columns + n, mask=inside, other=0.0)
+        value = value * tl.sigmoid(value) * up
+    if bias is not None:
+        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + row * columns + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + n, value.to(out.dtype.element_ty), mask=inside)
+
+
+def finish(
+    product: Tensor,
+    x_scales: Tensor | None = None,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """product[T, N], with what is given: times x_scales[T, 1] and scales[N], plus bias[N] and residual[T, N];
+    gated: silu of the first half of the columns times the second, [T, N / 2]. In product's dtype."""
+    tokens, columns = product.shape[0], product.shape[1] // (2 if gated else 1)
+    out = torch.empty(tokens, columns, dtype=product.dtype, device=product.device)
+    width = 1024
+    _finish[(tokens, triton.cdiv(columns, width))](
+        product, x_scales, scales, bias, residual, out, columns, GATED=gated, WIDTH=width, num_warps=4
+    )
+    return out
 
 
 @triton.jit

@@ -128,13 +128,27 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
             triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)
 
 
-def _call_fp8_product(format: WeightFormat, rows: int, inner: int, empty: Callable[..., Tensor]) -> None:
-    """As ops.cuda_fp8 does: quantising does not depend on the number of tokens, the product's tiles do."""
+def _call_fp8_product(
+    role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
+) -> None:
+    """As ops.cuda_fp8 does. Of all kernels only the product of blocks depends on the number of tokens."""
     from flashinfer_backend.ops import triton_fp8
 
+    rows, inner = model.shape(role)
+    product, scales = empty(1, rows), empty(rows, of=torch.float32)
+    behind: dict[str, Any] = {
+        "bias": empty(rows) if role == "qkv" and model.qkv_bias else None,
+        "residual": product if role in ("o", "down") else None,
+        "gated": role == "gate_up",
+    }
     if not format.startswith("fp8_block"):
-        triton_fp8.quantise_rows(empty(1, inner), 1.0 if format == "fp8_static" else None)
+        _, x_scales = triton_fp8.quantise_rows(empty(1, inner), 1.0 if format == "fp8_static" else None)
+        triton_fp8.finish(product, x_scales, scales, **behind)
+        if format == "fp8_static":  # where parts have input scales of their own
+            triton_fp8.finish(product, x_scales, scales)
+            triton_fp8.finish(product, **behind)
         return
+    triton_fp8.finish(product, **behind)
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
     scales = empty(-(-rows // BLOCK), inner // BLOCK, of=torch.float32)
     for tokens in (16, 32, 64, 128):
@@ -150,7 +164,7 @@ def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., 
     formats = model.weight_formats() | {"head": {"dense"}}
     for role, (rows, inner) in (shapes | {"head": (model.vocab_size, model.hidden_size)}).items():
         for format in sorted(formats[role] - {"dense"}):
-            _call_fp8_product(format, rows, inner, empty)
+            _call_fp8_product(role, format, model, empty)
         if "dense" not in formats[role]:
             continue
         weight = empty(rows, inner)
