@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="KNOB=VALUE",
-        help="knobs as they will be served; dtype, quantization, attention_backend and tokens_per_block count",
+        help="knobs as they will be served; dtype, quantization, attention_backend, tokens_per_block count",
     )
     options = parser.parse_args(argv)
     if options.arch:
