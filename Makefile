@@ -8,12 +8,13 @@
 # make lint               ruff, mypy, import-linter
 # make bench              times of the host's work for every step and chunk, and of the ensemble
 # make attack             kills, stops, floods and hostile requests against a real server for MINUTES (30)
+# make fuzz               random requests, REQUESTS (100000) to real servers of each kind
 # make clean              removes .venv and served/
 #
 # Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
 # PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
-variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT PIP_ARGS UV TESTS WORKERS MINUTES
+variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
 PYTHON ?= python3
 MODEL ?= bundled
 KNOBS ?=
@@ -26,6 +27,7 @@ PIP_ARGS ?=
 TESTS ?=
 WORKERS ?= 2
 MINUTES ?= 30
+REQUESTS ?= 100000
 # What pip was told about indexes uv does not read.
 UV ?= $(if $(PIP_ARGS)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv))
 
@@ -62,7 +64,7 @@ pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT))
 
-.PHONY: help serve test lint bench attack clean
+.PHONY: help serve test lint bench attack fuzz clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -82,6 +84,9 @@ bench: $(VENV)/for-development
 
 attack: $(VENV)/for-development
 	$(BIN)/python tests/reliability/attack.py --minutes $(MINUTES)
+
+fuzz: $(VENV)/for-development
+	$(BIN)/python tests/reliability/fuzz.py --requests $(REQUESTS)
 
 lint: $(VENV)/for-development
 	$(BIN)/ruff check .
