@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from checkpoints import make_checkpoint
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
@@ -22,6 +23,7 @@ from flashinfer_backend.transport.supervisor import Supervisor
 pytestmark = pytest.mark.gpu
 
 START_S = 100
+SIZES = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128}
 PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
 # The engine's own program. Until the file is there, the first prompt of 10 tokens brings an assertion that
 # fails on the device, as an index out of range would.
@@ -65,7 +67,8 @@ class Answer:
 
 @pytest.mark.timeout(300)
 def test_an_engine_whose_device_context_is_broken_is_replaced(tmp_path: Path) -> None:
-    knobs = {"model_dir": "bundled", "device": "cuda", "max_tokens_in_paged_kv_cache": "8192"}
+    model = make_checkpoint("mistral", tmp_path / "model", **SIZES)
+    knobs = {"model_dir": str(model), "device": "cuda", "max_tokens_in_paged_kv_cache": "8192"}
     config = EngineConfig.from_parameters({**knobs, "cuda_graph_batch_sizes": "none"})
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "broken")]
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"

