@@ -96,7 +96,7 @@ def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, t
             status, answer = server.post({"text_input": PROMPT, "max_tokens": 4})
             assert status == 503 and answer == {"error": RESTARTING}
             for events in streams.join():
-                assert re.search(f"Executor failed process requestId .*({WORDED})", str(events)), events
+                assert re.search(WORDED, str(events)), events
             wait_again(server, times)
             assert server.engine_pid() != killed
             assert server.text(PROMPT, 16) == expected
@@ -181,7 +181,7 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
     options = ["--restart-after-growth", "1", "--drain-seconds", "60"]
     with running(repository, tmp_path, options=options) as server:
         engine, servers = server.engine_pid(), server.matching("bin/tritonserver")
-        streams = start_streams(server, 4)
+        streams = start_streams(server, 2)
         wait_for(lambda: "memory has grown by" in server.log, "growth")
         for events in streams.join():
             assert isinstance(events, list), events
