@@ -28,13 +28,14 @@ from tritonclient.utils import InferenceServerException
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.serve.stand_in import RESTARTING
 
-ENDLESS = {"text_input": PROMPT, "max_tokens": 1900, "stream": True, "end_id": 1048576}
+ENDLESS = {"text_input": PROMPT, "stream": True, "end_id": 1048576}
 
 
 class Streams:
     """Clients that read to the end in the background."""
 
-    def __init__(self, server: Server, count: int) -> None:
+    def __init__(self, server: Server, count: int, max_tokens: int) -> None:
+        self._body = {**ENDLESS, "max_tokens": max_tokens}
         self.answers: list[Any] = []
         self._threads = [
             threading.Thread(target=self._read, args=(server,), daemon=True) for _ in range(count)
@@ -44,7 +45,7 @@ class Streams:
 
     def _read(self, server: Server) -> None:
         try:
-            self.answers.append(server.post(ENDLESS, stream=True))
+            self.answers.append(server.post(self._body, stream=True))
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.answers.append(error)
 
@@ -54,8 +55,8 @@ class Streams:
         return self.answers
 
 
-def start_streams(server: Server, count: int) -> Streams:
-    streams = Streams(server, count)
+def start_streams(server: Server, count: int, max_tokens: int = 1900) -> Streams:
+    streams = Streams(server, count, max_tokens)
     time.sleep(0.3)  # some are running by then, some wait: all of them have to be answered
     return streams
 
@@ -181,7 +182,7 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
     options = ["--restart-after-growth", "1", "--drain-seconds", "60"]
     with running(repository, tmp_path, options=options) as server:
         engine, servers = server.engine_pid(), server.matching("bin/tritonserver")
-        streams = start_streams(server, 2)
+        streams = start_streams(server, 2, max_tokens=400)
         wait_for(lambda: "memory has grown by" in server.log, "growth")
         for events in streams.join():
             assert isinstance(events, list), events
