@@ -236,9 +236,17 @@ class Terminal:
         chat, answer = self.chat, Answer()
         chat.turns.append(text)
         stream = chat.stream(answer)
+
+        def stop(*_: object) -> None:
+            answer.stopped = True  # also where the exception is lost: in a destructor, say
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, stop)
         try:
             first = True
             for piece in stream:
+                if answer.stopped:
+                    raise KeyboardInterrupt
                 shown = piece.lstrip() if first else piece
                 first = first and not shown
                 print(shown, end="", flush=True)
@@ -255,6 +263,8 @@ class Terminal:
                 flush=True,
             )
             return
+        finally:
+            signal.signal(signal.SIGINT, before)
         print(flush=True)
         if answer.text:
             chat.turns.append(answer.text.strip())

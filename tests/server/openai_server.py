@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from running import START_S, TIMEOUT_S, free_ports, wait_for
+from running import START_S, TIMEOUT_S, files_below, free_ports, wait_for
 
 from flashinfer_backend.core.paths import resolve_model_dir
 
@@ -141,7 +141,7 @@ class OpenAiServer:
 
     def leftovers(self) -> list[str]:
         """What is left of the server: processes, files of the run directory."""
-        left = [str(path) for path in self.runs.rglob("*")]
+        left = files_below(self.runs)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())

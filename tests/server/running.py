@@ -60,6 +60,11 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT
     return value
 
 
+def files_below(folder: Path) -> list[str]:
+    """Paths of all files and folders in it, while others may remove some."""
+    return [str(Path(at) / name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
 class Server:
     """`launcher` is the process of flashinfer_backend.serve, in a session of its own."""
 
@@ -188,7 +193,7 @@ class Server:
         """What is left of the server: processes, shared memory, files of the run directory."""
         left = [f"{process.pid} {line}" for process, line in self.commands().items()]
         left += [str(path) for path in Path("/dev/shm").glob(f"{self.shm_prefix}*")]
-        return left + [str(path) for path in self.runs.rglob("*")]
+        return left + files_below(self.runs)
 
     def interrupt(self) -> int:
         """Ctrl-C: SIGINT to the launcher's process group. Returns its exit status."""

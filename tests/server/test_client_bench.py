@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
     with terminal("chat", "--url", server.url, "--form", "question", "--max-tokens", "12") as shell:
         shell.until("you> ")
         shell.type("Who is Anna?\n")
-        shell.until("tok/s")
-        assert re.search(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.]+ tok/s, [\d.]+ s\]", shell.shown)
+        line = re.compile(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.]+ tok/s, [\d.]+ s\]")
+        shell.until(lambda shown: bool(line.search(shown)))
         at = len(shell.shown)
         shell.type("/system Be brief.\n")
         shell.until("system prompt: Be brief.", at)
@@ -129,15 +130,17 @@ def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
         before = watch.status().cancellations
         for words in ("/set max_tokens 1500", "/set min_tokens 1500", "/set end_id 1048576", "/reset"):
             shell.type(words + "\n")
-        shell.until("the conversation is forgotten", at)
+        shell.until(lambda shown: "is forgotten" in shown and shown.endswith("you> "), at)
         at = len(shell.shown)
         shell.type("Tell me a story.\n")
-        shell.until(lambda shown: len(shown) > 80, at)
+        shell.until(lambda shown: len(shown) > 160, at)
         shell.type(INTERRUPT)
         shell.until("stopped]", at)
         wait_for(lambda: watch.status().cancellations == before + 1, "the cancellation")
         shell.type("/nonsense\n")
-        shell.until("there is no command /nonsense", at)
+        # At a prompt: before, the terminal would take it for the end of what nobody reads.
+        shell.until(lambda shown: "/nonsense; " in shown and shown.endswith("you> "), at)
+        time.sleep(0.2)
         shell.type(END_OF_FILE)
         assert shell.rest() == 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from openai_server import OpenAiServer, events, openai_running
-from running import TIMEOUT_S, wait_for
+from running import TIMEOUT_S, files_below, wait_for
 
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -99,7 +99,7 @@ def test_nothing_is_left_however_it_ends(chat_model: Path, tmp_path: Path, numbe
     with openai_running(chat_model, tmp_path, "--workers", "2") as server:
         server.parent.send_signal(number)
         server.parent.wait(TIMEOUT_S)
-        files = [] if number == signal.SIGINT else [str(path) for path in server.runs.rglob("*")]
+        files = [] if number == signal.SIGINT else files_below(server.runs)
         wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
 
 

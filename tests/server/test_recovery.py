@@ -81,7 +81,7 @@ def wait_again(server: Server, times: int) -> None:
     assert server.ready() and server.ready("models/ensemble")
 
 
-WORDED = "The engine process ended unexpectedly|A process of the server ended unexpectedly"
+WORDED = "The engine process (ended unexpectedly|is not available)|A process of the server ended unexpectedly"
 CUT = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError, urllib.error.URLError)
 
 
