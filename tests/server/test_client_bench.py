@@ -117,7 +117,7 @@ def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
     with terminal("chat", "--url", server.url, "--form", "question", "--max-tokens", "12") as shell:
         shell.until("you> ")
         shell.type("Who is Anna?\n")
-        line = re.compile(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.]+ tok/s, [\d.]+ s\]")
+        line = re.compile(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.,]+ tok/s, [\d.]+ s\]")
         shell.until(lambda shown: bool(line.search(shown)))
         at = len(shell.shown)
         shell.type("/system Be brief.\n")
