@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -300,7 +301,10 @@ def _alive(pid):
     ],
 )
 def test_a_server_that_does_not_start_says_why(tmp_path, bad, message):
-    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, 8377, 20.0):
+    with socket.socket() as free:  # not that of another test's server, which may still be about to end
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, port, 20.0):
         pass
     assert message in str(caught.value)
 
