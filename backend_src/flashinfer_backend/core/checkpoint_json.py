@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-MOST_SHOWN = 60  # characters of a wrong value
+from flashinfer_backend.core.values import shown
+
 Kind = Literal["text", "number", "integer", "flag", "object", "texts", "ids"]
 WORDS: dict[Kind, str] = {
     "text": "a text",
@@ -34,10 +35,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def shown(value: object) -> str:
-    """A value as the file has it, at most some 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+def read_object_if_there(path: Path) -> dict[str, Any]:
+    """The same, and an empty object where there is no such file."""
+    return read_object(path) if path.is_file() else {}
 
 
 def check_kinds(raw: dict[str, Any], kinds: dict[str, Kind], where: str = "") -> None:

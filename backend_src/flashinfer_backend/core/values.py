@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Literal
 TRUE_WORDS = ("True", "true", "TRUE", "1")
 FALSE_WORDS = ("False", "false", "FALSE", "0")
 
+MOST_SHOWN = 60  # characters of a wrong value
 INT32_MAX = 2**31 - 1
 
 Kind = Literal["int", "float", "bool", "choice", "sizes", "path"]
@@ -77,3 +79,9 @@ class Values:
         except ValueError:
             return None
         return repr(number) if math.isfinite(number) and self.low <= number <= self.high else None
+
+
+def shown(value: object) -> str:
+    """A value as JSON, at most some 60 characters of it, for an error's text."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."

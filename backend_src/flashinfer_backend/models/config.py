@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, shown
+from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, read_object_if_there
 from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.core.values import INT32_MAX
+from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import (
     BLOCK,
@@ -91,10 +91,9 @@ class ModelConfig:
             raise FileNotFoundError(f"{model_dir} is not a checkpoint folder: it has no config.json")
         raw = read_object(path)
         generation_path = model_dir / "generation_config.json"
-        generation = read_object(generation_path) if generation_path.is_file() else {}
+        generation = read_object_if_there(generation_path)
         check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
-        quant_path = model_dir / "hf_quant_config.json"
-        hf_quant = read_object(quant_path) if quant_path.is_file() else {}
+        hf_quant = read_object_if_there(model_dir / "hf_quant_config.json")
         end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
         try:
             return _parse(raw, generation, hf_quant, end_id)
@@ -180,8 +179,7 @@ def tokenizer_end_id(folder: Path) -> int | None:
     Read without the tokenizer itself, which takes a while and much memory. Raises ValueError for a file
     that is not JSON.
     """
-    files = [folder / name for name in TOKENIZER_FILES]
-    config, special, tokenizer = (read_object(path) if path.is_file() else {} for path in files)
+    config, special, tokenizer = (read_object_if_there(folder / name) for name in TOKENIZER_FILES)
     names = [token.get("content") if isinstance(token, dict) else token for token in
              (config.get("eos_token"), special.get("eos_token"))]  # fmt: skip
     names = [name for name in names if isinstance(name, str) and name]

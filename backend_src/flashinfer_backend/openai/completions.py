@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     DONE,
     EventResponse,
@@ -25,7 +26,7 @@ from flashinfer_backend.openai.answer import (
     token_log_probs,
 )
 from flashinfer_backend.openai.door import Door, generation_request
-from flashinfer_backend.openai.errors import ApiError, shown
+from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import MOST_CHOICES, CompletionRequest
 from flashinfer_backend.openai.sampling import Limits, guide_of, sampling_params

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 from starlette.responses import Response
 
-MOST_SHOWN = 60  # characters of a wrong value
 RETRY_S = 2  # what a client is told to wait while the engine is started
 
 KINDS = {
@@ -21,12 +18,6 @@ KINDS = {
     500: "server_error",
     503: "server_error",
 }
-
-
-def shown(value: object) -> str:
-    """A value of a request's body as its JSON, at most some 60 characters of it."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
 
 class ApiError(Exception):

@@ -10,10 +10,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import EventResponse, JsonResponse, Usage, encode
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError, shown
+from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.requests import ResponseFormat, ResponsesRequest
 from flashinfer_backend.openai.sampling import Guide, guide_of

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.core.checkpoint_json import read_object
-from flashinfer_backend.openai.errors import ApiError, shown
+from flashinfer_backend.core.checkpoint_json import read_object_if_there
+from flashinfer_backend.core.values import shown
+from flashinfer_backend.openai.errors import ApiError
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -34,8 +35,8 @@ class ChatTemplate:
 
         Raises ValueError for files that cannot be read.
         """
-        config = _read_json(folder / "tokenizer_config.json")
-        special = {**_read_json(folder / "special_tokens_map.json"), **config}
+        config = read_object_if_there(folder / "tokenizer_config.json")
+        special = {**read_object_if_there(folder / "special_tokens_map.json"), **config}
         tokens = {name: _content(value) for name, value in special.items() if name.endswith("_token")}
         tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
         found = {"default": file.read_text(encoding="utf-8")} if file else _find(folder, config)
@@ -154,7 +155,7 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             found[file.stem] = file.read_text(encoding="utf-8")
         return found
-    for holder in (_read_json(folder / "chat_template.json"), config):
+    for holder in (read_object_if_there(folder / "chat_template.json"), config):
         template = holder.get("chat_template")
         if isinstance(template, str):
             return {"default": template}
@@ -165,7 +166,3 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _content(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from flashinfer_backend.core.checkpoint_json import read_object
+from flashinfer_backend.core.checkpoint_json import read_object_if_there
 from flashinfer_backend.text.delta import vocabulary_size
 
 # Where a role's token may be named (by text) or given (by id), most specific first.
@@ -49,12 +48,12 @@ class TextTokenizer:
 
     def _role_id(self, folder: Path, role: str) -> int | None:
         for file in TOKEN_FILES:
-            token = _read_json(folder / file).get(f"{role}_token")
+            token = read_object_if_there(folder / file).get(f"{role}_token")
             content = token.get("content") if isinstance(token, dict) else token
             if isinstance(content, str) and self.backend.token_to_id(content) is not None:
                 return self.backend.token_to_id(content)
         for file in ID_FILES:
-            ids = _read_json(folder / file).get(f"{role}_token_id")
+            ids = read_object_if_there(folder / file).get(f"{role}_token_id")
             for value in ids if isinstance(ids, list) else [ids]:
                 if isinstance(value, int) and value >= 0:
                     return value
@@ -84,7 +83,3 @@ def _load_backend(folder: Path) -> Tokenizer:
             "(transformers: save_pretrained of its fast variant)"
         )
     return backend
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
