@@ -78,6 +78,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "torch for everything; auto = what measured fastest on a GPU, torch on a CPU"
         ),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        Literal[1, 2, 4, 8],
+        Setting("GPUs that one model is spread over, each with a part of every layer; on a CPU, processes"),
+    ] = 1
 
     # Limits.
     max_seq_len: Annotated[

@@ -52,7 +52,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
-        core = start(config)
+        core = start(config, options.run_dir, _end_without_rank)
         socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
@@ -71,12 +71,20 @@ def main() -> int:
         return 1
     finally:
         socket.close()
+        core.close()
         if not rundir.process_alive(options.server_pid):
             rundir.remove(options.run_dir)  # as its stubs do otherwise
             for pid in socket.tritonservers:
                 end_orphans_in_background(pid)
     log.info("ended after %d steps", loop.iteration)
     return 0
+
+
+def _end_without_rank(why: str) -> None:
+    """The other ranks end with this process."""
+    log.critical("%s; the engine ends, to be started again", why)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _is_recorded(run_dir: Path) -> bool:

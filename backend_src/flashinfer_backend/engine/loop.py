@@ -221,6 +221,8 @@ class EngineLoop:
                 launched: Launched = end.value
                 break
             except Exception as error:
+                if self.runner.others is not None:
+                    raise  # the other ranks may be in the middle of it
                 self._abandon(plan, error)
                 return
             ended = bool(self.in_flight) and self.in_flight[0].download.done

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.worker.ranks import OtherRanks
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.start import start_runner
 
@@ -23,10 +27,33 @@ class Core:
     scheduler: Scheduler
     runner: Runner
 
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self.runner.others is not None:
+            self.runner.others.close()
+            self.runner.state.model.collectives.close()
 
-def start(config: EngineConfig) -> Core:
-    """Load the model and allocate everything. Raises ValueError or OSError with what to change."""
-    config, runner = start_runner(config)
+
+def start(
+    config: EngineConfig, folder: Path | None = None, on_loss: Callable[[str], None] | None = None
+) -> Core:
+    """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
+
+    folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
+    a thread, when one of them has ended or hangs. Raises ValueError or OSError with what to change.
+    """
+    others = OtherRanks(config, folder, on_loss) if config.tensor_parallel_size > 1 else None
+    try:
+        if others is None:
+            config, runner = start_runner(config)
+        else:
+            config, runner = start_runner(config, Shard(0, config.tensor_parallel_size), others.rendezvous)
+            runner.others = others
+            others.serve(limits_steps=runner.device.type == "cuda")
+    except BaseException:
+        if others is not None:
+            others.close()
+        raise
     manager = KVCacheManager(
         runner.state.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
     )

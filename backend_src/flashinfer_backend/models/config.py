@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, read_object_if_there
+from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.models.errors import UnsupportedModelError
@@ -31,6 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What transformers takes where config.json has no such key; a sliding_window of null is no window.
 DEFAULT_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
+VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 COUNTS = (
@@ -52,7 +54,11 @@ ROPE_KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one decoder-only checkpoint. rope_scaling is None for plain rotary embedding."""
+    """Sizes and switches of one decoder-only checkpoint. rope_scaling is None for plain rotary embedding.
+
+    Of a rank's share (`local`), heads and the intermediate size are its own and `whole` is the checkpoint's
+    config; the vocabulary's size is the whole's.
+    """
 
     model_type: str
     vocab_size: int
@@ -75,6 +81,8 @@ class ModelConfig:
     dtype: str
     initializer_range: float
     quantization: Quantization = DENSE
+    shard: Shard = WHOLE
+    whole_config: ModelConfig | None = None
 
     @classmethod
     def from_pretrained(cls, model_dir: str | Path, tokenizer_dir: str | Path | None = None) -> ModelConfig:
@@ -104,6 +112,66 @@ class ModelConfig:
         except ValueError as error:
             raise type(error)(f"{path}: {error}") from None
 
+    @property
+    def whole(self) -> ModelConfig:
+        """The checkpoint's config."""
+        return self.whole_config or self
+
+    def local(self, shard: Shard) -> ModelConfig:
+        """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
+        the vocabulary. Fewer key/value heads than ranks are held by several ranks each.
+
+        Raises UnsupportedModelError where the model cannot be cut into so many.
+        """
+        size = shard.size
+        if size == 1:
+            return self
+        where = f"tensor_parallel_size={size}"
+        counts = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        if self.num_kv_heads > size:
+            counts["num_key_value_heads"] = self.num_kv_heads
+        for name, count in counts.items():
+            if count % size:
+                raise UnsupportedModelError(f"{where} should divide {name}, which is {count}")
+        if self.num_kv_heads < size and size % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{where} should be a multiple of num_key_value_heads, which is {self.num_kv_heads}, or"
+                " divide it"
+            )
+        local = replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+            shard=shard,
+            whole_config=self,
+        )
+        local.check_formats()
+        return local
+
+    @property
+    def local_vocab(self) -> slice:
+        """The tokens of the vocabulary whose rows of embedding and head this rank has."""
+        rank, count = self.shard.rank, self.vocab_rows
+        return slice(min(rank * count, self.vocab_size), min((rank + 1) * count, self.vocab_size))
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head on each rank, those of padding behind the vocabulary included."""
+        size = self.shard.size
+        grain = VOCAB_GRAIN if size > 1 else 1
+        return -(-self.vocab_size // (size * grain)) * grain
+
+    def part(self, role: Role, module: str) -> Part:
+        """Which part of the checkpoint's matrix of a module this rank has."""
+        rank, size = self.shard
+        rows, columns = self.parts(role)[module], self.shape(role)[1]
+        whole = self.whole.parts(role)[module], self.whole.shape(role)[1]
+        if role in ("o", "down"):
+            return Part(whole, slice(0, rows), slice(rank * columns, (rank + 1) * columns))
+        first = rank * whole[0] // size // self.head_dim * self.head_dim if role == "qkv" else rank * rows
+        return Part(whole, slice(first, first + rows), slice(0, columns))
+
     def parts(self, role: Role) -> dict[str, int]:
         """The modules of a layer that one product computes together, in order, each with its rows."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -132,14 +200,23 @@ class ModelConfig:
     def check_formats(self) -> None:
         """Raise UnsupportedModelError where a product's parts cannot be stored as one weight."""
         for role, formats in self.weight_formats().items():
-            parts = self.parts(role)
-            blocks = any(format.startswith("fp8_block") for format in formats) and len(parts) > 1
+            parts, cut = self.parts(role), self.shard.size > 1
+            if not any(format.startswith("fp8_block") for format in formats):
+                continue
             for part, rows in parts.items():
-                if blocks and rows % BLOCK:
+                if rows % BLOCK and (len(parts) > 1 or (cut and role not in ("o", "down"))):
+                    where = f" on each of {self.shard.size} ranks" if cut else ""
                     raise UnsupportedModelError(
-                        f"{part} has {rows} rows; with FP8 scales of {BLOCK}x{BLOCK} blocks the parts of one"
-                        f" product should have multiples of {BLOCK}"
+                        f"{part} has {rows} rows{where}; with FP8 scales of {BLOCK}x{BLOCK} blocks the parts"
+                        f" of one product should have multiples of {BLOCK}"
                     )
+            columns = self.shape(role)[1]
+            if cut and role in ("o", "down") and columns % BLOCK:
+                raise UnsupportedModelError(
+                    f"{', '.join(parts)} would have {columns} columns on each of {self.shard.size} ranks;"
+                    f" with FP8 scales of {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a"
+                    " smaller tensor_parallel_size"
+                )
 
     def quantised_on_load(self) -> ModelConfig:
         """The same model with its layers' products in FP8, made from 16-bit weights while they load.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.ops.collectives import ALONE
 from flashinfer_backend.ops.weight import Role, Weight
 
 T = TypeVar("T")
@@ -82,6 +83,9 @@ class Transformer(nn.Module):
 
     ops is the module flashinfer_backend.ops.torch_ops or cuda_ops. max_seq_len (tokens; default: the
     checkpoint's max_position_embeddings) sizes the rotary table: every position must be below it.
+
+    Where config is a rank's share, the model has its weights alone. The residual stream is the same on all
+    ranks; `collectives`, set before the first step, sum what they add to it.
     """
 
     def __init__(
@@ -103,13 +107,14 @@ class Transformer(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
-        self.embed_tokens = parameter(config.vocab_size, config.hidden_size)
+        self.collectives = ALONE
+        self.embed_tokens = parameter(config.vocab_rows, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, index, self.dtype, self.device) for index in range(config.num_layers)
         )
         self.final_norm = parameter(config.hidden_size)
         tied = config.tie_word_embeddings
-        head = self.embed_tokens if tied else parameter(config.vocab_size, config.hidden_size)
+        head = self.embed_tokens if tied else parameter(config.vocab_rows, config.hidden_size)
         self.lm_head = Weight("head", head)
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", rope_cos_sin(config, max_seq_len).to(self.device), persistent=False)
@@ -160,7 +165,13 @@ class Transformer(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
-        return F.embedding(input_ids, self.embed_tokens)
+        shard, own = self.config.shard, self.config.local_vocab
+        if shard.size == 1:
+            return F.embedding(input_ids, self.embed_tokens)
+        local = input_ids - own.start
+        elsewhere = (local < 0) | (local >= own.stop - own.start)
+        hidden = F.embedding(local.masked_fill(elsewhere, 0), self.embed_tokens)
+        return self.collectives.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0.0))
 
     def before_attention(
         self,
@@ -193,9 +204,16 @@ class Transformer(nn.Module):
     def after_attention(self, index: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Second part of layer `index`: attended[T, Hq, D] and the residual stream -> the next one."""
         config, layer, ops = self.config, self.layers[index], self.ops
-        hidden = ops.linear_add(attended.view(hidden.shape[0], -1), layer.o, hidden)
+        assert isinstance(layer, Layer)
+        hidden = self._add(attended.view(hidden.shape[0], -1), layer.o, hidden)
         gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
-        return ops.linear_add(gated, layer.down, hidden)
+        return self._add(gated, layer.down, hidden)
+
+    def _add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+        """residual + x @ weight.T of the whole matrix, of whose columns a rank has its own."""
+        first = self.config.shard.rank == 0  # one rank adds the residual
+        partial = self.ops.linear_add(x, weight, residual if first else None)
+        return self.collectives.all_reduce(partial)
 
     def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """after_attention() of the last layer for the tokens in `rows`: nobody reads the others' outcome."""
@@ -207,10 +225,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if
-        given."""
-        return self.ops.norm_linear(
-            hidden, self.final_norm, self.config.rms_norm_eps, self.lm_head, None, out=out
+        given. Only rank 0 gets them; on others, what is returned is their own columns."""
+        config, alone = self.config, self.config.shard.size == 1
+        own = self.ops.norm_linear(
+            hidden, self.final_norm, config.rms_norm_eps, self.lm_head, None, out=out if alone else None
         )
+        return own if alone else self.collectives.gather_columns(own, config.vocab_size, out)
 
 
 def drain(steps: Generator[object, None, T]) -> T:

@@ -30,7 +30,7 @@ def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "
     load_format "auto" reads model.safetensors, or the shards that model.safetensors.index.json names,
     one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
     weight's format says so. "dummy" draws them from
-    N(0, initializer_range) keyed by seed (norms 1, biases 0) and does not look at model_dir.
+    N(0, initializer_range) keyed by seed and rank (norms 1, biases 0) and does not look at model_dir.
     Raises FileNotFoundError for a missing file and WeightsError for tensors that are missing,
     unexpected, of another shape or of another type than the format of their weight has.
     """
@@ -52,7 +52,8 @@ def _opened(path: Path) -> Any:
 
 @torch.no_grad()
 def _fill_randomly(model: Transformer, seed: int) -> None:
-    generator = torch.Generator(device=model.device).manual_seed(seed)
+    rank, size = model.config.shard
+    generator = torch.Generator(device=model.device).manual_seed(seed * size + rank)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, Weight) and module.format is not DENSE:
@@ -73,11 +74,11 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     config = model.config
     targets = {
-        "model.embed_tokens.weight": Stored.into(model.embed_tokens),
+        "model.embed_tokens.weight": vocabulary(model, model.embed_tokens),
         "model.norm.weight": Stored.into(model.final_norm),
     }
     if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = Stored.into(model.lm_head.data)
+        targets["lm_head.weight"] = vocabulary(model, model.lm_head.data)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
@@ -85,17 +86,27 @@ def destinations(model: Transformer) -> dict[str, Stored]:
         targets[f"{prefix}.post_attention_layernorm.weight"] = Stored.into(layer.post_norm)
         for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
             start = 0
-            for part, rows in config.parts(weight.role).items():
-                own = slice(start, start + rows)
-                for name, stored in weight.format.reads(weight, own).items():
-                    targets[f"{prefix}.{part}.{name}"] = stored
+            for module, rows in config.parts(weight.role).items():
+                own, part = slice(start, start + rows), config.part(weight.role, module)
+                for name, stored in weight.format.reads(weight, own, part).items():
+                    targets[f"{prefix}.{module}.{name}"] = stored
                 if weight is layer.qkv and layer.qkv_bias is not None:
-                    targets[f"{prefix}.{part}.bias"] = Stored.into(layer.qkv_bias[own])
+                    bias, shapes = layer.qkv_bias[own], (part.whole[:1],)
+                    targets[f"{prefix}.{module}.bias"] = Stored(shapes, FLOATS, bias.copy_, part.rows)
                 start += rows
         if layer.q_norm is not None and layer.k_norm is not None:
             targets[f"{prefix}.self_attn.q_norm.weight"] = Stored.into(layer.q_norm)
             targets[f"{prefix}.self_attn.k_norm.weight"] = Stored.into(layer.k_norm)
     return targets
+
+
+def vocabulary(model: Transformer, target: Tensor) -> Stored:
+    """The rank's rows of a matrix with one for each token. Rows of padding behind them are zeros."""
+    config = model.config
+    rows = config.local_vocab
+    own = target[: rows.stop - rows.start]
+    target[len(own) :] = 0
+    return Stored(((config.vocab_size, config.hidden_size),), FLOATS, own.copy_, rows)
 
 
 def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
@@ -145,7 +156,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
                 is_tied_head = name == "lm_head.weight" and model.config.tie_word_embeddings
-                tied = Stored.into(model.embed_tokens)
+                tied = targets["model.embed_tokens.weight"]
                 target = tied if is_tied_head else targets.get(name) or optional.get(name)
                 if target is None:
                     unexpected.append(name)
@@ -153,9 +164,10 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                 if name in loaded:
                     raise WeightsError(f"{path}: {name} appears in more than one file")
                 stored = file.get_slice(name)
-                if tuple(stored.get_shape()) not in target.shapes:
+                shape = tuple(stored.get_shape())
+                if shape not in target.shapes:
                     raise WeightsError(
-                        f"{path}: {name} has shape {list(stored.get_shape())}, config.json asks for "
+                        f"{path}: {name} has shape {list(shape)}, config.json asks for "
                         f"{' or '.join(str(list(shape)) for shape in target.shapes)}"
                     )
                 if stored.get_dtype() not in target.dtypes:
@@ -163,11 +175,14 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                         f"{path}: {name} is {stored.get_dtype()}; only {', '.join(target.dtypes)} are loaded"
                         f"{'' if says == 'dense' else f' (by its quantization_config: {says})'}"
                     )
+                cut = target.cut(shape)
+                # get_slice takes no tensor of no dimensions
+                value = file.get_tensor(name) if not cut else stored[cut]
                 if is_tied_head:
-                    tied_head = file.get_tensor(name)
+                    tied_head = value
                 else:
                     try:
-                        target.take(file.get_tensor(name))
+                        target.take(value)
                     except ValueError as error:
                         raise WeightsError(f"{path}: {name} {error}") from None
                 loaded.add(name)
@@ -179,7 +194,9 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {_some(missing)}")
     _set_kv_scales(model, model_dir, scales)
-    if tied_head is not None and not torch.equal(tied_head.to(model.embed_tokens), model.embed_tokens):
+    if tied_head is not None and not torch.equal(
+        tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]
+    ):
         raise WeightsError(
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"

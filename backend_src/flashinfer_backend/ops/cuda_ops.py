@@ -67,8 +67,9 @@ def norm_linear(
     return linear(rms_norm(x, norm_weight, eps), data, tiling, bias=bias, out=out)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-    """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor.
+def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
+    """residual (None: 0) + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
+    tensor.
 
     May overwrite residual.
     """
@@ -78,7 +79,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
     tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
         with cublas.library(data, x.shape[0]):
-            return residual.addmm_(x, data.t())
+            return F.linear(x, data) if residual is None else residual.addmm_(x, data.t())
     return linear(x, data, tiling, residual=residual)
 
 

@@ -42,9 +42,11 @@ def norm_linear(
     return product if out is None else out.copy_(product)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-    """residual + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned tensor."""
-    return residual + weight.format.product(x, weight)
+def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
+    """residual (None: 0) + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
+    tensor."""
+    product = weight.format.product(x, weight)
+    return product if residual is None else residual + product
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashinfer_backend.core.shard import Part
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.ops import fp8
 
@@ -22,15 +23,12 @@ FP8 = ("F8_E4M3",)
 DUMMY_INPUT_SCALE = 1 / 16  # of random weights: activations up to 28
 
 
-class Shard(NamedTuple):
-    """Which part of the whole weight this is."""
-
-    rank: int = 0
-    size: int = 1
+ALL = slice(None)
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: the shapes and safetensors types it may have, and who takes its value.
+    """A tensor of a checkpoint: the shapes and safetensors types it may have, who takes its value, and which
+    rows and columns of it (of dimensions of size 1: all).
 
     `take` raises ValueError saying what is wrong with the values.
     """
@@ -38,10 +36,23 @@ class Stored(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     take: Callable[[Tensor], object]
+    rows: slice = ALL
+    columns: slice = ALL
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:
+        """All of a tensor of the target's shape."""
         return cls((tuple(target.shape),), dtypes, target.copy_)
+
+    @classmethod
+    def part_into(cls, target: Tensor, part: Part, dtypes: tuple[str, ...] = FLOATS) -> Stored:
+        """A part of a tensor, of the target's shape."""
+        return cls((part.whole,), dtypes, target.copy_, part.rows, part.columns)
+
+    def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """What to read of a tensor of this shape."""
+        dimensions = zip((self.rows, self.columns), shape, strict=False)
+        return tuple(part if size > 1 else ALL for part, size in dimensions)
 
 
 class Weight(nn.Module):
@@ -56,10 +67,9 @@ class Weight(nn.Module):
         data: Tensor,
         format: Format | None = None,
         scale: Tensor | None = None,
-        shard: Shard = Shard(),  # noqa: B008 (immutable)
     ) -> None:
         super().__init__()
-        self.role, self.format, self.shard = role, format or DENSE, shard
+        self.role, self.format = role, format or DENSE
         self.data = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=False)
         if scale is not None:
             self.scale = nn.Parameter(scale, requires_grad=False)
@@ -84,8 +94,8 @@ class Format(Protocol):
     def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """The shape of the float32 scales of a weight [N, K] in e4m3; () for weights of the model's dtype."""
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
-        """The tensors of the module that fills these rows, by their last names in a checkpoint."""
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        """The tensors of the module of which a part fills these rows, by their last names in a checkpoint."""
 
     def fill(self, weight: Weight, values: Tensor) -> None:
         """Store a matrix [N, K] of any floating type as this format can."""
@@ -100,8 +110,8 @@ class Dense:
     def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return ()
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
-        return {"weight": Stored.into(weight.data[rows])}
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        return {"weight": Stored.part_into(weight.data[rows], part)}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
         weight.data.copy_(values)
@@ -119,11 +129,11 @@ class Fp8Token:
     def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return shape[:1]
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
-        scale, count = weight.scale[rows], rows.stop - rows.start
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        scale, count = weight.scale[rows], part.whole[0]
         shapes = ((), (1,), (count,), (count, 1))
-        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found).reshape(-1)))
-        return {"weight": Stored.into(weight.data[rows], FP8), "weight_scale": take}
+        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found).reshape(-1)), part.rows)
+        return {"weight": Stored.part_into(weight.data[rows], part, FP8), "weight_scale": take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
         elements, scale = fp8.quantise_rows(values)
@@ -141,7 +151,7 @@ class Fp8OnLoad(Fp8Token):
 
     name = "fp8_on_load"
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         data, scale = weight.data[rows], weight.scale[rows]
 
         def take(found: Tensor) -> None:
@@ -149,7 +159,7 @@ class Fp8OnLoad(Fp8Token):
             data.copy_(elements)
             scale.copy_(scales[:, 0])
 
-        return {"weight": Stored((tuple(data.shape),), FLOATS, take)}
+        return {"weight": Stored((part.whole,), FLOATS, take, part.rows, part.columns)}
 
 
 class Fp8Static(Fp8Token):
@@ -157,11 +167,11 @@ class Fp8Static(Fp8Token):
 
     name = "fp8_static"
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         def take(found: Tensor) -> None:
             weight.input_scales[rows.start] = positive(found)
 
-        return super().reads(weight, rows) | {"input_scale": Stored(((), (1,)), FLOATS, take)}
+        return super().reads(weight, rows, part) | {"input_scale": Stored(((), (1,)), FLOATS, take)}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
         super().fill(weight, values)
@@ -193,12 +203,15 @@ class Fp8Block:
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-size // fp8.BLOCK) for size in shape)
 
-    def reads(self, weight: Weight, rows: slice) -> dict[str, Stored]:
-        data = weight.data[rows]  # modules beside each other begin at whole blocks: ModelConfig.check_formats
-        first, (blocks, columns) = rows.start // fp8.BLOCK, self.scales(data.shape)
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        # Modules beside each other, and parts of them, begin at whole blocks: ModelConfig.check_formats.
+        data = weight.data[rows]
+        first, (blocks, _) = rows.start // fp8.BLOCK, self.scales(data.shape)
         scale = weight.scale[first : first + blocks]
-        take = Stored(((blocks, columns),), FLOATS, lambda found: scale.copy_(_finite(found)))
-        return {"weight": Stored.into(data, FP8), self._scale_name: take}
+        cuts = (slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (part.rows, part.columns))
+        shapes = (self.scales(part.whole),)
+        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found)), *cuts)
+        return {"weight": Stored.part_into(data, part, FP8), self._scale_name: take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
         elements, scale = fp8.quantise_blocks(values)

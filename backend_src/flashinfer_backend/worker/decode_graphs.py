@@ -133,7 +133,12 @@ class DecodeGraphs:
         )
         hidden = state.model(input_ids, positions, cache_locations, state.kv_cache.layers, attention)
         logits = state.model.logits(hidden, self._logits[:size])
-        return state.ops.sample(
+        collectives = state.model.collectives
+        if collectives.shard.rank:
+            tokens = collectives.broadcast(torch.empty_like(slots))
+            state.last_token[slots] = tokens
+            return tokens
+        tokens = state.ops.sample(
             logits,
             temperature.view(torch.float32),
             seed,
@@ -141,3 +146,4 @@ class DecodeGraphs:
             suppressed,
             (state.last_token, slots),
         )
+        return collectives.broadcast(tokens)

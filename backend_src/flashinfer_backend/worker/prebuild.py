@@ -40,9 +40,10 @@ from flashinfer_backend.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
-Kind = Literal["fa3", "gated_linear", "sampling", "fa2", "norm", "xqa", "silu"]
+Kind = Literal["fa3", "gated_linear", "sampling", "fa2", "norm", "xqa", "silu", "all_reduce"]
 # Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
 FILE_SECONDS: dict[Kind, float] = {
+    "all_reduce": 290.0,
     "sampling": 40.0,
     "fa3": 57.0,
     "gated_linear": 40.0,
@@ -90,6 +91,8 @@ def needed(
         kinds.add("gated_linear")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
+    if config.tensor_parallel_size > 1:
+        kinds.add("all_reduce")
     return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
 
 
@@ -185,6 +188,10 @@ def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dty
         return norm.gen_norm_module()
     if kind == "silu":
         return gen_act_and_mul_module("silu")
+    if kind == "all_reduce":
+        from flashinfer.jit.comm import gen_trtllm_comm_module
+
+        return gen_trtllm_comm_module()
     if kind == "gated_linear":
         from flashinfer_backend.ops import gated_linear
 

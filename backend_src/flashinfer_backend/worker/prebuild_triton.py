@@ -138,7 +138,7 @@ def _call_fp8_product(
     product, scales = empty(1, rows), empty(rows, of=torch.float32)
     behind: dict[str, Any] = {
         "bias": empty(rows) if role == "qkv" and model.qkv_bias else None,
-        "residual": product if role in ("o", "down") else None,
+        "residual": product if role in ("o", "down") and model.shard.rank == 0 else None,
         "gated": role == "gate_up",
     }
     if not format.startswith("fp8_block"):
@@ -162,7 +162,7 @@ def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., 
     numbers = device.active()
     shapes: dict[Role, tuple[int, int]] = {role: model.shape(role) for role in LAYER_ROLES}
     formats = model.weight_formats() | {"head": {"dense"}}
-    for role, (rows, inner) in (shapes | {"head": (model.vocab_size, model.hidden_size)}).items():
+    for role, (rows, inner) in (shapes | {"head": (model.vocab_rows, model.hidden_size)}).items():
         for format in sorted(formats[role] - {"dense"}):
             _call_fp8_product(role, format, model, empty)
         if "dense" not in formats[role]:
@@ -181,6 +181,6 @@ def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., 
                 norm_weight=empty(inner) if tiling.fuse_norm and not adds else None,
                 eps=model.rms_norm_eps if tiling.fuse_norm and not adds else 0.0,
                 bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
-                residual=empty(tokens, rows) if adds else None,
+                residual=empty(tokens, rows) if adds and model.shard.rank == 0 else None,
                 gated=role == "gate_up",
             )

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from flashinfer_backend.worker.capture import GraphCapture
 from flashinfer_backend.worker.decode_graphs import DecodeGraphs
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.mixed_graphs import MixedGraphs
+from flashinfer_backend.worker.ranks import OtherRanks
 
 
 class Point(enum.Enum):
@@ -46,8 +48,21 @@ class Launched:
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
+class _Computed(NamedTuple):
+    """logits [s or more, V] (rank 0's), tokens int32 [s], and Launched's context_logits and failed."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    context: list[tuple[int, np.ndarray]]
+    failed: list[tuple[int, str]]
+
+
 class Runner:
-    """Owns what one rank has on its device: what its steps share, the sampler, graphs."""
+    """Owns what one rank has on its device: what its steps share, the sampler, graphs.
+
+    Rank 0 launches steps, others follow it with the same plans. It alone samples, and the others get its
+    tokens, so that nothing which a rank computes otherwise than another can part them.
+    """
 
     def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, kv_cache: KVCache) -> None:
         self.state = DeviceState(config, model, ops, kv_cache)
@@ -57,6 +72,7 @@ class Runner:
         self.sampler = Sampler(ops, vocab, config, self.device, state.staging, state.last_token)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
 
     def capture_graphs(self, sizes: list[int]) -> None:
         """Capture decode-only steps for the given numbers of rows, and small mixed steps."""
@@ -79,7 +95,30 @@ class Runner:
         An exception means that the step as a whole was not launched. What concerns single rows is in
         Launched.failed instead.
         """
+        if self.others is not None:
+            self.others.send(plan)
         self.sampler.update(plan)
+        computed = yield from self._compute(plan)
+        tokens, failed = computed.tokens, computed.failed
+        sampled = Sampled(tokens)
+        if len(plan.stateful):
+            if self.sampler.guided(plan):
+                yield Point.TOKENS_WANTED
+            sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
+            failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
+            self.state.model.collectives.broadcast(tokens)
+        return Launched(plan, self._readback.download(sampled.readback), sampled, computed.context, failed)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """The part in a step of a rank other than 0."""
+        tokens = drain(self._compute(plan)).tokens
+        if len(plan.stateful):
+            self.state.model.collectives.broadcast(tokens)
+            self._record(tokens, plan)
+
+    def _compute(self, plan: StepPlan) -> Generator[Point, None, _Computed]:
+        """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
         if (
@@ -94,22 +133,40 @@ class Runner:
             if len(plan.context_rows):
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
-            tokens = self.sampler.sample(logits, plan)
-        sampled = Sampled(tokens)
-        if len(plan.stateful):
-            if self.sampler.guided(plan):
-                yield Point.TOKENS_WANTED
-            sampled = self.sampler.sample_stateful(logits, tokens, plan)
-            failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
-        return Launched(plan, self._readback.download(sampled.readback), sampled, context, failed)
+            tokens = self._sample(logits, plan)
+        return _Computed(logits, tokens, context, failed)
+
+    def _sample(self, logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Tokens int32 [s], on every rank, for rows that ask for nothing but a temperature."""
+        collectives = self.state.model.collectives
+        if collectives.shard.rank == 0:
+            return collectives.broadcast(self.sampler.sample(logits, plan))
+        tokens = torch.empty(len(plan.sample_slots), dtype=torch.int32, device=self.device)
+        collectives.broadcast(tokens)
+        self._record(tokens, plan)
+        return tokens
+
+    def _record(self, tokens: torch.Tensor, plan: StepPlan) -> None:
+        """Note rank 0's tokens as those that their slots sampled last."""
+        if len(plan.sample_slots):
+            self.state.last_token[self.state.staging.upload([plan.sample_slots])] = tokens
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
         return self.read(drain(self.launch(plan)))
 
+    def rehearse(self, plan: StepPlan) -> None:
+        """Run a step of start-up, which every rank plans by itself."""
+        if self.state.model.collectives.shard.rank:
+            self.follow(plan)
+        else:
+            self.run(plan)
+
     def read(self, launched: Launched) -> StepOutput:
         """Wait for a step's output. Steps are read in the order of their launches, each once."""
         values = launched.download.wait()
+        if self.others is not None:
+            self.others.step_read()
         return self.sampler.read(launched.sampled, len(launched.plan.sample_slots), values)
 
     def _forward(self, plan: StepPlan) -> Generator[Point, None, tuple[torch.Tensor, torch.Tensor | None]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import msgspec
@@ -12,12 +13,14 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.shard import WHOLE, Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.decode_graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
@@ -28,9 +31,14 @@ log = logging.getLogger(__name__)
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
 
 
-def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
-    """Load the model and allocate everything; the config with every automatic value filled in. Raises
-    ValueError or OSError with what to change."""
+def start_runner(
+    config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = ""
+) -> tuple[EngineConfig, Runner]:
+    """Load the model and allocate everything; the config with every automatic value filled in.
+
+    Of one of several ranks, its share; rendezvous is a file by which they find each other. Every rank runs
+    the same steps here. Raises ValueError or OSError with what to change.
+    """
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
@@ -39,7 +47,8 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
         model_config = model_config.quantised_on_load()
     model_config.check_max_seq_len(config.max_seq_len)
     config = resolve_limits(config, model_config.longest_seq_len)
-    device = _device(config)
+    model_config = model_config.local(shard)
+    device = _device(config, shard)
     dtype = _dtype(config, model_config, device)
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
@@ -58,9 +67,12 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     load_weights(model, model_dir, config.load_format)
     stored, seconds = model_config.quantization.format, time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
+    if shard.size > 1:
+        model.collectives = connect(shard, rendezvous, device, model_config.hidden_size, dtype)
+        log.info("%d ranks have found each other after %.1f s", shard.size, time.monotonic() - began)
 
     cache_format = _cache_format(config, model)
-    num_blocks = _num_blocks(config, model, cache_format)
+    num_blocks = model.collectives.minimum(_num_blocks(config, model, cache_format))
     tokens = (num_blocks - 1) * config.tokens_per_block
     if tokens < config.max_seq_len:
         log.warning(
@@ -83,7 +95,7 @@ def start_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     return config, runner
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(config: EngineConfig, shard: Shard) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +105,19 @@ def _device(config: EngineConfig) -> torch.device:
         raise ValueError(
             f"attention_backend {config.attention_backend} needs a CUDA device; use auto or torch"
         )
-    return torch.device(name)
+    if shard.size == 1:
+        return torch.device(name)
+    if name == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
+        return torch.device(name)
+    if torch.cuda.device_count() < shard.size:
+        raise ValueError(
+            f"tensor_parallel_size={shard.size} needs as many GPUs, and {torch.cuda.device_count()} can be "
+            "seen here (CUDA_VISIBLE_DEVICES chooses them)"
+        )
+    device = torch.device(name, shard.rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _plain_torch(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -194,12 +218,12 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
         for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-            runner.run(_prompt_plan(runner.state.dummy_slot, length))
+            runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
         if config.cuda_graph_batch_sizes != "none":  # plain torch has none
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
         warm_up_sampling(config, runner)
-    runner.run(_prompt_plan(runner.state.dummy_slot, 1))
+    runner.rehearse(_prompt_plan(runner.state.dummy_slot, 1))
 
 
 def _prompt_plan(slot: int, length: int) -> StepPlan:

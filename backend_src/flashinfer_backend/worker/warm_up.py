@@ -49,8 +49,9 @@ def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
             if rows > 16 and not params.filters:  # the filters alone depend on more
                 continue
             for suppressed in (-1, 0):
-                runner.run(_decodes(rows, params, suppressed))
-    runner.run(_decodes(1, SamplingParams(max_tokens=1), -1, freed=list(range(1, config.max_num_seqs + 1))))
+                runner.rehearse(_decodes(rows, params, suppressed))
+    everybody = list(range(1, config.max_num_seqs + 1))
+    runner.rehearse(_decodes(1, SamplingParams(max_tokens=1), -1, freed=everybody))
     log.info("sampling is warm after %.1f s", time.monotonic() - began)
 
 

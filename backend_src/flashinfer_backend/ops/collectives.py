@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of one engine exchange while they compute a step.
+
+All ranks call the same methods in the same order with tensors of the same shapes; whoever calls one that
+others do not call waits for them. On CUDA the calls only enqueue, and can be captured in graphs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashinfer_backend.core.shard import WHOLE, Shard
+
+# A rank that waits for another for longer than this gives up. Ranks launch the same steps at the same time:
+# one that is late has stopped.
+GLOO_TIMEOUT_S = 8.0
+NCCL_TIMEOUT_S = 120.0  # while graphs are captured and kernels compiled
+# Of FlashInfer's all-reduce; beyond, NCCL is as fast.
+MOST_TOKENS = 1024
+
+
+class Collectives:
+    """Of an engine of one rank: there is nothing to exchange."""
+
+    shard: Shard = WHOLE
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks of partial[T, H]. May overwrite it: use the returned tensor."""
+        return partial
+
+    def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        """On rank 0: the first `width` of all ranks' columns beside each other, local[R, n] -> [R, width], in
+        `out` when given. Other ranks get `local` back."""
+        return local
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place."""
+        return values
+
+    def minimum(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return value
+
+    def agreed(self, values: list[float]) -> list[float]:
+        """Rank 0's values, where what ranks measure must not differ."""
+        return values
+
+    def close(self) -> None:
+        """Leave the others. Nothing can be exchanged afterwards."""
+
+
+ALONE = Collectives()
+
+
+class TorchCollectives(Collectives):
+    """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self.shard, self._device = shard, device
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        dist.all_reduce(partial)
+        return partial
+
+    def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        rows, columns = local.shape
+        if not rows:
+            return local.new_empty((0, width))
+        if self.shard.rank:
+            dist.gather(local, dst=0)
+            return local
+        parts = local.new_empty((self.shard.size, rows, columns))
+        dist.gather(local, list(parts), dst=0)
+        if out is None:
+            out = local.new_empty((rows, width))
+        for rank, part in enumerate(parts):
+            own = out[:, rank * columns : (rank + 1) * columns]
+            own.copy_(part[:, : own.shape[1]])
+        return out
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        if len(values):
+            dist.broadcast(values, src=0)
+        return values
+
+    def minimum(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        return int(tensor)
+
+    def agreed(self, values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return list(self.broadcast(tensor).tolist())
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class CudaCollectives(TorchCollectives):
+    """As TorchCollectives, but up to MOST_TOKENS tokens are summed by FlashInfer's kernels over CUDA IPC: one
+    shot for few, two for more, by FlashInfer's own rule.
+
+    Never by NVLink multicast: the workspace is made for backend "trtllm", which has none.
+    """
+
+    def __init__(self, shard: Shard, device: torch.device, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(shard, device)
+        from flashinfer import comm
+
+        self._comm: Any = comm
+        self._workspace = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=shard.size,
+            rank=shard.rank,
+            max_token_num=MOST_TOKENS,
+            hidden_dim=hidden_size,
+            dtype=dtype,
+            group=dist.group.WORLD,
+        )
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if not 0 < len(partial) <= MOST_TOKENS:
+            return super().all_reduce(partial)
+        return self._comm.allreduce_fusion(
+            partial,
+            self._workspace,
+            self._comm.AllReduceFusionPattern.kAllReduce,
+            launch_with_pdl=True,
+            output=torch.empty_like(partial),
+        )
+
+
+def connect(
+    shard: Shard, rendezvous: str, device: torch.device, hidden_size: int, dtype: torch.dtype
+) -> Collectives:
+    """Join the ranks of one engine. rendezvous: a file that all of them name, in a folder that others cannot
+    write to. Waits until all of them are there."""
+    cuda = device.type == "cuda"
+    store = dist.FileStore(rendezvous, shard.size)
+    # Weights may take one rank much longer than another. One that ends ends all: nobody waits in vain.
+    store.set(f"rank {shard.rank}", "ready")
+    while not store.check([f"rank {rank}" for rank in range(shard.size)]):
+        time.sleep(0.02)  # its own waiting keeps other threads from running
+    for interface in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the ranks are on one host
+        os.environ.setdefault(interface, "lo")
+    timeout = datetime.timedelta(seconds=NCCL_TIMEOUT_S if cuda else GLOO_TIMEOUT_S)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=shard.rank,
+        world_size=shard.size,
+        timeout=timeout,
+        device_id=device if cuda else None,
+    )
+    return CudaCollectives(shard, device, hidden_size, dtype) if cuda else TorchCollectives(shard, device)

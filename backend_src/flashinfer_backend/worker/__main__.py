@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank other than 0 of an engine: `python -m flashinfer_backend.worker`, started by rank 0.
+
+It runs its share of each step that rank 0 plans, and samples nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+
+import msgspec
+import torch
+
+from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.worker.ranks import RankLink, RankSettings
+from flashinfer_backend.worker.start import start_runner
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.worker", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True, help="1 or more")
+    parser.add_argument("--socket", type=int, required=True, help="file descriptor of the socket to rank 0")
+    options = parser.parse_args()
+    # Rank 0 may end while this process is in a call that no thread of it can interrupt.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 ends this one
+    link = RankLink(options.socket)
+    link.beat()
+    form = f"[engine rank {options.rank}] %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    log = logging.getLogger("flashinfer_backend.worker")
+    data = link.receive()
+    if data is None:
+        return 0
+    settings = msgspec.json.decode(data, type=RankSettings)
+    shard = Shard(options.rank, settings.config.tensor_parallel_size)
+    try:
+        _, runner = start_runner(settings.config, shard, settings.rendezvous)
+    except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    gc.collect()
+    gc.freeze()
+    link.ready()
+    while (data := link.receive()) is not None:
+        runner.follow(StepPlan.from_bytes(data))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # not sys.exit: collectives that wait for others would be waited for

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 0's hand on the other ranks of its engine: their processes, and the plans that they run.
+
+Each has a pair of sockets with rank 0. Down go its settings, then every plan's bytes in the order of the
+launches; up comes a byte when it is ready, and one every BEAT_S. A socket tells at once when the process at
+its other end has gone, so that either side ends with the other. (Shared memory would spare a copy, and tell
+of no death.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.step import StepPlan
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+# A rank whose process shows no life for so long hangs. Before it is ready it may compile, or read weights,
+# for longer than that without giving its other threads a turn.
+SILENT_S = 8.0
+STEP_S = 8.0  # no step on a GPU takes longer, unless a rank waits for another in vain
+WATCH_S = 0.5
+END_S = 3.0  # for other ranks to end, before they are killed
+BEAT, READY = b".", b"!"
+LENGTH = struct.Struct("<I")
+
+
+class RankSettings(msgspec.Struct):
+    """What another rank is told first. rendezvous: the file by which the ranks find each other."""
+
+    config: EngineConfig
+    rendezvous: str
+
+
+class RanksLostError(RuntimeError):
+    """Another rank has ended or hangs; the engine cannot go on."""
+
+
+class OtherRanks:
+    """Ranks 1 to tensor_parallel_size - 1 of an engine, started here. `on_loss` is called once, in a thread,
+    with what has happened to one of them; afterwards `send` raises RanksLostError."""
+
+    def __init__(
+        self, config: EngineConfig, folder: Path | None, on_loss: Callable[[str], None] | None
+    ) -> None:
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._own_folder = tempfile.TemporaryDirectory(prefix="flashinfer_backend-")
+            folder = Path(self._own_folder.name)
+        self.rendezvous = str(folder / f"ranks-{os.getpid()}")
+        self._on_loss = on_loss or (lambda _: None)
+        self._lost = ""
+        self._closed = False
+        self._ready = threading.Event()  # all other ranks are
+        self._limits_steps = False
+        self._launched: deque[float] = deque()  # when, of the steps that have not been read
+        self._sockets: dict[int, socket.socket] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        settings = msgspec.json.encode(RankSettings(config, self.rendezvous))
+        for rank in range(1, config.tensor_parallel_size):
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "flashinfer_backend.worker", "--rank", str(rank)]
+            with theirs:
+                self._processes[rank] = subprocess.Popen(
+                    [*command, "--socket", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            self._sockets[rank] = ours
+            _send(ours, settings)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def serve(self, limits_steps: bool) -> None:
+        """Wait until all other ranks are ready. From then on silence means a rank that hangs, and with
+        limits_steps, so does a step that takes longer than STEP_S. Raises RanksLostError."""
+        self._limits_steps = limits_steps
+        self._ready.wait()
+        if self._lost:
+            raise RanksLostError(self._lost)
+
+    def send(self, plan: StepPlan) -> None:
+        """Let the other ranks run their part in a step."""
+        if self._lost:
+            raise RanksLostError(self._lost)
+        self._launched.append(time.monotonic())
+        data = plan.to_bytes()
+        for other in self._sockets.values():
+            _send(other, data)
+
+    def step_read(self) -> None:
+        """The oldest of the steps sent has come to its end."""
+        self._launched.popleft()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._closed = True
+        for other in self._sockets.values():
+            with contextlib.suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)
+        self.kill(END_S)
+
+    def kill(self, after_s: float = 0.0) -> None:
+        """End what is left of the other ranks, and wait until their devices are free."""
+        deadline = time.monotonic() + after_s
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        with contextlib.suppress(OSError):
+            os.unlink(self.rendezvous)
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def _watch(self) -> None:
+        ranks = {other: rank for rank, other in self._sockets.items()}
+        seen: dict[socket.socket, float] = {}  # when those that are ready last showed life
+        while not self._lost and not self._closed:
+            before = time.monotonic()
+            readable, _, _ = select.select(list(ranks), [], [], WATCH_S)
+            now = time.monotonic()
+            if now - before > 2 * WATCH_S:  # it is this process that stood still
+                seen = dict.fromkeys(seen, now)
+            for other in readable:
+                beats = _received(other)
+                if not beats:
+                    self._lose(f"rank {ranks[other]} has ended")
+                elif READY in beats or other in seen:
+                    seen[other] = now
+            for other, last in seen.items():
+                if now - last > SILENT_S:
+                    self._lose(f"rank {ranks[other]} has shown no life for {SILENT_S:.0f} s")
+            if len(seen) == len(ranks):
+                self._ready.set()
+            with contextlib.suppress(IndexError):  # read meanwhile
+                if self._limits_steps and now - self._launched[0] > STEP_S:
+                    self._lose(f"a step has not ended within {STEP_S:.0f} s: a rank hangs")
+
+    def _lose(self, why: str) -> None:
+        if not self._lost and not self._closed:
+            self._lost = why
+            self._ready.set()
+            self._on_loss(why)
+
+
+def _received(other: socket.socket) -> bytes:
+    """What has come; nothing where the other end is closed."""
+    try:
+        return other.recv(4096)
+    except OSError:
+        return b""
+
+
+def _send(other: socket.socket, data: bytes) -> None:
+    other.sendall(LENGTH.pack(len(data)) + data)
+
+
+class RankLink:
+    """Another rank's end of the socket. Its process ends with rank 0's."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+
+    def beat(self) -> None:
+        """Show life from now on, from a thread; end this process when rank 0 has gone."""
+
+        def beat() -> None:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLRDHUP | select.POLLHUP)
+            while not poll.poll(BEAT_S * 1000):
+                try:
+                    self._socket.send(BEAT, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass  # rank 0 has not looked for a while
+                except OSError:
+                    break
+            os._exit(0)
+
+        threading.Thread(target=beat, name="beat", daemon=True).start()
+
+    def ready(self) -> None:
+        """Tell rank 0 that this one waits for plans."""
+        self._socket.sendall(READY)
+
+    def receive(self) -> bytes | None:
+        """The next message, or None when rank 0 has gone."""
+        head = self._exactly(LENGTH.size)
+        return self._exactly(LENGTH.unpack(head)[0]) if head else None
+
+    def _exactly(self, count: int) -> bytes | None:
+        data = bytearray(count)
+        view, got = memoryview(data), 0
+        while got < count:
+            try:
+                more = self._socket.recv_into(view[got:])
+            except OSError:
+                return None
+            if not more:
+                return None
+            got += more
+        return bytes(data)
