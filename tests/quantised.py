@@ -123,6 +123,7 @@ class Linear:
     scale: Tensor
     inputs: str
     input_scale: float = 0.0
+    ranks: int = 1  # that have a part of the columns each, and a scale of their own for a token
 
     @classmethod
     def quantise(cls, weight: Tensor, layout: Layout) -> Linear:
@@ -141,7 +142,7 @@ class Linear:
         """x [..., K] as the product sees it."""
         if self.inputs == "tensor":
             return e4m3(x / self.input_scale) * self.input_scale
-        size = 128 if self.inputs == "group" else x.shape[-1]
+        size = 128 if self.inputs == "group" else x.shape[-1] // self.ranks
         return torch.cat([_by_peak(part) for part in x.split(size, -1)], -1)
 
 
@@ -188,9 +189,10 @@ class Quantised:
 
 
 def make_quantised(
-    layout_name: str, kind: str, folder: Path, kv_scales: bool = False, **sizes: Any
+    layout_name: str, kind: str, folder: Path, kv_scales: bool = False, ranks: int = 1, **sizes: Any
 ) -> Quantised:
-    """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says."""
+    """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says. ranks: under
+    which tensor parallelism its `logits` are to be."""
     layout = LAYOUTS[layout_name]
     dense = make_checkpoint(kind, folder, **(SIZES | sizes))
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
@@ -204,10 +206,14 @@ def make_quantised(
         # Modules that share an input have scales of their own here; with the smallest, some values are cut.
         factor = {"q": 0.6, "k": 1.0, "v": 1.4}.get(name.split(".")[-1][0], 0.8)
         linear.input_scale = float(torch.tensor(peaks[name] / 448 * factor, dtype=torch.float32))
+        if name.endswith(("o_proj", "down_proj")):
+            linear.ranks = ranks
         result.linears[name] = linear
-        module.weight.data.copy_(linear.weight())
-        if layout_name == "on-load":
+        if layout_name == "on-load":  # each rank quantises what it reads
+            parts = tensors[f"{name}.weight"].chunk(linear.ranks, 1)
+            module.weight.data.copy_(torch.cat([Linear.quantise(part, layout).weight() for part in parts], 1))
             continue
+        module.weight.data.copy_(linear.weight())
         tensors[f"{name}.weight"] = linear.elements.to(torch.float8_e4m3fn)
         tensors[f"{name}.{layout.scale_name}"] = (
             linear.scale.reshape(layout.scalar) if layout.weights == "tensor" else linear.scale

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
     assert not errors, errors
 
 
-def start_core(model_dir: Path, **settings: object) -> Core:
+def start_core(model_dir: Path, on_loss: Callable[[str], None] | None = None, **settings: object) -> Core:
     """An engine on the CPU in float32 with small limits unless `settings` say otherwise."""
     values: dict[str, object] = {
         "device": "cpu",
@@ -158,7 +158,8 @@ def start_core(model_dir: Path, **settings: object) -> Core:
         "max_seq_len": 256,
         "kv_cache_free_gpu_mem_fraction": 0.02,  # several engines may share one test process
     } | settings
-    return start(EngineConfig(model_dir=str(model_dir), **values))  # type: ignore[arg-type]
+    config = EngineConfig(model_dir=str(model_dir), **values)  # type: ignore[arg-type]
+    return start(config, on_loss=on_loss)
 
 
 def asks(guide: str, **options: Any) -> SamplingParams:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: the same answers from several ranks as from one, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engine.harness import asks, serve, start_core
+from engine.ranks_in_threads import start_ranks
+from engine.test_fp8 import answers, check
+from engine.test_generate import make_prompts
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import load_weights
+from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.weight import Stored
+from flashinfer_backend.worker import ranks
+from quantised import make_quantised
+
+PROMPTS = make_prompts(8)
+# Everything that rows can ask for, in one batch.
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 4},
+    {"repetition_penalty": 1.3, "log_probs": True, "top_logprobs": 3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"bad_words": [[4], [9, 5]], "bias_ids": [7], "bias_values": [2.0]},
+    {"context_logits": True},
+    {"generation_logits": True},
+]
+
+
+def served(core: Core, run_dir: Path) -> tuple[Any, ...]:
+    """What a mixed batch comes to, and then two equal prompts, of which one takes the other's blocks; log
+    probabilities, rounded; the logits of a prompt."""
+    params = [SamplingParams(**({"max_tokens": 48, "temperature": 0.0} | asked)) for asked in ASKED]
+    with serve(core, run_dir) as client:
+        first = client.generate(PROMPTS, params)
+        log_probs = [round(p, 3) for report in client.reports[4] for p in [report.log_prob] if p is not None]
+        context = client.reports[7][0].context_logits
+        longest = max(PROMPTS, key=len)
+        again = client.generate([longest, longest], params[0])
+    core.close()
+    logits = torch.frombuffer(bytearray(context), dtype=torch.float32)
+    return first, again, log_probs, logits
+
+
+def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    *texts, logits = found
+    *expected_texts, expected_logits = expected
+    assert texts == expected_texts
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("llama3-rope", 2), ("llama-tied", 4), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)]
+)
+def test_ranks_give_the_answers_of_one(kind, size, tmp_path, monkeypatch):
+    """With so few blocks that sequences are preempted. 4 ranks hold 2 key and value heads, and a vocabulary
+    of 250 leaves the last rank fewer tokens."""
+    model = make_checkpoint(kind, tmp_path / "model", vocab_size=250)
+    few = {"max_tokens_in_paged_kv_cache": 320}
+    one = start_core(model, **few)
+    expected = served(one, tmp_path / "one")
+    assert one.scheduler.preemptions and one.scheduler.prompt_tokens_reused
+    agree(served(start_ranks(model, size, monkeypatch, **few), tmp_path / "more"), expected)
+
+
+SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole blocks of 128
+
+
+@pytest.mark.parametrize("layout", ["ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load"])
+def test_ranks_serve_fp8(layout, tmp_path, monkeypatch):
+    checkpoint = make_quantised(layout, "llama", tmp_path / "model", ranks=2, **SIZES)
+    monkeypatch.setattr(
+        "engine.test_fp8.start_core", lambda *args, **kw: start_ranks(args[0], 2, monkeypatch, **kw)
+    )
+    knobs = {"quantization": "fp8"} if layout == "on-load" else {}
+    check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+
+
+def test_each_rank_reads_its_part_alone(tmp_path, monkeypatch):
+    """Half of every matrix, and all of the norms."""
+    model = make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
+    read: list[int] = []
+    cut = Stored.cut
+
+    def noting(stored: Stored, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        found = cut(stored, shape)
+        read.append(torch.empty(shape)[found].numel())
+        return found
+
+    monkeypatch.setattr(Stored, "cut", noting)
+    config = ModelConfig.from_pretrained(model)
+    counts = {}
+    for size in (1, 2):
+        read.clear()
+        load_weights(Transformer(config.local(Shard(size - 1, size)), torch_ops, "float32", "cpu"), model)
+        counts[size] = sum(read)
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    assert counts[2] - norms == (counts[1] - norms) // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_heads": 6}, "should divide num_attention_heads, which is 6"),
+        ({"num_heads": 12, "num_kv_heads": 6}, "should divide num_key_value_heads, which is 6"),
+        ({"num_heads": 12, "num_kv_heads": 3}, "should be a multiple of num_key_value_heads, which is 3"),
+        ({"intermediate_size": 98}, "should divide intermediate_size, which is 98"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(changes, problem, tmp_path):
+    config = replace(ModelConfig.from_pretrained(make_checkpoint("llama", tmp_path)), **changes)
+    with pytest.raises(UnsupportedModelError, match=f"tensor_parallel_size=4 {problem}"):
+        config.local(Shard(0, 4))
+
+
+def test_blocks_of_scales_that_would_be_cut_are_refused(tmp_path):
+    config = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path, head_dim=128).folder)
+    with pytest.raises(UnsupportedModelError, match="64 rows on each of 4 ranks.*multiples of 128"):
+        config.local(Shard(0, 4))
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Path:
+    return resolve_model_dir("bundled")
+
+
+def test_ranks_as_processes(bundled, tmp_path):
+    """The real thing, with a guide, until one of them is killed."""
+    lost: list[str] = []
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.7, seed=1),
+        asks("[a-f]{3}-[0-9]{4}"),
+        SamplingParams(max_tokens=20, temperature=0.0, log_probs=True, repetition_penalty=1.2),
+    ]
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    with serve(start_core(bundled), tmp_path / "one") as client:
+        expected = client.generate(prompts, params)
+    core = start_core(bundled, tensor_parallel_size=2, on_loss=lost.append)
+    others = core.runner.others
+    assert others is not None
+    (process,) = [
+        child for child in psutil.Process().children() if "flashinfer_backend.worker" in child.cmdline()
+    ]
+    with serve(core, tmp_path / "two") as client:
+        assert client.generate(prompts, params) == expected
+    process.kill()
+    deadline = time.monotonic() + 10
+    while not lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert lost == ["rank 1 has ended"]
+    with pytest.raises(ranks.RanksLostError, match="rank 1 has ended"):
+        others.send(None)  # type: ignore[arg-type]
+    core.close()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
