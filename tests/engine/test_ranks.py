@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_cut_is_refused(changes, problem, tmp_path):
 
 def test_blocks_of_scales_that_would_be_cut_are_refused(tmp_path):
     config = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path, head_dim=128).folder)
-    with pytest.raises(UnsupportedModelError, match="64 rows on each of 4 ranks.*multiples of 128"):
+    with pytest.raises(UnsupportedModelError, match=r"64 rows on each of 4 ranks.*multiples of 128"):
         config.local(Shard(0, 4))
 
 

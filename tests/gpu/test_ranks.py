@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism over GPUs of one host: kernels, graphs and collectives against float32."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_broken_device import Answer
+from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.transport.endpoint import ENGINE_LOST, Endpoint
+from flashinfer_backend.transport.supervisor import Supervisor
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(150),  # a rank that waits alone would wait for ever
+]
+SIZE = 4 if GPUS >= 4 else 2  # of 4 ranks, two have the same key and value head
+PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("llama3-rope", "auto"), ("qwen2", "none")])
+def test_greedy_tokens_are_the_best_or_nearly(kind, graphs, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path / "model", **SIZES)
+    core = start_core(folder, **(SETTINGS | {"tensor_parallel_size": SIZE, "cuda_graph_batch_sizes": graphs}))
+    plain = SamplingParams(max_tokens=32, temperature=0.0)
+    asking = SamplingParams(max_tokens=32, temperature=0.0, log_probs=True, repetition_penalty=1.0001)
+    drawn = SamplingParams(max_tokens=8, temperature=0.8, seed=3)
+    with serve(core, tmp_path / "run") as client:
+        produced = client.generate(make_prompts(12), [plain] * 6 + [asking] * 6)
+        again = client.generate(make_prompts(12)[:1] * 2, drawn)
+    core.close()
+    short = shortfalls(folder, produced)
+    assert (short == 0).float().mean() > 0.9, f"{(short > 0).sum()} of {len(short)} tokens are not the best"
+    assert short.max() < TOLERANCE, f"a token is {short.max():.2f} below the best logit"
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_loses_a_rank_ends(number: signal.Signals, tmp_path: Path) -> None:
+    """In the middle of steps, which wait for the rank on the device for ever."""
+    model = make_checkpoint("mistral", tmp_path / "model", **SIZES)
+    knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
+    config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
+    run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
+    link = Endpoint(Supervisor(run_dir, os.getpid(), msgspec.json.encode(config)), on_replaced=lambda: None)
+    try:
+        engine = psutil.Process(link.wait_ready().pid)
+        answer = Answer()
+        link.submit(answer, PROMPT, SamplingParams(max_tokens=500, temperature=0.0))
+        (rank,) = engine.children()
+        time.sleep(0.1)
+        os.kill(rank.pid, number)
+        assert answer.ended.wait(10) and answer.end == ENGINE_LOST, answer.end
+        psutil.wait_procs([engine, rank], timeout=5)
+        assert not rank.is_running()
+    finally:
+        link.close()
