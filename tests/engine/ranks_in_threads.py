@@ -83,7 +83,7 @@ class Threads:
     def step_read(self) -> None:
         """Steps have no limit here."""
 
-    def close(self) -> None:
+    def close(self, leave: Callable[[], None]) -> None:
         for plans in self.plans:
             plans.put(None)
         for thread in self.threads:

@@ -98,7 +98,6 @@ FOREIGN: dict[str, ForeignKnob] = {
     "max_batch_size": ForeignKnob(
         (), "set max_num_seqs (sequences that run at a time) or triton_max_batch_size (requests in a call)"
     ),
-    "tensor_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
     "pipeline_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
     "max_draft_len": ForeignKnob(("0",), _NO_SPECULATION),
     "gpt_model_path": ForeignKnob((), _NO_ENGINE),

@@ -30,8 +30,7 @@ class Core:
     def close(self) -> None:
         """End the other ranks, if there are any."""
         if self.runner.others is not None:
-            self.runner.others.close()
-            self.runner.state.model.collectives.close()
+            self.runner.others.close(self.runner.state.model.collectives.close)
 
 
 def start(

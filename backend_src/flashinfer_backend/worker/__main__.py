@@ -52,8 +52,10 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     link.ready()
-    while (data := link.receive()) is not None:
+    while data := link.receive():
         runner.follow(StepPlan.from_bytes(data))
+    if data is not None:
+        runner.state.model.collectives.close()
     return 0
 
 

@@ -2,9 +2,9 @@
 """Rank 0's hand on the other ranks of its engine: their processes, and the plans that they run.
 
 Each has a pair of sockets with rank 0. Down go its settings, then every plan's bytes in the order of the
-launches; up comes a byte when it is ready, and one every BEAT_S. A socket tells at once when the process at
-its other end has gone, so that either side ends with the other. (Shared memory would spare a copy, and tell
-of no death.)
+launches, and nothing at the end; up comes a byte when it is ready, and one every BEAT_S. A socket tells at
+once when the process at its other end has gone, so that either side ends with the other. (Shared memory would
+spare a copy, and tell of no death.)
 """
 
 from __future__ import annotations
@@ -108,13 +108,19 @@ class OtherRanks:
         """The oldest of the steps sent has come to its end."""
         self._launched.popleft()
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self, leave: Callable[[], None] = lambda: None) -> None:
+        """End the other ranks. leave: what this rank does while they leave the group, at most for END_S."""
         self._closed = True
-        for other in self._sockets.values():
+        if not self._lost:
             with contextlib.suppress(OSError):
-                other.shutdown(socket.SHUT_RDWR)
+                for other in self._sockets.values():
+                    _send(other, b"")
+            thread = threading.Thread(target=leave, name="leave", daemon=True)
+            thread.start()
+            thread.join(END_S)
         self.kill(END_S)
+        for other in self._sockets.values():
+            other.close()
 
     def kill(self, after_s: float = 0.0) -> None:
         """End what is left of the other ranks, and wait until their devices are free."""
@@ -203,7 +209,7 @@ class RankLink:
         self._socket.sendall(READY)
 
     def receive(self) -> bytes | None:
-        """The next message, or None when rank 0 has gone."""
+        """The next message, empty at the end, or None when rank 0 has gone."""
         head = self._exactly(LENGTH.size)
         return self._exactly(LENGTH.unpack(head)[0]) if head else None
 
