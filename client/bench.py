@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from client import find_rate, machine, ready, results, scenarios
 from client.bench_options import OF_SCENARIO, SAMPLING, given_options, make_parser
 from client.datasets import DATASETS, Prompt, fingerprint, load_prompts, load_tokenizer
+from client.device_log import DeviceLog, Devices, find_devices
 from client.load import Load, LoadResult, run_load
 from client.metrics import PERCENTILES, format_table, goodput, request_columns
 from client.progress import Display, Snapshot
@@ -50,6 +51,7 @@ class Bench:
     lengths: dict[str, Any]
     points: list[Point]
     warm_up: int
+    devices: Devices = field(default_factory=find_devices)
     facts: dict[str, Any] = field(default_factory=dict)
     runs: list[results.Run] = field(default_factory=list)
     interrupted: bool = False
@@ -101,7 +103,8 @@ class Bench:
         seed = args.seed + len(self.runs)
         prompts = self.prompts(point.num_prompts, seed)
         what = describe(point, load)
-        with Display(note or what) as display, _first_interrupt() as stop:
+        log = DeviceLog(self.devices)
+        with Display(note or what) as display, _first_interrupt() as stop, log:
 
             def watch(snapshot: Snapshot) -> bool:
                 display.show(snapshot)
@@ -120,12 +123,12 @@ class Bench:
             print(
                 format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles), flush=True
             )
-        self._write(point, load, result, seed, fingerprint(prompts), warm_up)
+        self._write(point, load, result, seed, fingerprint(prompts), warm_up, log)
         return summary
 
     def _write(
         self, point: Point, load: Load, result: LoadResult, seed: int, prompts_sha256: str,
-        warm_up: dict[str, Any],
+        warm_up: dict[str, Any], log: DeviceLog,
     ) -> None:  # fmt: skip
         args = self.args
         when = datetime.datetime.fromtimestamp(result.started, datetime.timezone.utc)
@@ -146,6 +149,7 @@ class Bench:
             "seed": seed,
             "prompts_sha256": prompts_sha256,
             "summary": result.summary,
+            "devices": log.result(),
             "requests": request_columns(result.records, args.save_itl),
         }
         self.runs.append(run)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from client import report_plots
+from client.device_log import COLUMNS, describe
 from client.metrics import percentile_name
 
 
@@ -42,6 +43,7 @@ class Measured:
     prompts_sha256: str
     summary: dict[str, Any]
     requests: dict[str, list[Any]]
+    devices: dict[str, Any] | None  # None where a file is older than that
 
     @property
     def load(self) -> str:
@@ -71,7 +73,8 @@ def read(path: Path, name: str | None = None) -> list[Measured]:
 
 def _measured(run: dict[str, Any], machines: dict[str, Any], name: str | None) -> Measured:
     if "row" in run:  # of perf_configs.run
-        label, server = run["server"], f"{run['server']} {run['version']}, commit {run['commit']}"
+        label = f"{run['server']}:{run['variant']}" if run.get("variant") else run["server"]
+        server = f"{run['server']} {run['version']}, commit {run['commit']}"
         facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
     else:
         label, server = run["label"], run["server"]
@@ -93,6 +96,7 @@ def _measured(run: dict[str, Any], machines: dict[str, Any], name: str | None) -
         prompts_sha256=run["prompts_sha256"],
         summary=summary,
         requests=requests,
+        devices=run.get("devices"),
     )
 
 
@@ -136,6 +140,17 @@ def table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
     return head + (["good"] if goodput else []), rows
 
 
+def power_table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of power and clocks, a row for each GPU of a run; no rows where there was no GPU."""
+    rows = [
+        [run.label, run.load, *cells]
+        for run in runs
+        if run.devices and "none" not in run.devices
+        for cells in describe(run.devices)
+    ]
+    return ["server", "load", *COLUMNS], rows
+
+
 def notes(runs: Sequence[Measured]) -> list[str]:
     """What a reader must know before comparing."""
     found = []
@@ -148,6 +163,9 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         by_load.setdefault((run.row, run.load), set()).add(run.prompts_sha256)
     if any(len(prompts) > 1 for prompts in by_load.values()):
         found.append("Not all runs of the same load had the same prompts.")
+    reasons = {run.devices["none"] for run in runs if run.devices and "none" in run.devices}
+    if reasons:
+        found.append(f"Power and clocks: none ({', '.join(sorted(reasons))}).")
     if len({run.machine for run in runs}) > 1:
         found.append("The runs are of different machines or versions, listed below.")
     return found
@@ -173,6 +191,10 @@ def markdown(runs: Sequence[Measured], title: str) -> str:
     lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED, ""]
     lines += ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    power_head, power_rows = power_table(runs)
+    if power_rows:
+        lines += ["", "## Power and clocks", "", "| " + " | ".join(power_head) + " |"]
+        lines += ["|" + "---|" * len(power_head), *("| " + " | ".join(row) + " |" for row in power_rows)]
     lines += ["", "## Measured with", ""]
     for label, server, machine, command in origins(runs):
         lines += [f"* **{label}**: {server}. {machine}.", f"  `{command}`"]
@@ -194,20 +216,27 @@ code { font-size: .85em; overflow-wrap: anywhere; }
 """
 
 
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(name: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{name}>{html.escape(cell)}</{name}>" for cell in cells) + "</tr>\n"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="wide"><table><thead>{line("th", head)}</thead>\n<tbody>{body}</tbody></table></div>'
+
+
 def page(runs: Sequence[Measured], title: str) -> str:
     """The HTML page, plots included as SVG."""
     head, rows = table(runs)
     text = html.escape
-    cells = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
     parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
     parts.append(f"<p>{text(EXPLAINED)}</p>")
-    heads = "".join(f"<th>{text(cell)}</th>" for cell in head)
-    parts.append(
-        f'<div class="wide"><table><thead><tr>{heads}</tr></thead>\n<tbody>{cells}</tbody></table></div>'
-    )
+    parts.append(_html_table(head, rows))
     for plot in report_plots.draw(runs):
         caption = f"<figcaption>{text(plot.caption)}</figcaption>"
         parts.append(f'<figure role="img" aria-label="{text(plot.caption)}">{plot.svg}{caption}</figure>')
+    power_head, power_rows = power_table(runs)
+    if power_rows:
+        parts += ["<h2>Power and clocks</h2>", _html_table(power_head, power_rows)]
     parts.append("<h2>Measured with</h2>\n<ul>")
     for label, server, machine, command in origins(runs):
         what = f"<strong>{text(label)}</strong>: {text(server)}. {text(machine)}."
