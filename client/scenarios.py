@@ -32,15 +32,19 @@ class Requirement:
     at_most: float | None = None
 
     def __post_init__(self) -> None:
-        if self.ratio_at_most is None and self.ratio_at_least is None and self.at_most is None:
+        if not self.compares and self.at_most is None:
             raise ValueError(f"requirement on {self.metric} has no bound")
 
-    def met(self, ours: float, peer: float) -> bool:
-        """Whether every bound holds."""
-        ratio = ours / peer
+    @property
+    def compares(self) -> bool:
+        """Whether it takes a peer to say if it is met."""
+        return self.ratio_at_most is not None or self.ratio_at_least is not None
+
+    def met(self, ours: float, ratio: float | None) -> bool:
+        """Whether every bound holds. ratio: ours / peer, None only where it does not compare."""
         return (
-            (self.ratio_at_most is None or ratio <= self.ratio_at_most)
-            and (self.ratio_at_least is None or ratio >= self.ratio_at_least)
+            (self.ratio_at_most is None or (ratio is not None and ratio <= self.ratio_at_most))
+            and (self.ratio_at_least is None or (ratio is not None and ratio >= self.ratio_at_least))
             and (self.at_most is None or ours <= self.at_most)
         )
 
@@ -68,7 +72,8 @@ class Point:
 @dataclass(frozen=True)
 class Scenario:
     """One row. dataset is a kind of client.datasets.DATASETS, lengths what load_prompts takes for it;
-    sampling is laid over each request's body."""
+    sampling is laid over each request's body. tensor_parallel_size: the GPUs that perf_configs.run gives to
+    each server."""
 
     row: str
     title: str
@@ -84,6 +89,7 @@ class Scenario:
     think_seconds: float = 0.0
     requirements: tuple[Requirement, ...] = ()
     seed: int = 0
+    tensor_parallel_size: int = 1
 
     @property
     def from_file(self) -> bool:
@@ -121,11 +127,15 @@ def read_scenario(path: Path) -> Scenario:
             think_seconds=float(load.pop("think_seconds", 0.0)),
             requirements=tuple(Requirement(**r) for r in table.pop("require", ())),
             seed=load.pop("seed", 0),
+            tensor_parallel_size=table.pop("tensor_parallel_size", 1),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if table or load:
         raise ValueError(f"{path}: unknown keys {sorted(table) + sorted(load)}")
+    size = scenario.tensor_parallel_size
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{path}: tensor_parallel_size {size!r} must be an integer of at least 1")
     return scenario
 
 
@@ -176,10 +186,15 @@ def find_scenario(name: str) -> Scenario:
     return read_scenario(Path(name))
 
 
+def known_rows() -> dict[str, Scenario]:
+    """row -> Scenario, of every scenario of this checkout."""
+    return {s.row: s for s in map(read_scenario, scenario_files().values())}
+
+
 def read_scenarios(rows: str = "") -> dict[str, Scenario]:
     """row -> Scenario, for a comma-separated choice of rows (in that order), or all those that compare
     servers."""
-    known = {s.row: s for s in map(read_scenario, scenario_files().values())}
+    known = known_rows()
     compared = [path.stem for path in sorted(SCENARIOS.glob("*.toml"))]
     chosen = [row.strip() for row in rows.split(",") if row.strip()] or compared
     if unknown := [row for row in chosen if row not in known]:

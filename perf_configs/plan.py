@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
 from perf_configs.results import OURS
-from perf_configs.servers import ROOT, ServerSpec, read_servers
+from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
 PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
 
@@ -34,10 +34,25 @@ class Plan:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Raises ValueError for arguments that contradict each other or name what is not there."""
     scenarios, known = read_scenarios(args.rows), read_servers()
-    chosen = [name.strip() for name in args.server.split(",")]
+    chosen = choose_servers(args.server, known)
     urls = dict(map(_split_url, args.url))
-    if unknown := [name for name in [*chosen, *urls] if name not in known]:
+    if unknown := [name for name in urls if name not in known]:
         raise ValueError(f"unknown server {', '.join(unknown)}; servers are {', '.join(known)}")
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    for spec in chosen:
+        if not spec.command and spec.name not in urls:
+            raise ValueError(f"{spec.name} is not started here: give its address, --url {spec.name}=URL")
+        if spec.variant and spec.name in urls and f"{spec.name}:" in args.server:
+            raise ValueError(
+                f"--server {spec.label}: the server at --url {spec.name}=URL runs as it was started"
+            )
+    sizes = {scenario.tensor_parallel_size for scenario in scenarios.values()}
+    if len(sizes) > 1 and any(spec.name in urls for spec in chosen):
+        raise ValueError(
+            "--url names one server, but the rows want tensor_parallel_size "
+            f"{' and '.join(map(str, sorted(sizes)))}: choose rows of one size"
+        )
     if args.model_dir is None:
         raise ValueError("--model-dir is required: it names the checkpoint folder to serve")
     for name in ("config.json", "tokenizer.json"):
@@ -50,13 +65,15 @@ def make_plan(args: argparse.Namespace) -> Plan:
             "--knob and --profile are for a server started here: use them without --url ours=URL"
         )
     profile = args.profile or PROFILE
-    if OURS in chosen and OURS not in urls:
+    if OURS in [spec.name for spec in chosen] and OURS not in urls:
         _check_file("--profile", profile)
     if rows := [row for row, scenario in scenarios.items() if scenario.from_file]:
         if args.sharegpt is None:
             raise ValueError(f"--sharegpt is required by rows {', '.join(rows)}")
         _check_file("--sharegpt", args.sharegpt)
-    return Plan(scenarios, [known[name] for name in chosen], urls, profile, knob_options(args.knob))
+    # What runs already has no variant that is known here.
+    servers = [replace(spec, variant="") if spec.name in urls else spec for spec in chosen]
+    return Plan(scenarios, servers, urls, profile, knob_options(args.knob))
 
 
 def knob_options(knobs: Sequence[str]) -> str:

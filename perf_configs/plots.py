@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perf_configs.results import Document
+from perf_configs.results import Document, points
 
 SWEEP_ROW = "s"
 STEP_FIELDS = ("rows", "context", "step_us", "floor_us")
-COLOURS = {"ours": "tab:green", "vllm": "tab:blue"}
+COLOURS = {"ours": "tab:green", "vllm": "tab:blue", "sglang": "tab:orange", "trtllm": "tab:purple"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 TIMES = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
 
 
@@ -61,23 +62,32 @@ def _measured_on(document: Document) -> str:
 
 def _label(run: dict[str, Any]) -> str:
     """Server and version. tritonserver's version says little of this backend: its commit does."""
-    return f"vLLM {run['version']}" if run["server"] == "vllm" else f"this backend, {run['commit']}"
+    if run["server"] == "ours":
+        return f"this backend, {run['commit']}"
+    return f"{NAMES[run['server']]} {run['version']}" + (f" {run['variant']}" if run.get("variant") else "")
 
 
 def _draw_sweep(document: Document, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    by_rate = sorted((rate, servers) for (row, rate), servers in points(document).items() if row == SWEEP_ROW)
+    sweep = [each for _, servers in by_rate for variants in servers.values() for each in variants]
+    variants = [(each.runs[0]["server"], each.runs[0].get("variant")) for each in sweep]
     for axis, name in zip(axes, ("ttft", "tpot"), strict=True):
-        for server, colour in COLOURS.items():
-            runs = [r for r in document["runs"] if r["row"] == SWEEP_ROW and r["server"] == server]
-            runs.sort(key=lambda run: run["request_rate"])
-            rates = [run["request_rate"] for run in runs]
+        for server, variant in dict.fromkeys(variants):
+            mine = [
+                each
+                for each in sweep
+                if (each.runs[0]["server"], each.runs[0].get("variant")) == (server, variant)
+            ]
+            rates = [each.runs[0]["request_rate"] for each in mine]
             for which, style in (("median", "-o"), ("p99", "--^")):
-                values = [run["summary"][f"{which}_{name}_ms"] for run in runs]
-                if runs:
-                    label = f"{_label(runs[-1])}: {'median' if which == 'median' else 'P99'}"
-                    axis.plot(rates, values, style, color=colour, label=label)
+                values = [each.median(f"{which}_{name}_ms") for each in mine]
+                label = f"{_label(mine[-1].runs[0])}: {'median' if which == 'median' else 'P99'}"
+                # Variants of one server share its colour and differ in strength.
+                alpha = 1.0 / (1 + [v for s, v in dict.fromkeys(variants) if s == server].index(variant))
+                axis.plot(rates, values, style, color=COLOURS[server], alpha=alpha, label=label)
         axis.set_xlabel("requests/s")
         axis.set_ylabel(TIMES[name])
         axis.set_ylim(bottom=0)

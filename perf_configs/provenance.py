@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-LEFT_OUT = ("VLLM_PYTHON", "VLLM_SITE", "VLLM_LD_LIBRARY_PATH")  # folders of one machine
+LEFT_OUT = ("PYTHON", "SITE", "LD_LIBRARY_PATH")  # folders of one machine
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -25,13 +25,15 @@ def file_identity(path: Path) -> dict[str, str]:
     return {"name": path.name, "sha256": _short_hash(path)}
 
 
-def vllm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The VLLM_* variables but for those that hold a path; a path inside of a value (VLLM_FLAGS) keeps its
-    last part only."""
+def peer_variables(server: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """A peer's variables, VLLM_* for vllm, but for those that hold a path; a path inside of a value
+    (VLLM_FLAGS) keeps its last part only."""
+    prefix = server.upper() + "_"
     return {
         name: re.sub(r"(?<![^\s='\",:\[({])~?/+(?:[^\s/='\",]+/)*", "", value)
         for name, value in sorted(environment.items())
-        if name.startswith("VLLM_") and name not in LEFT_OUT and not value.startswith(("/", "~"))
+        if name.startswith(prefix) and name.removeprefix(prefix) not in LEFT_OUT
+        if not value.startswith(("/", "~"))
         if not any(word in name for word in SECRET)
     }
 

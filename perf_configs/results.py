@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Result documents: what a run writes, how several are merged, and the Markdown table with pass or miss.
 
-A document is {"machines": {id: {...}}, "runs": [...]}. Each run names its server, row, request rate (None:
-all at once), machine and commands, and holds the load generator's summary and every request's numbers.
+A document is {"machines": {id: {...}}, "runs": [...]}. Each run names its server and variant, row, request
+rate (None: all at once), which repeat it is, machine and commands, and holds the load generator's summary and
+every request's numbers. Several repeats count as their median.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from client.device_log import COLUMNS, describe
 from client.scenarios import Requirement, Scenario
 from perf_configs.servers import gpu_query
 
-OURS, PEER = "ours", "vllm"
+OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares with
 Run = dict[str, Any]
 Document = dict[str, Any]
 
-# What a run must have to be merged and reported. checkpoint, profile and environment came later: files
-# without them stay readable.
+# What a run must have to be merged and reported. checkpoint, profile, environment, variant, repeat, devices
+# and floor came later: files without them stay readable.
 RUN_FIELDS = {
     *("server", "row", "request_rate", "machine", "started", "version", "commit", "command", "knobs"),
     *("start_seconds", "prompts_sha256", "warm_up", "summary"),
@@ -53,17 +57,22 @@ def machine() -> tuple[str, dict[str, Any]]:
     }
 
 
-def run_key(run: Run) -> tuple[str, str, float]:
+def run_key(run: Run) -> tuple[str, str, str, float, int]:
     """What a run measures; a later run with the same key replaces an earlier one."""
-    rate = run["request_rate"]
-    return run["server"], run["row"], math.inf if rate is None else float(rate)
+    rate = math.inf if run["request_rate"] is None else float(run["request_rate"])
+    return run["server"], run.get("variant", ""), run["row"], rate, run.get("repeat", 0)
+
+
+def label(run: Run) -> str:
+    """Server and variant."""
+    return f"{run['server']}:{run['variant']}" if run.get("variant") else str(run["server"])
 
 
 def merge(documents: Iterable[Document]) -> Document:
     """One document of all runs; of runs with the same key the one started last stays, and of equal ones the
     last given. A run without failures stays before any with failures, which is said on stderr."""
     machines: dict[str, Any] = {}
-    runs: dict[tuple[str, str, float], Run] = {}
+    runs: dict[tuple[str, str, str, float, int], Run] = {}
     for document in documents:
         machines |= document["machines"]
         for run in document["runs"]:
@@ -76,7 +85,7 @@ def merge(documents: Iterable[Document]) -> Document:
                     f"{dropped['started']} failed; the one of {runs[key]['started']} is kept",
                     file=sys.stderr,
                 )
-    ordered = sorted(runs.values(), key=lambda r: (r["row"], run_key(r)[2], r["server"]))
+    ordered = sorted(runs.values(), key=lambda r: (r["row"], run_key(r)[3], label(r), run_key(r)[4]))
     used = {run["machine"] for run in ordered}
     return {"machines": {k: v for k, v in machines.items() if k in used}, "runs": ordered}
 
@@ -121,48 +130,192 @@ def save(document: Document, path: Path) -> None:
     temporary.replace(path)
 
 
-def verdict(requirement: Requirement, ours: Run | None, peer: Run | None) -> tuple[float | None, str]:
-    """(ours / peer, word): pass or miss, or why there is no comparison."""
-    if ours is None or peer is None:
-        return None, "not run"
-    for run, whose in ((ours, "ours"), (peer, "the peer's")):
-        if failed := run["summary"]["failed"]:
-            return None, f"invalid: {failed} of {whose} failed"
-        if failed := run["warm_up"].get("failed"):
-            return None, f"invalid: {failed} of {whose} failed in the warm-up"
-    known = [run["checkpoint"]["config_sha256"] for run in (ours, peer) if run.get("checkpoint")]
-    if len(set(known)) > 1:
-        return None, "invalid: different checkpoints"
-    if ours["prompts_sha256"] != peer["prompts_sha256"]:
-        return None, "invalid: different prompts"
-    a, b = ours["summary"][requirement.metric], peer["summary"][requirement.metric]
-    if a is None or not b:
+@dataclass(frozen=True)
+class Repeats:
+    """The runs of one point by one variant of a server, in order."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def label(self) -> str:
+        """Server and variant."""
+        return label(self.runs[0])
+
+    def values(self, metric: str) -> list[float]:
+        """The metric of each run that has it."""
+        return [run["summary"][metric] for run in self.runs if run["summary"][metric] is not None]
+
+    def median(self, metric: str) -> float | None:
+        """Over the runs; None where one has no value."""
+        values = self.values(metric)
+        return statistics.median(values) if len(values) == len(self.runs) else None
+
+    def text(self, metric: str) -> str:
+        """The median, with the lowest and the highest of several."""
+        values = self.values(metric)
+        if len(values) < 2:
+            return _number(values[0] if values else None)
+        return f"{_number(self.median(metric))} ({_number(min(values))} to {_number(max(values))})"
+
+
+def points(document: Document) -> dict[tuple[str, float], dict[str, list[Repeats]]]:
+    """(row, rate) -> server -> its variants, each with its repeats."""
+    by_variant: dict[tuple[str, str, str, float], list[Run]] = {}
+    for run in document["runs"]:
+        by_variant.setdefault(run_key(run)[:4], []).append(run)
+    found: dict[tuple[str, float], dict[str, list[Repeats]]] = {}
+    for (server, _, row, rate), runs in by_variant.items():
+        found.setdefault((row, rate), {}).setdefault(server, []).append(Repeats(tuple(runs)))
+    return found
+
+
+def verdict(requirement: Requirement, ours: Repeats | None, peer: Repeats | None) -> tuple[float | None, str]:
+    """(ours / peer, word): pass or miss, or why there is no comparison. Of several runs the medians count."""
+    compared = [ours, peer] if requirement.compares else [ours]
+    for each in compared:
+        if each is None:
+            return None, "not run"
+        whose = "ours" if each is ours else "the peer's"
+        for run in each.runs:
+            if failed := run["summary"]["failed"]:
+                return None, f"invalid: {failed} of {whose} failed"
+            if failed := run["warm_up"].get("failed"):
+                return None, f"invalid: {failed} of {whose} failed in the warm-up"
+    assert ours is not None
+    a = ours.median(requirement.metric)
+    if a is None:
         return None, "invalid: no value"
-    word = "pass" if requirement.met(a, b) else "**miss**"
-    return a / b, word + ("" if ours["machine"] == peer["machine"] else " (other machine)")
+    ratio, note = None, ""
+    if requirement.compares and peer is not None:
+        runs = [*ours.runs, *peer.runs]
+        if len({run["checkpoint"]["config_sha256"] for run in runs if run.get("checkpoint")}) > 1:
+            return None, "invalid: different checkpoints"
+        if [run["prompts_sha256"] for run in ours.runs] != [run["prompts_sha256"] for run in peer.runs]:
+            return None, "invalid: different prompts"
+        if len({size for run in runs if (size := run.get("tensor_parallel_size")) is not None}) > 1:
+            return None, "invalid: different numbers of GPUs"
+        if not (b := peer.median(requirement.metric)):
+            return None, "invalid: no value"
+        ratio = a / b
+        note = "" if len({run["machine"] for run in runs}) == 1 else " (other machine)"
+        if _overlap(ours.values(requirement.metric), peer.values(requirement.metric)):
+            note += " (within the spread)"
+    return ratio, ("pass" if requirement.met(a, ratio) else "**miss**") + note
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the runs of two servers, several of each, cannot be told apart by this number."""
+    return min(len(one), len(other)) > 1 and max(min(one), min(other)) <= min(max(one), max(other))
+
+
+def best(requirement: Requirement, variants: Sequence[Repeats]) -> Repeats | None:
+    """Of a peer's variants the one that makes the requirement hardest to meet. One with failed requests
+    counts only where there is no other."""
+    whole = [
+        v for v in variants if not any(map(failures, v.runs)) and v.median(requirement.metric) is not None
+    ]
+    if not whole:
+        return variants[0] if variants else None
+    # Where more is better, the requirement is a ratio of at least something.
+    choose = max if requirement.ratio_at_least is not None else min
+    return choose(whole, key=lambda v: v.median(requirement.metric) or 0.0)
 
 
 def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
-    """Requirements with ratio and verdict, every run's numbers, machines, versions and commands."""
-    runs = {run_key(run): run for run in document["runs"]}
-    lines = ["# Benchmark results", "", "Ratio is ours / vLLM; lower is better for times.", ""]
-    lines += ["| row | scenario | metric | ours | vLLM | ratio | required | result |"]
-    lines += ["|---|---|---|---:|---:|---:|---|---|"]
-    for scenario in scenarios.values():
-        rate = scenario.points[0].request_rate
-        ours, peer = runs.get((OURS, scenario.row, rate)), runs.get((PEER, scenario.row, rate))
-        for requirement in scenario.requirements:
-            ratio, word = verdict(requirement, ours, peer)
-            values = [_number(run["summary"][requirement.metric]) if run else "-" for run in (ours, peer)]
-            ratio_text = "-" if ratio is None else f"{ratio:.2f}"
-            bounds = str(requirement)
-            cells = [scenario.row, scenario.title, requirement.metric, *values, ratio_text, bounds, word]
+    """Requirements with ratio and verdict, every run's numbers, power and clocks, machines, versions and
+    commands."""
+    found = points(document)
+    peers = sorted({run["server"] for run in document["runs"]} - {OURS}) or [PEER]
+    several = any(
+        len(v.runs) > 1 for servers in found.values() for variants in servers.values() for v in variants
+    )
+    lines = ["# Benchmark results", "", "Ratio is ours / the peer's; lower is better for times."]
+    if several:
+        lines[-1] += " Several runs: their median (lowest to highest)."
+    for peer in peers:
+        lines += [
+            "",
+            f"## Against {peer}",
+            "",
+            f"| row | scenario | metric | ours | {peer} | ratio | required | result |",
+        ]
+        lines += ["|---|---|---|---:|---:|---:|---|---|"]
+        for scenario in scenarios.values():
+            servers = found.get((scenario.row, scenario.points[0].request_rate), {})
+            ours = next(iter(servers.get(OURS, ())), None)
+            for requirement in scenario.requirements:
+                other = best(requirement, servers.get(peer, ()))
+                ratio, word = verdict(requirement, ours, other)
+                values = [each.text(requirement.metric) if each else "-" for each in (ours, other)]
+                if other is not None and (variant := other.runs[0].get("variant")):
+                    values[1] += f" {variant}"
+                ratio_text = "-" if ratio is None else f"{ratio:.2f}"
+                bounds = str(requirement)
+                cells = [scenario.row, scenario.title, requirement.metric, *values, ratio_text, bounds, word]
+                lines.append("| " + " | ".join(cells) + " |")
+    if several:
+        lines += _medians(found)
+    lines += _all_runs(document, several)
+    lines += ["", "## Failures", ""] if any(run["summary"]["failed"] for run in document["runs"]) else []
+    for run in document["runs"]:
+        for message, count in run["summary"]["errors"].items():
+            lines.append(f"* row {run['row']}, {label(run)}: {count} x {message}")
+    lines += _devices(document)
+    lines += ["", "## Machines and servers", ""]
+    for identity, facts in document["machines"].items():
+        packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+        lines.append(f"* `{identity}`: {facts['gpu']} ({facts['gpu_memory']}, driver {facts['driver']}), "
+                     f"{facts['cores']} cores, Python {facts['python']}, {packages}")  # fmt: skip
+        floors = [run["floor"] for run in document["runs"] if run["machine"] == identity and run.get("floor")]
+        for text in dict.fromkeys(map(describe_floor, floors)):
+            lines.append(f"  * its own floor: {text}")
+    servers_seen = {(label(r), r["version"], r["commit"], r["start_seconds"], r["command"],
+                     r["knobs"] or r.get("flags", ""), _what(r)): None for r in document["runs"]}  # fmt: skip
+    for server, version, commit, seconds, command, knobs, what in servers_seen:
+        started = "running already" if seconds is None else f"up in {seconds:.0f} s"
+        lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
+                     f"`{' '.join(command.split())}` {knobs}".rstrip())  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def describe_floor(floor: dict[str, Any]) -> str:
+    """What the machine itself did, in one line."""
+    if "none" in floor:
+        return f"not measured ({floor['none']})"
+    return (
+        f"copy {floor['copy_bytes_per_s'] / 1e12:.3g} TB/s (read and written), product {floor['product']} "
+        f"{floor['flops_per_s'] / 1e12:.3g} TFLOP/s on {floor['device']}"
+    )
+
+
+def _medians(found: dict[tuple[str, float], dict[str, list[Repeats]]]) -> list[str]:
+    """A line for each point of each variant."""
+    columns = ["row", "server", "req/s offered", "runs", "out tok/s", "TTFT ms median", "TTFT ms P99"]
+    columns += ["TPOT ms median", "TPOT ms P99"]
+    metrics = ("output_tokens_per_s", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
+    lines = ["", "## Medians of several runs", "", "| " + " | ".join(columns) + " |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for (row, rate), servers in found.items():
+        for each in (each for variants in servers.values() for each in variants):
+            cells = [row, each.label, f"{rate:g}", str(len(each.runs)), *map(each.text, metrics)]
             lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "## All runs", ""]
-    columns = ["row", "server", "req/s offered", "requests", "failed", "out tok/s"]
+    return lines
+
+
+def _all_runs(document: Document, several: bool) -> list[str]:
+    columns = [
+        "row",
+        "server",
+        "req/s offered",
+        *(["run"] if several else []),
+        "requests",
+        "failed",
+        "out tok/s",
+    ]
     columns += ["TTFT ms median / P90 / P99", "TPOT ms median / P99", "ITL ms median / P99"]
-    columns += ["send delay P99 ms", "busiest worker"]
-    lines += ["| " + " | ".join(columns) + " |", "|---|---|---:|---:|---:|---:|---|---|---|---:|---:|"]
+    columns += ["floor of TPOT", "send delay P99 ms", "busiest worker"]
+    align = "|---|---|---:" + ("|---:" if several else "") + "|---:|---:|---:|---|---|---|---:|---:|---:|"
+    lines = ["", "## All runs", "", "| " + " | ".join(columns) + " |", align]
     for run in document["runs"]:
         s = run["summary"]
         spread = {
@@ -171,26 +324,29 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
                                  ("itl", ("median", "p99")))
         }  # fmt: skip
         rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
-        cells = [run["row"], run["server"], rate_text, str(s["completed"] + s["failed"]), str(s["failed"]),
+        number = [str(run.get("repeat", 0) + 1)] if several else []
+        cells = [run["row"], label(run), rate_text, *number,
+                 str(s["completed"] + s["failed"]), str(s["failed"]),
                  _number(s["output_tokens_per_s"]), spread["ttft"], spread["tpot"], spread["itl"],
-                 _number(s["p99_send_delay_ms"]), f"{s['busiest_worker_cpu']:.0%}"]  # fmt: skip
+                 _number(run.get("floor", {}).get("tpot_ms")), _number(s["p99_send_delay_ms"]),
+                 f"{s['busiest_worker_cpu']:.0%}"]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "## Failures", ""] if any(run["summary"]["failed"] for run in document["runs"]) else []
-    for run in document["runs"]:
-        for message, count in run["summary"]["errors"].items():
-            lines.append(f"* row {run['row']}, {run['server']}: {count} x {message}")
-    lines += ["", "## Machines and servers", ""]
-    for identity, facts in document["machines"].items():
-        packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-        lines.append(f"* `{identity}`: {facts['gpu']} ({facts['gpu_memory']}, driver {facts['driver']}), "
-                     f"{facts['cores']} cores, Python {facts['python']}, {packages}")  # fmt: skip
-    servers = {(r["server"], r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
-                _what(r)): None for r in document["runs"]}  # fmt: skip
-    for server, version, commit, seconds, command, knobs, what in servers:
-        started = "running already" if seconds is None else f"up in {seconds:.0f} s"
-        lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
-                     f"`{' '.join(command.split())}` {knobs}".rstrip())  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _devices(document: Document) -> list[str]:
+    """Power and clocks of every run that recorded them."""
+    rows = [
+        (run, cells) for run in document["runs"] if "devices" in run for cells in describe(run["devices"])
+    ]
+    if not rows:
+        return []
+    lines = ["", "## Power and clocks", "", "| row | server | req/s offered | " + " | ".join(COLUMNS) + " |"]
+    lines += ["|---|---|---:|---|---:|---:|---|"]
+    for run, cells in rows:
+        rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
+        lines.append("| " + " | ".join([run["row"], label(run), rate_text, *cells]) + " |")
+    return lines
 
 
 def _what(run: Run) -> str:
@@ -200,6 +356,10 @@ def _what(run: Run) -> str:
         parts.append(f"checkpoint {checkpoint['name']} (config.json {checkpoint['config_sha256']})")
     if profile := run.get("profile"):
         parts.append(f"profile {profile['name']} ({profile['sha256']})")
+    if (size := run.get("tensor_parallel_size") or 1) > 1:
+        parts.append(f"{size} GPUs")
+    if run.get("load_format", "dummy") == "auto":
+        parts.append("the checkpoint's weights")
     parts += [f"{name}={value}" for name, value in run.get("environment", {}).items()]
     return "".join(f", {part}" for part in parts)
 

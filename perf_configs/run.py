@@ -3,6 +3,7 @@
 
     python -m perf_configs.run --model-dir DIR --sharegpt FILE                     everything, both servers
     python -m perf_configs.run ... --server ours --rows a,b                        one server, some rows
+    python -m perf_configs.run ... --server ours,vllm:all,sglang --repeats 3       three runs of each point
     python -m perf_configs.run ... --url ours=http://127.0.0.1:8000                a server that runs already
     python -m perf_configs.run --merge part1.json part2.json                       only merge and draw
 
@@ -28,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
+from client.device_log import DeviceLog, find_devices
 from client.load import Load, run_load
 from client.metrics import format_table, request_columns
-from client.scenarios import Point, Scenario, read_scenarios
-from perf_configs import plots, provenance, results
+from client.scenarios import Point, Scenario, known_rows, read_scenarios
+from perf_configs import floor, plots, provenance, results
 from perf_configs.plan import PROFILE, Plan, check_conversations, make_plan
 from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_at, serve
 
@@ -47,8 +49,16 @@ def argument_parser() -> argparse.ArgumentParser:
         "--model-dir", type=Path, help="checkpoint folder (config.json and tokenizer.json suffice)"
     )
     p.add_argument("--sharegpt", type=Path, help="ShareGPT-style JSON; needed by rows with that dataset")
-    p.add_argument("--server", default="ours,vllm", help="comma list of ours, vllm, in this order")
+    p.add_argument(
+        "--server", default="ours,vllm", metavar="NAME[:VARIANT|:all],...",
+        help="of servers.toml, in this order (default: ours,vllm)",
+    )  # fmt: skip
     p.add_argument("--rows", default="", help="comma list (default: all that compare servers)")
+    p.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each point (default 1)")
+    p.add_argument(
+        "--load-format", choices=("dummy", "auto"), default="dummy",
+        help="of all servers: random weights, or the checkpoint's (default dummy)",
+    )  # fmt: skip
     p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
     p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
@@ -75,8 +85,11 @@ class Benchmark:
         self.tokenizer = load_tokenizer(args.model_dir)
         self.machine, self.facts = results.machine()
         self.left_out: list[str] = []
+        self.problems: list[str] = []
         self.failed_requests = 0
         self.commit = args.commit or current_commit()
+        self.devices = find_devices()
+        self.floor: dict[str, Any] = {"none": "a server ran already"}
         gpu = re.sub(r"[^a-z0-9]+", "-", str(self.facts["gpu"]).lower().replace("nvidia", "")).strip("-")
         self.path = args.out / f"{datetime.date.today().isoformat()}-{gpu or 'none'}.json"
         self.document = results.merge(results.existing(self.path))
@@ -102,26 +115,39 @@ class Benchmark:
             self.failed_requests += summary["failed"]
             if summary["failed"]:
                 print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
-        for point in scenario.points:
-            prompts = self.prompts(scenario, point.num_prompts, scenario.seed)
-            load = self.load(spec, running, scenario, point, check_tokens=self.args.check_tokens)
+        rounds = [point for _ in range(self.args.repeats) for point in scenario.points]
+        for number, point in enumerate(rounds):
+            # A seed of its own: a server that caches prefixes would know the prompts of the run before.
+            seed = scenario.seed + number
+            prompts = self.prompts(scenario, point.num_prompts, seed)
+            load = replace(
+                self.load(spec, running, scenario, point, check_tokens=self.args.check_tokens), seed=seed
+            )
             started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            result = run_load(load, prompts)
-            title = f"row {scenario.row} ({scenario.title}), {spec.name}, rate {point.request_rate:g}"
+            with DeviceLog(self.devices) as log:
+                result = run_load(load, prompts)
+            repeat = number // len(scenario.points)
+            title = f"row {scenario.row} ({scenario.title}), {spec.label}, rate {point.request_rate:g}"
+            title += f", run {repeat + 1} of {self.args.repeats}" if self.args.repeats > 1 else ""
             print(format_table(result.summary, title), flush=True)
             run = {
                 "server": spec.name,
+                "variant": spec.variant,
                 "row": scenario.row,
                 "request_rate": None if math.isinf(point.request_rate) else point.request_rate,
+                "repeat": repeat,
                 "machine": self.machine,
                 "started": started,
                 "version": running.version,
                 "commit": self.commit,
-                **self.settings(spec, running),
+                **self.settings(scenario, spec, running),
+                "seed": seed,
                 "prompts_sha256": fingerprint(prompts),
                 "load": {k: v for k, v in asdict(load).items() if k not in LEFT_OUT and v != math.inf},
                 "warm_up": warm_up,
                 "summary": result.summary,
+                "devices": log.result(),
+                "floor": self.floor | self.floor_of_steps(scenario, point, prompts),
                 "requests": request_columns(result.records),
             }
             self.failed_requests += result.summary["failed"]
@@ -129,17 +155,35 @@ class Benchmark:
             self.document = results.merge([self.document, new])
             results.save(self.document, self.path)
 
-    def settings(self, spec: ServerSpec, running: Running) -> dict[str, Any]:
+    def floor_of_steps(self, scenario: Scenario, point: Point, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """TPOT if each step took what the device needs to read weights and cache once; nothing where the
+        number of rows in a step is not given, or either is not known."""
+        if point.max_concurrency is None or "none" in self.floor:
+            return {}
+        turns = [turn for prompt in prompts for turn in (prompt, *prompt.later)]
+        context = sum(turn.prompt_tokens + turn.output_tokens / 2 for turn in turns) / len(turns)
+        try:
+            size = floor.bytes_of_a_step(self.args.model_dir / "config.json", point.max_concurrency, context)
+        except ValueError:
+            return {}
+        bandwidth = self.floor["copy_bytes_per_s"] * scenario.tensor_parallel_size
+        return {"tpot_ms": round(size / bandwidth * 1e3, 4)}
+
+    def settings(self, scenario: Scenario, spec: ServerSpec, running: Running) -> dict[str, Any]:
         """What the server serves, and what it was started with: of one that ran already, only where."""
         started = running.start_seconds is not None
         ours = started and spec.name == results.OURS
-        peer = started and spec.name == results.PEER
+        peer = started and spec.name != results.OURS
+        environment = os.environ | spec.settings.environment
         return {
             "checkpoint": provenance.checkpoint_identity(self.args.model_dir),
             "command": spec.command if started else running.url,
             "profile": provenance.file_identity(self.plan.profile) if ours else None,
             "knobs": self.plan.knobs if ours else "",
-            "environment": provenance.vllm_variables(os.environ) if peer else {},
+            "environment": provenance.peer_variables(spec.name, environment) if peer else {},
+            "flags": spec.settings.flags if peer else "",
+            "load_format": self.args.load_format if started else None,
+            "tensor_parallel_size": scenario.tensor_parallel_size if started else None,
             "start_seconds": running.start_seconds,
         }
 
@@ -155,11 +199,24 @@ class Benchmark:
         )  # fmt: skip
 
     def run_server(self, spec: ServerSpec) -> None:
-        """Starts the server, or takes the one that runs already, and runs every row that fits."""
+        """Runs every row that fits: on the server that runs already, or on one started for the rows of each
+        number of GPUs."""
+        by_size: dict[int, list[Scenario]] = {}
+        for scenario in self.plan.scenarios.values():
+            by_size.setdefault(scenario.tensor_parallel_size, []).append(scenario)
+        for size, scenarios in by_size.items():
+            try:
+                self._run_server(spec, size, scenarios)
+            except StartError as error:
+                self.problems.append(f"{spec.label}: {error}")
+
+    def _run_server(self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario]) -> None:
         variables = {
             "MODEL_DIR": str(self.args.model_dir.resolve()),
             "PROFILE": str(self.plan.profile.resolve()),
             "KNOBS": self.plan.knobs,
+            "LOAD_FORMAT": self.args.load_format,
+            "TENSOR_PARALLEL_SIZE": str(tensor_parallel_size),
         }
         with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
             server: Any
@@ -169,12 +226,12 @@ class Benchmark:
                 server = serve(spec, variables, Path(work), self.args.port, self.remaining())
             with server as running:
                 print(
-                    f"{spec.name} {running.version} at {running.url}, start {running.start_seconds} s",
+                    f"{spec.label} {running.version} at {running.url}, start {running.start_seconds} s",
                     flush=True,
                 )
-                for row, scenario in self.plan.scenarios.items():
-                    if scenario.expected_seconds > self.remaining():
-                        self.left_out.append(f"{spec.name} row {row}")
+                for scenario in scenarios:
+                    if scenario.expected_seconds * self.args.repeats > self.remaining():
+                        self.left_out.append(f"{spec.label} row {scenario.row}")
                         continue
                     self.run_row(scenario, spec, running)
 
@@ -191,7 +248,10 @@ def current_commit() -> str:
 def write_report(document: results.Document, path: Path, step_times: Path | None) -> None:
     """The merged JSON, the Markdown table beside it, and plots of what the document holds."""
     results.save(document, path)
-    table = results.markdown(document, read_scenarios())
+    # Beside the rows that compare servers those that are there and require something.
+    known = known_rows()
+    rows = [*read_scenarios(), *(run["row"] for run in document["runs"] if run["row"] in known)]
+    table = results.markdown(document, read_scenarios(",".join(dict.fromkeys(rows))))
     path.with_suffix(".md").write_text(table, encoding="utf-8")
     plots.draw(document, step_times, path.parent, path.stem)
     print("\n".join(line for line in table.split("## All runs")[0].splitlines() if line))
@@ -219,18 +279,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # A terminated benchmark still ends its servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    problems = []
+    if not benchmark.plan.urls:  # nothing of a server is on the devices yet
+        benchmark.floor = floor.measure_apart()
+        print(f"machine's own floor: {results.describe_floor(benchmark.floor)}", flush=True)
     for spec in benchmark.plan.servers:
-        try:
-            benchmark.run_server(spec)
-        except StartError as error:
-            problems.append(f"{spec.name}: {error}")
-    for line in problems:
+        benchmark.run_server(spec)
+    for line in benchmark.problems:
         print(line, file=sys.stderr)
     write_report(results.merge([*earlier, benchmark.document]), benchmark.path, args.step_times)
     if benchmark.left_out:
         print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)
-    return 1 if problems or benchmark.left_out or benchmark.failed_requests else 0
+    return 1 if benchmark.problems or benchmark.left_out or benchmark.failed_requests else 0
 
 
 if __name__ == "__main__":

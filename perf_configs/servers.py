@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,9 +34,18 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A way to run a server: its flags, and variables laid over the environment."""
+
+    flags: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ServerSpec:
-    """name is `ours` or `vllm`. prepare and command are bash scripts; health and version are paths of its
-    HTTP port."""
+    """name is a table of servers.toml. prepare and command are bash scripts, no command means that it is not
+    started here; health and version are paths of its HTTP port. variants: what it can be started as; variant:
+    the name of the one that it is, "" where there is none to choose."""
 
     name: str
     backend: str
@@ -46,12 +55,46 @@ class ServerSpec:
     start_seconds: float
     prepare: str = ""
     model: str | None = None
+    variants: dict[str, Variant] = field(default_factory=dict)
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and variant."""
+        return f"{self.name}:{self.variant}" if self.variant else self.name
+
+    @property
+    def settings(self) -> Variant:
+        """The flags and variables of its variant."""
+        return self.variants[self.variant] if self.variant else Variant()
 
 
 def read_servers() -> dict[str, ServerSpec]:
-    """All servers of servers.toml by name."""
+    """All servers of servers.toml by name, each as its first variant."""
     tables = tomllib.loads((Path(__file__).parent / "servers.toml").read_text(encoding="utf-8"))
-    return {name: ServerSpec(name=name, **table) for name, table in tables.items()}
+    found = {}
+    for name, table in tables.items():
+        variants = {key: Variant(**value) for key, value in table.pop("variants", {}).items()}
+        found[name] = ServerSpec(name=name, **table, variants=variants, variant=next(iter(variants), ""))
+    return found
+
+
+def choose_servers(names: str, known: dict[str, ServerSpec]) -> list[ServerSpec]:
+    """What a comma list of NAME, NAME:VARIANT and NAME:all asks for, each once, in its order. Raises
+    ValueError for a name or variant that there is not."""
+    chosen: dict[str, ServerSpec] = {}
+    for item in (item.strip() for item in names.split(",")):
+        name, _, variant = item.partition(":")
+        if name not in known:
+            raise ValueError(f"unknown server {name}; servers are {', '.join(known)}")
+        spec = known[name]
+        if variant and variant not in spec.variants and (variant != "all" or not spec.variants):
+            those = ", ".join([*spec.variants, "all"]) if spec.variants else "none"
+            raise ValueError(f"unknown variant {variant} of server {name}; variants are {those}")
+        for each in spec.variants if variant == "all" else [variant or spec.variant]:
+            one = replace(spec, variant=each)
+            chosen[one.label] = one
+    return list(chosen.values())
 
 
 @dataclass(frozen=True)
@@ -73,7 +116,7 @@ def serve(
     work.mkdir(parents=True, exist_ok=True)
     environment = os.environ | variables | {
         "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
-        "PYTHON": sys.executable,
+        "PYTHON": sys.executable, "FLAGS": spec.settings.flags, **spec.settings.environment,
     }  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     if _answers(url + spec.health):

@@ -17,7 +17,7 @@ import small_tokenizers
 from checkpoints import make_checkpoint
 from client.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs import plots, provenance, results, run
-from perf_configs.servers import ServerSpec, StartError, read_servers, serve
+from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
 
 REQUIRED = {
     ("a", "median_tpot_ms"): "ratio ≤ 0.90",
@@ -48,6 +48,12 @@ def measured(server, row, started="2026-01-01T00:00:00", machine="m", rate=None,
     }  # fmt: skip
 
 
+def verdict(required, ours, peer):
+    """results.verdict of single runs, or of several."""
+    taken = [results.Repeats((run,)) if isinstance(run, dict) else run for run in (ours, peer)]
+    return results.verdict(required, *taken)
+
+
 def document(*runs):
     facts = {"gpu": "G", "driver": "d", "gpu_memory": "1", "cores": 2, "python": "3", "packages": {}}
     return {"machines": {"m": facts, "n": facts}, "runs": list(runs)}
@@ -63,6 +69,10 @@ def test_rows_and_requirements_are_the_agreed_ones():
     assert scenarios["e"].lengths == {"input_range": (512, 2048), "output_range": (64, 256)}
     assert scenarios["s"].points[0] == Point(10.0, 150) and len(scenarios["s"].points) == 5
     assert list(read_scenarios("d,a")) == ["d", "a"]
+    large = read_scenarios("flashinfer-70b-sharegpt,flashinfer-70b-random")
+    assert [s.tensor_parallel_size for s in large.values()] == [4, 4]
+    assert [s.points for s in large.values()] == [(Point(16.0, 512),), (Point(4.0, 256),)]
+    assert {str(r) for s in large.values() for r in s.requirements} == {"≤ 200"}
     with pytest.raises(ValueError, match="no scenario for row x"):
         read_scenarios("a,x")
 
@@ -88,10 +98,12 @@ def test_a_scenario_with_an_unknown_key_is_refused(tmp_path):
         (Requirement("x", ratio_at_most=0.62, at_most=200), 200, 400, True),
         (Requirement("x", ratio_at_most=0.62, at_most=200), 201, 400, False),
         (Requirement("x", ratio_at_most=0.62, at_most=200), 150, 200, False),
+        (Requirement("x", at_most=200), 150, 100, True),
+        (Requirement("x", at_most=200), 201, 400, False),
     ],
 )
 def test_requirements(requirement, ours, peer, met):
-    assert requirement.met(ours, peer) is met
+    assert requirement.met(ours, ours / peer) is met
 
 
 def test_the_table_says_pass_miss_and_why_not():
@@ -111,6 +123,7 @@ def test_the_table_says_pass_miss_and_why_not():
         for line in lines
         if "ratio " in line
     }
+    assert "## Against vllm" in lines
     verdicts = {(c[1].strip(), c[3].strip()): (c[6].strip(), c[8].strip()) for c in table.values()}
     assert verdicts["a", "median_tpot_ms"] == ("0.80", "pass")
     assert verdicts["b", "output_tokens_per_s"] == ("1.10", "**miss**")
@@ -120,13 +133,102 @@ def test_the_table_says_pass_miss_and_why_not():
     assert "* row d, ours: 2 x HTTP 503" in lines
     broken = measured("ours", "f") | {"warm_up": {"failed": 1}}
     required = Requirement("output_tokens_per_s", ratio_at_most=2)
-    assert results.verdict(required, broken, measured("vllm", "f"))[1].startswith(
-        "invalid: 1 of ours failed in"
+    assert verdict(required, broken, measured("vllm", "f"))[1].startswith("invalid: 1 of ours failed in")
+    required = Requirement("median_tpot_ms", ratio_at_most=1)
+    for changed, why in (
+        ({"prompts_sha256": "q"}, "different prompts"),
+        ({"tensor_parallel_size": 2}, "different numbers of GPUs"),
+    ):
+        ours = measured("ours", "a") | {"tensor_parallel_size": 1}
+        assert verdict(required, ours, measured("vllm", "a") | changed)[1] == f"invalid: {why}"
+
+
+def test_a_limit_of_ours_alone_needs_no_peer():
+    limit = Requirement("p99_ttft_ms", at_most=100)
+    assert verdict(limit, measured("ours", "a"), None) == (None, "pass")
+    assert verdict(limit, measured("ours", "a", p99_ttft_ms=101.0), None) == (None, "**miss**")
+    assert verdict(limit, None, measured("vllm", "a")) == (None, "not run")
+
+
+def test_several_runs_count_as_their_median():
+    def runs(server, *values):
+        return [
+            measured(server, "a", median_tpot_ms=value) | {"repeat": i, "prompts_sha256": str(i)}
+            for i, value in enumerate(values)
+        ]
+
+    lines = results.markdown(
+        document(*runs("ours", 4.4, 4.0, 9.0), *runs("vllm", 5.0, 5.5, 20.0)), read_scenarios()
     )
-    other = measured("vllm", "a") | {"prompts_sha256": "q"}
-    assert results.verdict(Requirement("median_tpot_ms", ratio_at_most=1), measured("ours", "a"), other)[
-        1
-    ] == ("invalid: different prompts")
+    (line,) = [line for line in lines.splitlines() if line.startswith("| a |") and "ratio" in line]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[4:7] == ["4.4 (4 to 9)", "5.5 (5 to 20)", "0.80"]
+    assert cells[8] == "pass (within the spread)"
+    assert "| a | ours | inf | 3 | 1,000 (1,000 to 1,000) |" in lines and "| a | vllm | inf | 3 |" in lines
+    required = Requirement("median_tpot_ms", ratio_at_most=1)
+    apart = verdict(
+        required, results.Repeats(tuple(runs("ours", 4, 4.1))), results.Repeats(tuple(runs("vllm", 5, 6)))
+    )
+    assert apart == (4.05 / 5.5, "pass")
+    fewer = results.Repeats(tuple(runs("vllm", 5)))
+    assert (
+        verdict(required, results.Repeats(tuple(runs("ours", 4, 4.1))), fewer)[1]
+        == "invalid: different prompts"
+    )
+
+
+def test_of_a_peers_variants_the_best_counts():
+    def variant(name, **values):
+        return measured("vllm", "a", **values) | {"variant": name}
+
+    runs = [variant("slow", median_tpot_ms=6.0), variant("fast", median_tpot_ms=5.0)]
+    broken = variant("broken", median_tpot_ms=1.0, failed=1)
+    merged = results.merge([document(measured("ours", "a", median_tpot_ms=4.0), *runs, broken)])
+    assert [results.label(run) for run in merged["runs"]] == ["ours", "vllm:broken", "vllm:fast", "vllm:slow"]
+    (line,) = [
+        x
+        for x in results.markdown(merged, read_scenarios()).splitlines()
+        if x.startswith("| a |") and "≤" in x
+    ]
+    assert [cell.strip() for cell in line.split("|")][4:9] == ["4", "5 fast", "0.80", "ratio ≤ 0.90", "pass"]
+    one, two = (results.Repeats((run,)) for run in runs)
+    assert results.best(Requirement("median_tpot_ms", ratio_at_most=1), [one, two]) is two
+    assert results.best(Requirement("median_tpot_ms", ratio_at_least=1), [one, two]) is one
+    assert results.best(Requirement("median_tpot_ms", ratio_at_most=1), []) is None
+
+
+def test_each_peer_has_its_table():
+    text = results.markdown(
+        document(measured("ours", "a"), measured("sglang", "a"), measured("vllm", "a")), read_scenarios()
+    )
+    assert re.findall("^## Against (.*)", text, re.MULTILINE) == ["sglang", "vllm"]
+    assert text.count("| a | 128 in, 256 out, 1 at a time |") == 2
+
+
+def test_servers_are_chosen_with_their_variants():
+    known = read_servers()
+    assert list(known) == ["ours", "vllm", "sglang", "trtllm"]
+    first, *others = known["vllm"].variants
+    assert [s.label for s in choose_servers("ours, vllm,vllm", known)] == ["ours", f"vllm:{first}"]
+    assert [s.variant for s in choose_servers("vllm:all", known)] == [first, *others]
+    (chosen,) = choose_servers("sglang:flashinfer", known)
+    assert chosen.settings.flags == "--attention-backend flashinfer"
+    assert known["sglang"].settings.flags == "--attention-backend fa3"
+    for wrong, message in (
+        ("zz", "unknown server zz; servers are ours, vllm"),
+        ("vllm:zz", f"unknown variant zz of server vllm; variants are {first}"),
+        ("ours:all", "unknown variant all of server ours; variants are none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_servers(wrong, known)
+
+
+def test_a_variant_reaches_the_command(tmp_path):
+    command = 'echo "$FLAGS, $MODE" >"$WORK/seen"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
+    variants = {"fast": Variant("--quick", {"MODE": "turbo"})}
+    chosen = ServerSpec("vllm", "openai", "/", "/", command, 20.0, variants=variants, variant="fast")
+    with serve(chosen, {}, tmp_path, free_port(), 20.0):
+        assert (tmp_path / "seen").read_text() == "--quick, turbo\n"
 
 
 def test_runs_of_different_checkpoints_are_not_compared(tmp_path):
@@ -137,13 +239,13 @@ def test_runs_of_different_checkpoints_are_not_compared(tmp_path):
     assert one["name"] == "one" and one["config_sha256"] != two["config_sha256"]
     required = Requirement("median_tpot_ms", ratio_at_most=1)
     ours, peer = measured("ours", "a") | {"checkpoint": one}, measured("vllm", "a")
-    assert results.verdict(required, ours, peer | {"checkpoint": two}) == (
+    assert verdict(required, ours, peer | {"checkpoint": two}) == (
         None,
         "invalid: different checkpoints",
     )
     renamed = one | {"name": "elsewhere"}
-    assert results.verdict(required, ours, peer | {"checkpoint": renamed}) == (1.0, "pass")
-    assert results.verdict(required, ours, peer) == (1.0, "pass")  # of before checkpoints were recorded
+    assert verdict(required, ours, peer | {"checkpoint": renamed}) == (1.0, "pass")
+    assert verdict(required, ours, peer) == (1.0, "pass")  # of before checkpoints were recorded
 
 
 def test_the_report_says_what_was_measured():
@@ -239,6 +341,13 @@ def test_step_times_are_drawn(tmp_path):
             plots.read_step_times(path)
 
 
+def free_port():
+    """Not that of another test's server, which may still be about to end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def spec(command, prepare="", start_seconds=20.0):
     return ServerSpec("ours", "triton", "/", "/", command, start_seconds, prepare)
 
@@ -301,10 +410,7 @@ def _alive(pid):
     ],
 )
 def test_a_server_that_does_not_start_says_why(tmp_path, bad, message):
-    with socket.socket() as free:  # not that of another test's server, which may still be about to end
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, port, 20.0):
+    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_port(), 20.0):
         pass
     assert message in str(caught.value)
 
@@ -321,6 +427,7 @@ def test_the_profile_and_the_prepare_script_build_a_repository(tmp_path):
     profile = run.ROOT / "perf_configs/profiles/h200-8b.toml"
     environment = {"PYTHON": sys.executable, "WORK": str(tmp_path), "MODEL_DIR": str(tmp_path)}
     environment |= {"KNOBS": "--set max_num_seqs=64", "PROFILE": str(profile)}
+    environment |= {"LOAD_FORMAT": "dummy", "TENSOR_PARALLEL_SIZE": "1"}
     script = ["bash", "-ec", read_servers()["ours"].prepare]
     subprocess.run(script, check=True, timeout=60, cwd=run.ROOT, env=os.environ | environment)
     text = (tmp_path / "model_repo/llm/config.pbtxt").read_text()

@@ -3,6 +3,7 @@
 
 import json
 import socket
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,17 @@ from streaming_server import StreamingServer
 from checkpoints import make_checkpoint
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
+from client.scenarios import read_scenarios
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
-from perf_configs.servers import Running, read_servers
+from perf_configs.servers import Running, StartError, read_servers
+
+SIZES_8B = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"intermediate_size": 14336, "vocab_size": 128256},
+}
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def benchmark(model_dir, out, *more):
 
 def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, monkeypatch):
     for name in provenance.LEFT_OUT:
-        monkeypatch.setenv(name, "private")
+        monkeypatch.setenv(f"VLLM_{name}", "private")
     flags = "--max-num-seqs 512 --chat-template=/home/me/chat.jinja --a file:///home/me/b [/home/me/c]"
     monkeypatch.setenv("VLLM_FLAGS", flags)
     monkeypatch.setenv("VLLM_HF_TOKEN", "secret")
@@ -77,7 +84,8 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     profile.write_text("[knobs]\nmax_num_seqs = 8\n")
     found = benchmark(model_dir, tmp_path, "--profile", str(profile), "--knob", "dtype=float16")
     started = Running("http://127.0.0.1:1", 3.0, "1")
-    ours, peer = (found.settings(spec, started) for spec in read_servers().values())
+    servers, row = read_servers(), found.plan.scenarios["a"]
+    ours, peer, other = (found.settings(row, servers[name], started) for name in ("ours", "vllm", "sglang"))
     assert ours["knobs"] == "--set dtype=float16" and ours["environment"] == {}
     assert ours["profile"] == {"name": "small.toml", "sha256": provenance.file_identity(profile)["sha256"]}
     assert peer["knobs"] == "" and peer["profile"] is None
@@ -86,8 +94,11 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     assert peer["environment"]["VLLM_USE_V1"] == "1"
     assert "VLLM_CACHE_ROOT" not in peer["environment"]
     assert not any(word in str(peer) for word in ("private", "secret", "/home/me"))
-    running = found.settings(read_servers()["ours"], Running("http://127.0.0.1:1", None, "1"))
-    assert running["knobs"] == "" and running["profile"] is None
+    assert "--api-server-count" in peer["flags"] and peer["environment"]["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    assert ours["flags"] == "" and other["flags"] == "--attention-backend fa3" and other["environment"] == {}
+    assert {each["load_format"] for each in (ours, peer, other)} == {"dummy"}
+    running = found.settings(row, servers["ours"], Running("http://127.0.0.1:1", None, "1"))
+    assert running["knobs"] == "" and running["profile"] is running["tensor_parallel_size"] is None
 
 
 def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, monkeypatch):
@@ -110,9 +121,71 @@ def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, 
     assert found.failed_requests == 1
 
 
+def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypatch):
+    """A server that caches prefixes would know those of the run before. All servers get the same ones."""
+    loads = []
+
+    def fake_load(load, prompts):
+        loads.append(load)
+        records = [RequestRecord(0, 1, 2)]
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    arguments = ["--no-warm-up", "--repeats", "2"]
+    found = benchmark(model_dir, tmp_path, *arguments, "--rows", "small,a")
+    (tmp_path / "model/config.json").write_text(json.dumps(SIZES_8B))
+    found.floor = {"copy_bytes_per_s": 4.29e12, "flops_per_s": 8e14, "device": "G", "product": "x"}
+    for name in ("ours", "vllm"):
+        spec, running = read_servers()[name], Running("http://127.0.0.1:1", None, "1")
+        for scenario in found.plan.scenarios.values():
+            found.run_row(scenario, spec, running)
+    runs = [r for r in found.document["runs"] if r["row"] == "small"]
+    assert [(r["request_rate"], r["server"], r["repeat"], r["seed"]) for r in runs] == [
+        *((10.0, "ours", 0, 0), (10.0, "ours", 1, 2), (10.0, "vllm", 0, 0), (10.0, "vllm", 1, 2)),
+        *((20.0, "ours", 0, 1), (20.0, "ours", 1, 3), (20.0, "vllm", 0, 1), (20.0, "vllm", 1, 3)),
+    ]
+    assert len({r["prompts_sha256"] for r in runs}) == 4
+    assert runs[0]["prompts_sha256"] == runs[2]["prompts_sha256"]
+    assert [load.seed for load in loads[:4]] == [0, 1, 2, 3]
+    assert all("tpot_ms" not in r["floor"] for r in runs)  # how many rows a step has is not given
+    # One row of 128 + 256 / 2 tokens: 15.04 GB.
+    (floor_ms,) = {r["floor"]["tpot_ms"] for r in found.document["runs"] if r["row"] == "a"}
+    assert floor_ms == pytest.approx(15.042871296e9 / 4.29e12 * 1e3, abs=1e-4)
+    assert all(r["devices"].keys() & {"none", "gpus"} for r in runs)
+    text = results.markdown(found.document, read_scenarios("a"))
+    assert "its own floor: copy 4.29 TB/s (read and written), product x 800 TFLOP/s on G" in text
+    assert "## Power and clocks" in text
+
+
+def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_dir, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def fake_serve(spec, variables, *_):
+        seen.append((variables["TENSOR_PARALLEL_SIZE"], variables["LOAD_FORMAT"]))
+        if variables["TENSOR_PARALLEL_SIZE"] == "4":
+            raise StartError("no such knob")
+        yield Running("http://127.0.0.1:1", 1.0, "1")
+
+    monkeypatch.setattr(run, "serve", fake_serve)
+    monkeypatch.setattr(run.Benchmark, "run_row", lambda _, scenario, *__: seen.append(scenario.row))
+    rows = "flashinfer-70b-random,a,flashinfer-8b-random"
+    found = benchmark(model_dir, tmp_path, "--rows", rows, "--load-format", "auto")
+    found.run_server(read_servers()["ours"])
+    assert seen == [("4", "auto"), ("1", "auto"), "a", "flashinfer-8b-random"]
+    assert found.problems == ["ours: no such knob"]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (
+            ["--rows", "a,flashinfer-70b-random", "--url", "ours=http://x"],
+            "want tensor_parallel_size 1 and 4",
+        ),
+        (["--server", "trtllm"], "trtllm is not started here: give its address, --url trtllm=URL"),
+        (["--server", "vllm:defaults", "--url", "vllm=http://x"], "runs as it was started"),
+        (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--rows", "zz"], "no scenario for row zz; rows are a,"),
         (["--server", "zz"], "unknown server zz; servers are ours, vllm"),
         (["--url", "http://x"], "--url http://x should be SERVER=URL"),
