@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -17,6 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flashinfer_backend.config_tools import checks, cli, settings
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS
 from flashinfer_backend.config_tools.trt_names import FOREIGN
+from perf_configs.servers import read_servers
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "backend_src/flashinfer_backend"
@@ -191,13 +199,67 @@ def test_dockerfile_copies_what_exists():
     assert all(f"!{source.partition('/')[0]}\n" in ignored for source in sources)
 
 
+def deployed(name: str) -> list[dict]:
+    """The documents of a file in docker/."""
+    return list(yaml.safe_load_all((ROOT / "docker" / name).read_text()))
+
+
+def defaults_of_variables(text: str) -> str:
+    """Compose's ${NAME:-default}, where NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def test_manifests_name_each_other():
+    deployment, service = deployed("kubernetes.yaml")
+    (scaled,) = deployed("kubernetes-autoscaling.yaml")
+    runtime, served = deployed("kserve.yaml")
+    name = deployment["metadata"]["name"]
+    assert scaled["spec"]["scaleTargetRef"] == {"name": name} and service["metadata"]["name"] == name
+    assert served["spec"]["predictor"]["model"]["runtime"] == runtime["metadata"]["name"]
+    formats = [each["name"] for each in runtime["spec"]["supportedModelFormats"]]
+    assert served["spec"]["predictor"]["model"]["modelFormat"]["name"] in formats
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    for each in (container, runtime["spec"]["containers"][0]):
+        assert each["readinessProbe"]["httpGet"]["path"] == "/v2/models/ensemble/ready"
+        assert each["startupProbe"]["httpGet"] == each["readinessProbe"]["httpGet"]
+        volumes = runtime["spec"]["volumes"] if each is not container else None
+        volumes = volumes or deployment["spec"]["template"]["spec"]["volumes"]
+        assert {m["name"] for m in each["volumeMounts"]} == {volume["name"] for volume in volumes}
+
+
+def test_the_composed_vllm_is_the_first_variant_of_perf_configs():
+    (compose,) = deployed("compose.yaml")
+    vllm = compose["services"]["vllm"]
+    settings_there = read_servers()["vllm"].settings
+    assert shlex.split(" ".join(vllm["command"][-3:]).replace("=", " ")) == shlex.split(settings_there.flags)
+    assert settings_there.environment.items() <= vllm["environment"].items()
+
+
+def test_the_composed_profile_is_the_h200s_but_for_the_order():
+    (compose,) = deployed("compose.yaml")
+    problems: list[str] = []
+    words = defaults_of_variables(compose["services"]["ours"]["environment"]["KNOBS"]).split()
+    chosen = settings.parse_pairs(settings.split_assignments(words, problems), "KNOBS", problems)
+    profile = tomllib.loads((ROOT / "perf_configs/profiles/h200-8b.toml").read_text())["knobs"]
+    complete = settings.complete(chosen)
+    different = {name for name, value in profile.items() if complete[name].lower() != str(value).lower()}
+    assert different == {"schedule_policy", "max_num_seqs", "max_num_tokens_while_decoding"}
+
+
+def test_shell_scripts_are_valid():
+    for script in (ROOT / "docker").glob("*.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+
+
 def test_knobs_of_deployments_are_accepted():
-    kubernetes = list(yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text()))
-    assert [document["kind"] for document in kubernetes] == ["Deployment", "Service"]
-    container = kubernetes[0]["spec"]["template"]["spec"]["containers"][0]
-    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    for knobs in (environment["KNOBS"], compose["services"]["ours"]["environment"]["KNOBS"]):
+    deployment, service = deployed("kubernetes.yaml")
+    assert (deployment["kind"], service["kind"]) == ("Deployment", "Service")
+    runtime, _ = deployed("kserve.yaml")
+    containers = [deployment["spec"]["template"]["spec"]["containers"][0], runtime["spec"]["containers"][0]]
+    written = [{e["name"]: e["value"] for e in container["env"]}["KNOBS"] for container in containers]
+    (compose,) = deployed("compose.yaml")
+    written.append(defaults_of_variables(compose["services"]["ours"]["environment"]["KNOBS"]))
+    for knobs in written:
         problems: list[str] = []
         chosen = settings.parse_pairs(settings.split_assignments(knobs.split(), problems), "KNOBS", problems)
         assert not problems + checks.check(settings.complete(chosen))
