@@ -10,9 +10,10 @@ import urllib.parse
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from client.datasets import Part, Ramp
+if TYPE_CHECKING:
+    from client.datasets import Part, Ramp
 
 INT32 = (-(2**31), 2**31 - 1)
 UINT64 = (0, 2**64 - 1)
@@ -85,6 +86,8 @@ def rate_span(text: str) -> tuple[float, float]:
 
 def ramp(text: str) -> Ramp:
     """`FROM:TO`, along a line, or `FROM:TO:exponential`."""
+    from client.datasets import Ramp
+
     first, _, rest = text.partition(":")
     last, _, kind = rest.partition(":")
     try:
@@ -118,6 +121,8 @@ def part(text: str) -> Part:
     words = text.split(",")
     if len(words) != 3 or not 0 < _number(words[0]) < math.inf:
         raise ArgumentTypeError(f"{text!r} must have the form WEIGHT,IN,OUT, such as 9,64:256,128")
+    from client.datasets import Part
+
     return Part(_number(words[0]), length_range(words[1]), length_range(words[2]))
 
 

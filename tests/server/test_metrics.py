@@ -115,6 +115,8 @@ def test_the_dashboard_uses_metrics_that_exist(metered: Server) -> None:
     used = set()
     for expression in expressions(dashboard):
         assert expression.count("(") == expression.count(")"), expression
+        if re.search(r"\b(?:nv_gpu|DCGM)_", expression):
+            continue  # of machines with a GPU
         names = re.findall(r"\b(?:nv|flashinfer)_\w+", expression)
         assert names, expression
         used.update(names)

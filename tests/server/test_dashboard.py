@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every query of the dashboard and of the autoscalers, asked of a Prometheus that scrapes a real server. It
+scrapes it twice: as it is, and as if its series had a label `engine`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import ROOT, Server, free_ports, wait_for
+from test_generate import PROMPT
+
+DASHBOARD = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+PROMETHEUS = shutil.which("prometheus")
+ON_A_GPU = re.compile(r"\b(?:nv_gpu_|DCGM_)")
+# Series that are there once something has gone wrong.
+ABSENT_WHILE_WELL = ("nv_inference_request_failure",)
+
+pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
+
+
+def queries() -> list[str]:
+    """PromQL of all panels, and of the manifests that scale by a query."""
+    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    (scaled,) = yaml.safe_load_all((ROOT / "docker/kubernetes-autoscaling.yaml").read_text())
+    found += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    _, served = yaml.safe_load_all((ROOT / "docker/kserve.yaml").read_text())
+    metrics = served["spec"]["predictor"]["autoScaling"]["metrics"]
+    return found + [each["external"]["metric"]["query"] for each in metrics]
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("prometheus")
+    target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
+    jobs = [
+        {"job_name": "plain", "static_configs": [target]},
+        {
+            "job_name": "engines",
+            "static_configs": [target | {"labels": {"instance": "engines"}}],
+            "metric_relabel_configs": [{"target_label": "engine", "replacement": "1"}],
+        },
+    ]
+    (folder / "p.yml").write_text(
+        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs})
+    )
+    (port,) = free_ports(1)
+    words = [PROMETHEUS, f"--config.file={folder}/p.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}/api/v1/query?"
+        # Rates are of what changes between two scrapes. The prompt is new, then known to the prefix cache.
+        finished = "rate(flashinfer_backend_e2e_latency_seconds_count[30s]) > 0"
+        wait_for(lambda: len(ask(url, "flashinfer_backend_engine_up")) == 2, "the first scrapes")
+        for _ in range(2):
+            server.text(PROMPT, 4)
+        wait_for(lambda: len(ask(url, finished)) == 2, "rates")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def ask(url: str, query: str) -> list[dict[str, Any]]:
+    """The series of a query's answer; none while Prometheus starts."""
+    try:
+        with urllib.request.urlopen(url + urllib.parse.urlencode({"query": query}), timeout=10) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{query}: {error.read().decode()}") from None
+    except OSError:
+        return []
+    return list(found["data"]["result"])
+
+
+def filled(query: str, instance: str = ".*", engine: str = ".*") -> str:
+    """As Grafana asks it: All is `.*`."""
+    names = {"$model": "llm", "$instance": instance, "$engine": engine, "$__rate_interval": "30s"}
+    for name, value in names.items():
+        query = query.replace(name, value)
+    assert "$" not in query
+    return query
+
+
+def test_every_query_has_data(prometheus: str) -> None:
+    variables = {v["name"]: v for v in DASHBOARD["templating"]["list"]}
+    assert variables["engine"]["allValue"] == variables["instance"]["allValue"] == ".*"
+    for query in queries():
+        found = ask(prometheus, filled(query))
+        if not ON_A_GPU.search(query) and not any(name in query for name in ABSENT_WHILE_WELL):
+            assert found, query
+
+
+def test_a_chosen_engine_and_instance_narrow_every_query(prometheus: str) -> None:
+    for query in queries():
+        if "$engine" not in query:
+            continue
+        assert ask(prometheus, filled(query, engine="1")), query
+        assert ask(prometheus, filled(query, instance="127.*")), query  # which has no label engine
+        assert not ask(prometheus, filled(query, instance="127.*", engine="1")), query
+        assert not ask(prometheus, filled(query, engine="2")), query
+
+
+def test_the_variables_find_their_values(prometheus: str) -> None:
+    for variable, values in (("instance", {"engines", "127"}), ("engine", {"1"})):
+        (query,) = (v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["name"] == variable)
+        series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", query).groups()
+        metrics = [each["metric"] for each in ask(prometheus, filled(series))]
+        assert {m[label].partition(".")[0] for m in metrics if label in m} == values
