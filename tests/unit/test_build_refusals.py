@@ -53,8 +53,8 @@ REFUSALS = [
     (["attention_backend=fa2", "dtype=float32"], "dtype=float32 needs attention_backend=torch"),
     (["attention_backend=torch", "cuda_graph_batch_sizes=1"], "needs FlashInfer's attention"),
     (
-        ["device=cuda", "kv_cache_dtype=fp8_e4m3"],
-        "is not computed by the CUDA kernels yet: it should be auto",
+        ["attention_backend=xqa", "kv_cache_dtype=fp8_e4m3"],
+        "attention_backend=xqa has one scale for keys and values: with kv_cache_dtype=fp8_e4m3 it should be",
     ),
     (["device=cuda", "quantization=fp8", "dtype=float16"], "weights in FP8 need dtype=bfloat16 or auto"),
     (["quantization=int4"], "quantization=int4: should be auto, fp8"),

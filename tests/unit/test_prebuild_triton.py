@@ -112,6 +112,40 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cache_in_fp8_has_kernels_of_its_own():
+    """Which any number of rows, and both kinds of scales, share."""
+    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.ops.triton_rope import rope_and_store
+
+    config = EngineConfig(model_dir="", max_seq_len=8192, kv_cache_dtype="fp8_e4m3")
+    ahead = {
+        which: prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
+        for which, c in (("auto", CONFIG), ("fp8", config))
+    }
+    touched = {"_rope_and_store", "_decode"}
+    ours = {variant for variant in ahead["fp8"] if variant[0].__name__ in touched}
+    assert {kernel.__name__ for kernel, _ in ours} == touched
+    assert not ours & set(ahead["auto"])
+
+    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def calls() -> None:
+        cache = tuple(empty(9, 16, 8, 128, of=torch.float8_e4m3fn) for _ in "kv")
+        table = empty(257, 512, of=torch.int32)
+        for rows, scales in ((1, (0.5, 0.25)), (33, (1.0, 1.0)), (256, (1.0, 3.0))):
+            words = empty(rows, of=torch.int32)
+            cos_sin = empty(8192, 128, of=torch.float32)
+            qkv = empty(rows, 48 * 128)
+            rope_and_store(qkv, words, cos_sin, *cache, words, None, None, 1e-5, 32, 8, None, scales)
+            items = split.max_items(rows, 8)
+            workspace = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
+            work, q = empty(items, split.ITEM_WORDS, of=torch.int32), empty(rows, 32, 128)
+            triton_decode.decode(q, cache, q, work, table, workspace, 128**-0.5, scales)
+
+    assert set(prebuild_triton.collect(calls)) <= ours
+
+
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
     monkeypatch.setattr(prebuild_triton, "call_operations", lambda *_: sample_rows(3))
     assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 2

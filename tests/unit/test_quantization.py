@@ -196,16 +196,20 @@ def test_random_weights_in_every_format(tmp_path, format):
 
 
 def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
-    config = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path).folder)
+    shape = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path).folder)
     plain = EngineConfig(model_dir="")
     with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] in FP8 .* multiples of 128 on a GPU"):
-        check_cuda_formats(plain, config, torch.bfloat16)
-    token = ModelConfig(**{**vars(config), "quantization": Quantization("fp8_token")})
+        check_cuda_formats(plain, shape, torch.bfloat16)
+    token = ModelConfig(**{**vars(shape), "quantization": Quantization("fp8_token")})
     check_cuda_formats(plain, token, torch.bfloat16)
     with pytest.raises(ValueError, match=r"FP8 need dtype=bfloat16 on a GPU, not torch\.float16"):
         check_cuda_formats(plain, token, torch.float16)
-    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3 is not computed by the CUDA kernels yet"):
-        check_cuda_formats(EngineConfig(model_dir="", kv_cache_dtype="fp8_e4m3"), token, torch.bfloat16)
+    for backend in ("auto", "triton", "fa2"):
+        config = EngineConfig(model_dir="", kv_cache_dtype="fp8_e4m3", attention_backend=backend)
+        check_cuda_formats(config, token, torch.bfloat16)
+    config = EngineConfig(model_dir="", kv_cache_dtype="fp8_e4m3", attention_backend="xqa")
+    with pytest.raises(ValueError, match="attention_backend xqa has one scale for keys and values"):
+        check_cuda_formats(config, token, torch.bfloat16)
 
 
 # e4m3

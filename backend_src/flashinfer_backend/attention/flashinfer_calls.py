@@ -24,13 +24,15 @@ _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one attention layer: heads, block size of the cache in tokens and 16-bit dtype."""
+    """Of one attention layer: heads, block size of the cache in tokens, 16-bit type of queries, and the
+    cache's, the same or e4m3."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 class Call(NamedTuple):
@@ -44,12 +46,13 @@ class Call(NamedTuple):
     table: Tensor | None = None
 
 
-def batch_spec(backend: str, dtype: torch.dtype, head_dim: int) -> Any:
-    """FlashInfer's description of how the module "fa2" or "fa3" is built."""
+def batch_spec(backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> Any:
+    """FlashInfer's description of how the module "fa2" or "fa3" is built. kv_dtype: of the cache, e4m3 for
+    "fa2" only."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     plain = (0, False, False, False)  # no rope, sliding window, soft cap or float16 reduction
-    return gen_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
+    return gen_batch_prefill_module(backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *plain)
 
 
 class PagedCalls:
@@ -107,12 +110,16 @@ class PagedCalls:
         out: Tensor,
         metadata: PagedMetadata,
         rows: int,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]."""
+        """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]. kv_scales: what the
+        elements of a cache of e4m3 are multiplied by."""
+        k_scale, v_scale = kv_scales
         more: list[Any] = [None, 0.0, self._sm_scale, 1.0, 0]  # scale of V, soft cap, scale, scale of V, -
         unused = [None] * 3
         if backend == "fa2":
-            more = [None, None, 0.0, self._sm_scale, 1.0, 1.0, 0]  # block scales, soft cap, scale, rope, -
+            # Block scales, soft cap, scale, rope, -. FlashInfer's own wrapper applies both scales this way.
+            more = [None, None, 0.0, self._sm_scale * k_scale, 1.0, 1.0, 0]
             unused = [None] * 6  # custom masks, ALiBi and multi-item scoring
         self._module(backend).paged_run(
             self._float_workspace,
@@ -133,6 +140,8 @@ class PagedCalls:
             *unused,
             *more,
         )
+        if v_scale != 1.0:
+            out.mul_(v_scale)
 
     def xqa(
         self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, metadata: PagedMetadata, rows: int
@@ -155,6 +164,6 @@ class PagedCalls:
 
     def _module(self, backend: str) -> Any:
         if backend not in self._modules:
-            spec = batch_spec(backend, self._shape.dtype, self._shape.head_dim)
+            spec = batch_spec(backend, self._shape.dtype, self._shape.kv_dtype, self._shape.head_dim)
             self._modules[backend] = spec.build_and_load()
         return self._modules[backend]

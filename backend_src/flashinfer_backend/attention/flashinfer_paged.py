@@ -25,6 +25,7 @@ from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, P
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.ops import device
+from flashinfer_backend.ops.fp8 import E4M3
 
 MAX_PROMPTS = 16  # of a step
 LARGEST_GRAPH = (
@@ -35,7 +36,9 @@ LARGEST_GRAPH = (
 class FlashInferAttention:
     """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
 
-    cache: of bfloat16 or float16, on a CUDA device; num_heads: query heads.
+    cache: of bfloat16, float16 or e4m3, on a CUDA device; num_heads: query heads. dtype: of queries, if the
+    cache's is another. Prompts over a cache of e4m3 take FA2: FA3 would want queries of e4m3 as well, and
+    loses accuracy over long contexts with them (docs/formats.md).
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
     beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
@@ -50,11 +53,13 @@ class FlashInferAttention:
         max_num_seqs: int,
         max_blocks_per_seq: int,
         decode_backend: str = "auto",
+        dtype: torch.dtype | None = None,
     ) -> None:
-        shape = cache.format
+        shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
-        _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, shape.dtype)
+        _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, dtype, shape.dtype)
         self.layers = cache.layers
+        self._scales = [shape.scales_of(layer) for layer in range(shape.num_layers)]
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
         self.sm_scale = 1.0 / math.sqrt(head_dim)
@@ -62,7 +67,9 @@ class FlashInferAttention:
         # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         where = cache.device
-        self._calls = PagedCalls(Shape(num_heads, num_kv_heads, head_dim, block_size, shape.dtype), where)
+        self._calls = PagedCalls(
+            Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype), where
+        )
         items = split.max_items(max_num_seqs, num_kv_heads)
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
@@ -75,8 +82,9 @@ class FlashInferAttention:
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(where)
-        self._hopper = torch.cuda.get_device_capability(where)[0] == 9  # FA3 is for no other
-        self._calls.load(["fa2", "fa3"] if self._hopper else ["fa2"])
+        # FA3 is for Hopper alone.
+        self._fa3 = torch.cuda.get_device_capability(where)[0] == 9 and shape.dtype == dtype
+        self._calls.load(["fa2", "fa3"] if self._fa3 else ["fa2"])
 
     def plan(self, batch: AttentionBatch) -> None:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
@@ -95,8 +103,7 @@ class FlashInferAttention:
         decode, call = self._decode_call.rows, self._prefill_call
 
         def prompts() -> None:
-            cache = self.layers[layer]
-            self.run_prompts(call.backend, call.info, q[decode:], cache, out[decode:], call.rows)
+            self.run_prompts(call.backend, call.info, layer, q[decode:], out[decode:], call.rows)
 
         if decode and call.rows:
             self.side_by_side(
@@ -121,8 +128,8 @@ class FlashInferAttention:
 
     def step_graph_state(self, tokens: int, decode_rows: int, block_table: Tensor) -> StepGraphState | None:
         """State for a CUDA graph of steps with prompts, see StepGraphState; None where a decode backend was
-        forced, which plans every step anew, and where there is no FA3."""
-        if self.decode_backend != "triton" or not self._hopper:
+        forced, which plans every step anew, and where there is no FA3, as with a cache of e4m3."""
+        if self.decode_backend != "triton" or not self._fa3:
             return None
         return StepGraphState(self, tokens, decode_rows, block_table)
 
@@ -148,14 +155,14 @@ class FlashInferAttention:
 
     def run_decode(self, call: Call, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
-        cache, rows = self.layers[layer], call.rows
+        cache, rows, scales = self.layers[layer], call.rows, self._scales[layer]
         if call.backend == "fa2":
-            self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows)
+            self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows, scales)
         elif call.backend == "xqa":
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
             assert call.items is not None and call.table is not None
-            triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale)
+            triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale, scales)
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
         q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]
@@ -212,11 +219,10 @@ class FlashInferAttention:
         if side is not main:
             main.wait_stream(side)
 
-    def run_prompts(
-        self, backend: str, info: Any, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, rows: int
-    ) -> None:
+    def run_prompts(self, backend: str, info: Any, layer: int, q: Tensor, out: Tensor, rows: int) -> None:
         """q, out [T, Hq, D] of planned prompts."""
-        self._calls.run(backend, True, info, q, cache, out, self._prefill, rows)
+        cache, scales = self.layers[layer], self._scales[layer]
+        self._calls.run(backend, True, info, q, cache, out, self._prefill, rows, scales)
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
         """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (core/tuned)."""
@@ -225,7 +231,7 @@ class FlashInferAttention:
         numbers, tiles = device.active().prompt_attention, int(((q_lens + 127) // 128).sum()) * self.num_heads
         wasteful = tiles > device.sms() and int(q_lens.sum()) < numbers.short_queries * len(q_lens)
         idle = tiles < numbers.few_tiles and int(kv_lens.max()) > numbers.long_prefix
-        return "fa2" if wasteful or idle or not self._hopper else "fa3"
+        return "fa2" if wasteful or idle or not self._fa3 else "fa3"
 
 
 class DecodeGraphState:
@@ -319,13 +325,12 @@ class StepGraphState:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [tokens, Hq, D]; to be captured."""
-        attention, cache, rows = self._attention, self._attention.layers[layer], self._decode_rows
+        attention, rows = self._attention, self._decode_rows
+        call = Call("triton", rows, None, self._items, self._table)
         attention.side_by_side(
             self._tokens,
-            lambda: attention.run_prompts("fa3", self._info, q, cache, out, MAX_PROMPTS),
-            lambda: triton_decode.decode(
-                q[:rows], cache, out[:rows], self._items, self._table, attention.workspace, attention.sm_scale
-            ),
+            lambda: attention.run_prompts("fa3", self._info, layer, q, out, MAX_PROMPTS),
+            lambda: attention.run_decode(call, layer, q[:rows], out[:rows]),
         )
 
     def _plan_prompts(
@@ -337,7 +342,13 @@ class StepGraphState:
 
 
 def _check_supported(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, decode_backend: str, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    decode_backend: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
     if decode_backend not in ("auto", "fa2", "xqa", "triton"):
         raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa, triton")
@@ -348,6 +359,12 @@ def _check_supported(
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"FlashInfer attention needs bfloat16 or float16, got {dtype}; use the torch attention"
+        )
+    if kv_dtype not in (dtype, E4M3):
+        raise ValueError(f"queries of {dtype} need a cache of {dtype} or {E4M3}, not of {kv_dtype}")
+    if kv_dtype == E4M3 and decode_backend == "xqa":
+        raise ValueError(
+            "XQA has one scale for keys and values: with a cache of e4m3 use decode_backend auto"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")

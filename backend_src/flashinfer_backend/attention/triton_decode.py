@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention in Triton: one query token per row over the paged cache, long rows split in chunks.
 
+A cache of e4m3 has a scale for keys, which is a part of the scale of the scores, and one for values, by which
+the result is multiplied; its elements become the queries' type, which is exact.
+
 The host splits rows into work items of about equal length (split.split_rows); a program takes one item for
 one key/value head and all query heads that share it. The program that finishes a split row last adds up
 the row's chunks in index order, so the result does not depend on timing.
@@ -16,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device
+from flashinfer_backend.ops.fp8 import E4M3
 
 
 @device.cached
@@ -34,6 +38,7 @@ def _merge(
     count,
     head,
     KV_HEADS: tl.constexpr,
+    v_scale,
     GROUP_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -66,7 +71,10 @@ def _merge(
         acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         peak = new_peak
     cells = query[:, None] * DIM + dims[None, :]
-    tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < GROUP_SIZE)[:, None])
+    result = acc / total[:, None]
+    if v_scale is not None:
+        result *= v_scale
+    tl.store(out + cells, result.to(out.dtype.element_ty), mask=(query < GROUP_SIZE)[:, None])
 
 
 @triton.jit
@@ -83,6 +91,7 @@ def _decode(
     counters,
     table_stride,
     scale_log2,
+    v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -108,6 +117,7 @@ def _decode(
     count = tl.load(items + item * 8 + 4)
     slot = tl.load(items + item * 8 + 5)
     TOKEN: tl.constexpr = KV_HEADS * DIM
+    BYTES: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     blocks = table + slot.to(tl.int64) * table_stride
     dims = tl.arange(0, DIM)
@@ -118,7 +128,7 @@ def _decode(
         ahead = tl.minimum(ahead, end - 1)
         ahead_block = tl.load(blocks + ahead // BLOCK_SIZE).to(tl.int64)
         place = (ahead_block * BLOCK_SIZE + ahead % BLOCK_SIZE) * TOKEN + head * DIM
-        size = tl.full([PREFETCH], DIM * 2, tl.int32)
+        size = tl.full([PREFETCH], DIM * BYTES, tl.int32)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
             "=r,l,r",
@@ -149,17 +159,20 @@ def _decode(
         block = tl.load(blocks + index // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         offset = (block * BLOCK_SIZE + index % BLOCK_SIZE) * TOKEN + head * DIM
         key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
-        score = tl.dot(query, key.T) * scale_log2
+        score = tl.dot(query, key.to(query.dtype).T) * scale_log2
         score = tl.where(valid[None, :], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weight, axis=1)
         value = tl.load(v_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
-        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None])
+        acc = tl.dot(weight.to(query.dtype), value.to(query.dtype), acc * decay[:, None])
         peak = new_peak
     if count == 1:
-        tl.store(out + q_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        result = acc / total[:, None]
+        if v_scale is not None:
+            result *= v_scale
+        tl.store(out + q_offset, result.to(out.dtype.element_ty), mask=inside)
     else:
         mine = (item * KV_HEADS + head).to(tl.int64)
         cell = group[:, None] * DIM + dims[None, :]
@@ -179,6 +192,7 @@ def _decode(
                 count,
                 head,
                 KV_HEADS,
+                v_scale,
                 GROUP_SIZE,
                 QUERIES,
                 DIM,
@@ -209,11 +223,14 @@ def decode(
     table: Tensor,
     workspace: DecodeWorkspace,
     sm_scale: float,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """q, out [rows, Hq, D]; cache (K, V) each [blocks, P, Hkv, D]; items int32 [n, ITEM_WORDS] on the device;
-    table int32 [slots, columns], the blocks of each slot that the items name.
+    """q, out [rows, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
+    times kv_scales are keys and values; items int32 [n, ITEM_WORDS] on the device; table int32 [slots,
+    columns], the blocks of each slot that the items name.
     """
     k_cache, v_cache = cache
+    k_scale, v_scale = kv_scales if k_cache.dtype == E4M3 else (1.0, None)
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     config = choose_config(q.shape[0])
@@ -229,7 +246,8 @@ def decode(
         workspace.total,
         workspace.counters,
         table.stride(0),
-        sm_scale * 1.4426950408889634,
+        sm_scale * k_scale * 1.4426950408889634,
+        v_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,

@@ -136,14 +136,14 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
                 f"cuda_graph_batch_sizes={graphs} needs a GPU: with device=cpu it should be none or auto"
             )
         return
-    if values["device"] == "cuda" and backend != "torch":
-        if values["kv_cache_dtype"] != "auto":
-            problems.append(
-                f"kv_cache_dtype={values['kv_cache_dtype']} is not computed by the CUDA kernels yet: it "
-                "should be auto, or attention_backend torch, which is slow"
-            )
-        if model and model.quantization.format != "dense" and dtype in ("float16", "float32"):
-            problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
+    if backend == "xqa" and values["kv_cache_dtype"] != "auto":
+        problems.append(
+            f"attention_backend=xqa has one scale for keys and values: with kv_cache_dtype="
+            f"{values['kv_cache_dtype']} it should be auto, triton or fa2"
+        )
+    in_fp8 = model is not None and model.quantization.format != "dense"
+    if values["device"] == "cuda" and backend != "torch" and in_fp8 and dtype in ("float16", "float32"):
+        problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
     if backend in ("fa2", "xqa", "triton"):
         if dtype == "float32":
             problems.append(

@@ -115,7 +115,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Literal["auto", "fp8_e4m3"],
         Setting(
             "elements of the KV cache; auto = dtype, whatever scales the checkpoint has; fp8_e4m3 = 8 bits, "
-            "with the checkpoint's scales or 1. On a GPU only with attention_backend=torch yet"
+            "with the checkpoint's scales or 1, and twice the tokens. Not with attention_backend=xqa"
         ),
     ] = "auto"
     tokens_per_block: Annotated[

@@ -31,6 +31,10 @@ class KVCacheFormat:
                 f"a cache of {self.dtype} has scales of {expected} layers, not {len(self.scales)}"
             )
 
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What a layer's stored keys and values are multiplied by."""
+        return self.scales[layer] if self.scales else (1.0, 1.0)
+
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -58,11 +62,13 @@ class KVCache:
         return cls(format, [(part(), part()) for _ in range(format.num_layers)])
 
     @classmethod
-    def over(cls, layers: list[tuple[Tensor, Tensor]]) -> KVCache:
+    def over(
+        cls, layers: list[tuple[Tensor, Tensor]], scales: tuple[tuple[float, float], ...] = ()
+    ) -> KVCache:
         """A cache in memory that is there already."""
         keys = layers[0][0]
         _, block_size, num_kv_heads, head_dim = keys.shape
-        return cls(KVCacheFormat(len(layers), num_kv_heads, head_dim, block_size, keys.dtype), layers)
+        return cls(KVCacheFormat(len(layers), num_kv_heads, head_dim, block_size, keys.dtype, scales), layers)
 
     @property
     def num_blocks(self) -> int:

@@ -18,7 +18,8 @@ _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
 
 @triton.jit
-def _to_e4m3(x, scale):
+def to_e4m3(x, scale):
+    """ops.fp8.to_e4m3 of a block in float32."""
     scaled = tl.div_rn(x, scale)
     return tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST).to(tl.float8e4nv)
 
@@ -32,7 +33,7 @@ def _quantise_rows(x, elements, scales, static, K: tl.constexpr, WIDTH: tl.const
     scale = static
     if not STATIC:
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + row * K + k, _to_e4m3(values, scale), mask=inside)
+    tl.store(elements + row * K + k, to_e4m3(values, scale), mask=inside)
     tl.store(scales + row, scale)
 
 
@@ -109,7 +110,7 @@ def _quantise_groups(x, elements, scales, K: tl.constexpr, GROUPS: tl.constexpr,
     place = row * K + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + place, _to_e4m3(values, scale[:, None]), mask=inside[:, None])
+    tl.store(elements + place, to_e4m3(values, scale[:, None]), mask=inside[:, None])
     tl.store(scales + row * (K // GROUP) + group, scale, mask=inside)
 
 

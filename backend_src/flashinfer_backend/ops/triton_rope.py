@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel: optional per-head norm, rotary embedding, and K and V stored in the cache."""
+"""Triton kernel: optional per-head norm, rotary embedding, and K and V stored in the cache, as they are or as
+e4m3."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops.triton_fp8 import to_e4m3
 
 
 @triton.jit
@@ -24,6 +28,14 @@ def _head_norm(first, second, weight, offsets, mask, eps, HEAD_DIM: tl.constexpr
     return first, second
 
 
+@triton.jit
+def _store(target, first, second, scale, mask, HALF: tl.constexpr):
+    if scale is not None:
+        first, second = to_e4m3(first.to(tl.float32), scale), to_e4m3(second.to(tl.float32), scale)
+    tl.store(target, first, mask=mask)
+    tl.store(target + HALF, second, mask=mask)
+
+
 # Positions are a part of the step's upload: their alignment depends on what comes before them.
 @triton.jit(do_not_specialize_on_alignment=["positions", "cache_locations"])
 def _rope_and_store(
@@ -36,6 +48,8 @@ def _rope_and_store(
     q_norm,
     k_norm,
     q_out,
+    k_scale,
+    v_scale,
     eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -61,14 +75,8 @@ def _rope_and_store(
     first = tl.load(source, mask=mask[None, :], other=0.0)
     second = tl.load(source + HALF, mask=mask[None, :], other=0.0)
     # HEADS divides both head counts, so a program is all Q, all K or all V.
-    if head >= Q_HEADS + KV_HEADS:
-        target = v_cache + location * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS - KV_HEADS) * HEAD_DIM
-    else:
+    if head < Q_HEADS + KV_HEADS:
         dtype = first.dtype
-        if head < Q_HEADS:
-            target = q_out + token * (Q_HEADS * HEAD_DIM) + head * HEAD_DIM
-        else:
-            target = k_cache + location * (KV_HEADS * HEAD_DIM) + (head - Q_HEADS) * HEAD_DIM
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         if NORM:
             weight = q_norm if head < Q_HEADS else k_norm
@@ -77,9 +85,15 @@ def _rope_and_store(
             )
         first = (wide_first * cos - wide_second * sin).to(dtype)
         second = (wide_second * cos + wide_first * sin).to(dtype)
-    target += heads[:, None] * HEAD_DIM + offsets[None, :]
-    tl.store(target, first, mask=mask[None, :])
-    tl.store(target + HALF, second, mask=mask[None, :])
+    place = (head + heads)[:, None] * HEAD_DIM + offsets[None, :]
+    q_place = token * (Q_HEADS * HEAD_DIM) + place
+    k_place = location * (KV_HEADS * HEAD_DIM) + place - Q_HEADS * HEAD_DIM
+    if head < Q_HEADS:
+        _store(q_out + q_place, first, second, None, mask[None, :], HALF)
+    elif head < Q_HEADS + KV_HEADS:
+        _store(k_cache + k_place, first, second, k_scale, mask[None, :], HALF)
+    else:
+        _store(v_cache + k_place - KV_HEADS * HEAD_DIM, first, second, v_scale, mask[None, :], HALF)
 
 
 def rope_and_store(
@@ -98,10 +112,11 @@ def rope_and_store(
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Caches are
-    of qkv's dtype, so that kv_scales do not count."""
+    of qkv's dtype or of e4m3."""
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
-    if k_cache.dtype.itemsize == 1:
-        raise ValueError(f"this kernel stores 16-bit keys and values, not {k_cache.dtype}")
+    if k_cache.dtype not in (qkv.dtype, E4M3):
+        raise ValueError(f"this kernel stores keys and values as {qkv.dtype} or {E4M3}, not {k_cache.dtype}")
+    k_scale, v_scale = kv_scales if k_cache.dtype == E4M3 else (None, None)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must both be given or both be None")
     q_out = (
@@ -118,6 +133,8 @@ def rope_and_store(
         q_norm,
         k_norm,
         q_out,
+        k_scale,
+        v_scale,
         eps,
         Q_HEADS=num_heads,
         KV_HEADS=num_kv_heads,

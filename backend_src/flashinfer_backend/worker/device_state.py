@@ -51,6 +51,7 @@ class DeviceState:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=self.max_blocks,
             decode_backend=config.attention_backend,
+            dtype=self.model.dtype,
         )
 
     def update_block_table(self, plan: StepPlan) -> None:

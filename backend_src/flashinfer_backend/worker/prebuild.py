@@ -84,7 +84,7 @@ def needed(
     if config.attention_backend == "torch" or dtype == torch.float32:
         return ["sampling"]  # top-k and top-p; all else is plain torch
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
-    if capability[0] == 9:
+    if capability[0] == 9 and config.kv_cache_dtype == "auto":
         kinds.add("fa3")
     whole_tiles = model.hidden_size % 64 == 0 and model.intermediate_size % 64 == 0
     if capability == (9, 0) and whole_tiles and "dense" in model.weight_formats()["gate_up"]:
@@ -201,7 +201,8 @@ def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dty
         return gen_xqa_module(dtype, dtype, config.tokens_per_block, model.head_dim, group, False, dtype)
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
 
-    return batch_spec(kind, dtype, model.head_dim)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    return batch_spec(kind, dtype, kv_dtype, model.head_dim)
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:

@@ -109,7 +109,8 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     block = config.tokens_per_block
     norm = empty(dim) if model.qk_norm else None
-    cache = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
+    stored = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
     cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
     qkv = empty(4, (heads + 2 * kv_heads) * dim)
     rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.rms_norm_eps, heads, kv_heads)

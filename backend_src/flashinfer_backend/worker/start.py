@@ -147,10 +147,10 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
 def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> None:
     """Raise ValueError for formats that the CUDA kernels do not compute."""
     slow = "attention_backend=torch computes it, slowly"
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype != "auto" and config.attention_backend == "xqa":
         raise ValueError(
-            f"kv_cache_dtype {config.kv_cache_dtype} is not computed by the CUDA kernels yet: set "
-            f"kv_cache_dtype=auto; {slow}"
+            f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
+            f"{config.kv_cache_dtype} set attention_backend=auto"
         )
     for role, formats in model_config.weight_formats().items():
         if formats == {"dense"}:

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV cache of e4m3 on a GPU: attention against float64, what is stored against plain torch, long contexts,
+and engines with it.
+
+`pytest tests/gpu/test_fp8_cache.py -s` prints the times, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compilations import watch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.ops import fp8, torch_ops
+from quantised import make_quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HEADS = [(32, 8), (28, 4), (16, 16)]
+DIM, BLOCK_SIZE, MAX_SEQS = 128, 16, 64
+SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
+# Heads and widths that FlashInfer has.
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+SETTINGS = {
+    "device": "cuda",
+    "max_num_tokens": 512,
+    "max_num_tokens_while_decoding": 256,
+    "max_num_seqs": 16,
+    "max_tokens_in_paged_kv_cache": 16384,
+    "kv_cache_dtype": "fp8_e4m3",
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Setup:
+    """Random caches of e4m3, a random block table over distinct blocks, the kernels, and plain torch in
+    float64 over what the elements mean."""
+
+    def __init__(self, heads: int, kv_heads: int, backend: str = "auto") -> None:
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+        self.rng = np.random.default_rng(0)
+        self.heads, self.blocks, self.columns = heads, 4000, 300
+        shape = (self.blocks, BLOCK_SIZE, kv_heads, DIM)
+        caches = [
+            tuple(fp8.to_e4m3(torch.randn(shape, device="cuda"), scale) for scale in pair) for pair in SCALES
+        ]
+        cache = KVCache.over(caches, SCALES)
+        # The last row is the slot of padded rows: all of its blocks are block 0.
+        self.table = torch.zeros(MAX_SEQS + 1, self.columns, dtype=torch.int32, device="cuda")
+        self.attention = FlashInferAttention(
+            cache, heads, MAX_SEQS, self.columns, backend, dtype=torch.bfloat16
+        )
+        self._caches = caches
+
+    def batch(self, q_lens: list[int], kv_lens: list[int]) -> AttentionBatch:
+        slots = self.rng.permutation(MAX_SEQS)[: len(q_lens)].astype(np.int32)
+        blocks = iter(self.rng.permutation(np.arange(1, self.blocks)))
+        table = np.zeros((MAX_SEQS + 1, self.columns), dtype=np.int32)
+        for slot, kv_len in zip(slots, kv_lens, strict=True):
+            count = -(-int(kv_len) // BLOCK_SIZE)
+            table[slot, :count] = [next(blocks) for _ in range(count)]
+        self.table.copy_(torch.from_numpy(table))
+        return AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, self.table)
+
+    def query(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, self.heads, DIM, device="cuda").bfloat16()
+
+    def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
+        pair = zip(self._caches[layer], SCALES[layer], strict=True)
+        wide = tuple(elements.double() * scale for elements, scale in pair)
+        reference = TorchPagedAttention(KVCache.over([wide]), self.heads)
+        reference.plan(batch)
+        out = torch.empty_like(q, dtype=torch.float64)
+        reference.run(0, q.double(), out)
+        return out
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
+    actual, expected = actual.double().flatten(1), expected.flatten(1)
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
+
+
+STEPS: dict[str, tuple[list[int], list[int]]] = {
+    "decode of one": ([1], [77]),
+    "decode": ([1] * 24, [1, 15, 16, 17, 32, 100, 255, 256, 257, 400, 33, 31] * 2),
+    "decode of one length": ([1] * 40, [256] * 40),
+    "skewed decode": ([1] * 16, [4000] + [50] * 15),
+    "prefill": ([100, 17, 640], [100, 17, 640]),
+    "long prefill": ([2048], [2048]),
+    "chunked prefill": ([512, 300], [1536, 4000]),
+    "short chunk over a long prefix": ([5], [4000]),
+    "mixed": ([1] * 9 + [300, 700, 2], [60, 900, 1, 16, 17, 3000, 5, 128, 129, 300, 1700, 34]),
+}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_steps_are_those_of_float64(backend, heads, kv_heads):
+    setup = Setup(heads, kv_heads, backend)
+    for name, (q_lens, kv_lens) in STEPS.items():
+        batch = setup.batch(q_lens, kv_lens)
+        setup.attention.plan(batch)
+        for layer in range(len(SCALES)):
+            q = setup.query(sum(q_lens))
+            out = torch.full_like(q, float("nan"))
+            setup.attention.run(layer, q, out)
+            try:
+                assert_close(out, setup.expected(batch, layer, q))
+            except AssertionError as error:
+                raise AssertionError(f"{name}, layer {layer}: {error}") from None
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_graphs_replay_other_lengths_and_fewer_rows(backend):
+    setup = Setup(32, 8, backend)
+    for bucket in (32, 4):
+        q, out = setup.query(bucket), torch.empty(bucket, 32, DIM, device="cuda", dtype=torch.bfloat16)
+        words = torch.zeros(setup.attention.graph_words(bucket), dtype=torch.int32, device="cuda")
+        state = setup.attention.graph_state(bucket, setup.table, words)
+
+        def plan(batch: AttentionBatch, bucket: int = bucket, words: Any = words, state: Any = state) -> None:
+            padding = bucket - len(batch.slots)
+            padded = AttentionBatch(
+                np.ones(bucket, np.int32),
+                np.concatenate([batch.kv_lens, np.ones(padding, np.int32)]),
+                np.concatenate([batch.slots, np.full(padding, MAX_SEQS, np.int32)]),
+                batch.block_table,
+            )
+            host = np.full(len(words), 99, np.int32)
+            state.plan(padded, host)
+            words.copy_(torch.from_numpy(host))
+
+        none = np.empty(0, np.int32)
+        plan(AttentionBatch(none, none, none, setup.table))
+        state.run(0, q, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            state.run(0, q, out)
+        for rows, longest in ((bucket, 300), (bucket - 1, 4000 // bucket), (1, 4700), (bucket // 2, 40)):
+            batch = setup.batch([1] * rows, setup.rng.integers(1, longest, rows).tolist())
+            q.copy_(setup.query(bucket))
+            out.fill_(float("nan"))
+            plan(batch)
+            graph.replay()
+            assert_close(out[:rows], setup.expected(batch, 0, q[:rows]))
+            assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("scales", SCALES)
+def test_stored_elements_are_those_of_plain_torch(scales, normed):
+    """Values bit for bit. A key's bfloat16 may differ in its last bit, and its element by one then."""
+    from flashinfer_backend.ops import cuda_ops
+
+    tokens, heads, kv_heads = 200, 32, 8
+    qkv = (torch.randn(tokens, (heads + 2 * kv_heads) * DIM, device="cuda") * 3).bfloat16()
+    qkv[0] *= 1000  # beyond the largest element, which it becomes
+    positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
+    angles = torch.rand(500, DIM // 2, device="cuda") * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    places = torch.randperm(64 * BLOCK_SIZE, device="cuda")[:tokens].int()
+    norm = (torch.rand(DIM, device="cuda") + 0.5).bfloat16() if normed else None
+    stored, queries = [], []
+    for ops in (cuda_ops, torch_ops):
+        cache = [torch.zeros(64, BLOCK_SIZE, kv_heads, DIM, device="cuda").to(fp8.E4M3) for _ in "kv"]
+        queries.append(
+            ops.rope_and_store(
+                qkv, positions, cos_sin, *cache, places, norm, norm, 1e-5, heads, kv_heads, kv_scales=scales
+            )
+        )
+        stored.append(cache)
+    (keys, values), (expected_keys, expected_values) = stored
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
+    assert values.float().abs().max() == fp8.LARGEST
+    difference = (keys.float() - expected_keys.float()).abs()
+    assert (difference == 0).double().mean() > 0.99
+    # Where a rotation's two parts cancel, a bit of one of them is much of the sum.
+    assert (difference <= expected_keys.float().abs() / 7 + 0.04 / scales[0]).all()
+    torch.testing.assert_close(queries[0], queries[1], rtol=1e-2, atol=0.04)
+
+
+CONTEXT, NEEDLES = 32768, 64
+
+
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+def test_needles_are_found_in_32k_tokens(kind):
+    """One key of 32 768 answers a query; exactly, it has some 0.8 of the weight. In every head the value that
+    comes back is the nearest to the needle's own, with a cache of e4m3 as with one of bfloat16."""
+    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+    heads, kv_heads = 32, 8
+    blocks = CONTEXT // BLOCK_SIZE
+    keys, values = (torch.randn(blocks + 1, BLOCK_SIZE, kv_heads, DIM, device="cuda") for _ in "kv")
+    flat_keys, flat_values = (x[1:].view(CONTEXT, kv_heads, DIM) for x in (keys, values))
+    rng = np.random.default_rng(1)
+    # Not among the last tokens, which a prompt's first queries do not see.
+    where = torch.from_numpy(rng.permutation(CONTEXT - 2 * NEEDLES)[:NEEDLES]).cuda()
+    group = heads // kv_heads
+    needles = flat_keys[where].repeat_interleave(group, dim=1)  # [needles, heads, D]
+    # Scores of others are spread by about 1, so that they add up to e^10.9.
+    strength = 12.4 * DIM**0.5 / (needles * needles).sum(-1, keepdim=True)
+    other = torch.randn_like(needles)
+    other -= (other * needles).sum(-1, keepdim=True) / (needles * needles).sum(-1, keepdim=True) * needles
+    q = (needles * strength + other * 0.3).bfloat16()
+    candidates = flat_values[where].repeat_interleave(group, dim=1).transpose(0, 1)  # [heads, needles, D]
+    table = torch.zeros(NEEDLES + 1, blocks, dtype=torch.int32, device="cuda")
+    table[:NEEDLES] = torch.arange(1, blocks + 1, device="cuda", dtype=torch.int32)
+    if kind == "decode":  # so many sequences over the same blocks
+        lens = np.ones(NEEDLES, np.int32), np.full(NEEDLES, CONTEXT, np.int32)
+    else:  # a prompt's last chunk
+        lens = np.array([NEEDLES], np.int32), np.array([CONTEXT], np.int32)
+    batch = AttentionBatch(*lens, np.arange(len(lens[0]), dtype=np.int32), table)
+
+    def attend(cache: KVCache) -> torch.Tensor:
+        attention = FlashInferAttention(cache, heads, NEEDLES, blocks, dtype=torch.bfloat16)
+        attention.plan(batch)
+        out = torch.full_like(q, float("nan"))
+        attention.run(0, q, out)
+        return out
+
+    def found(out: torch.Tensor) -> float:
+        nearest = torch.cdist(out.float().transpose(0, 1), candidates).argmin(-1)  # [heads, needles]
+        return float((nearest == torch.arange(NEEDLES, device="cuda")).double().mean())
+
+    scales = tuple(float(x.abs().max()) / fp8.LARGEST for x in (keys, values))
+    elements = tuple(fp8.to_e4m3(x, scale) for x, scale in zip((keys, values), scales, strict=True))
+    ours = attend(KVCache.over([elements], (scales,)))
+    dense = attend(KVCache.over([(keys.bfloat16(), values.bfloat16())]))
+    wide = tuple(x.double() * scale for x, scale in zip(elements, scales, strict=True))
+    reference = TorchPagedAttention(KVCache.over([wide]), heads)
+    exact = torch.empty_like(q, dtype=torch.float64)
+    for row in range(len(batch.slots)):  # one at a time: in float64 they are large
+        one = slice(row, row + 1)
+        part = one if kind == "decode" else slice(None)
+        reference.plan(AttentionBatch(lens[0][one], lens[1][one], batch.slots[one], table))
+        result = torch.empty_like(q[part], dtype=torch.float64)
+        reference.run(0, q[part].double(), result)
+        exact[part] = result
+    print(f"\n{kind}: found {found(ours):.4f} with e4m3, {found(dense):.4f} with bfloat16")
+    assert found(dense) == 1.0 and found(ours) == 1.0
+    assert_close(ours, exact, 1e-2)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("layout", ["modelopt", "dense"])
+def test_engine(layout, kind, tmp_path):
+    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
+    those of the same engine in plain torch."""
+    checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout == "modelopt", **SIZES)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 300, (12,), generator=generator).tolist()
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+    def shortfalls(backend: str) -> torch.Tensor:
+        with watch() as found:
+            core = start_core(checkpoint.folder, **SETTINGS, attention_backend=backend)
+            assert core.runner.state.kv_cache.layers[0][0].dtype == fp8.E4M3
+            found.clear()
+            with serve(core, tmp_path / backend) as client:
+                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+                # Again, with what the cache has of the prompts.
+                produced += client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
+        short = []
+        for prompt, tokens in zip(prompts * 2, produced, strict=True):
+            logits = checkpoint.logits(prompt + tokens, fp8_cache=True)[len(prompt) - 1 : -1]
+            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
+        return torch.cat(short)
+
+    ours, plain = shortfalls("auto"), shortfalls("torch")
+    for name, short in (("kernels", ours), ("torch", plain)):
+        best = (short == 0).double().mean()
+        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
+    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
+    assert ours.mean() < 1.5 * plain.mean() + 0.01
+
+
+def test_xqa_is_refused(tmp_path):
+    folder = make_quantised("dense", "llama", tmp_path / "model", **SIZES).folder
+    with pytest.raises(ValueError, match="attention_backend xqa has one scale for keys and values"):
+        start_core(folder, **SETTINGS, attention_backend="xqa")
+
+
+def microseconds(work: Callable[[int], object], calls: int) -> float:
+    """Of one call in a CUDA graph of `calls` of them."""
+    work(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            work(i)
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / 10 / calls
+
+
+DECODE = ((1, 256), (1, 8192), (16, 1024), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024))
+PROMPTS = ((1, 200), (16, 200), (4, 512), (1, 2048), (1, 8192))
+SHAPES: dict[str, tuple[list[int], list[int]]] = {
+    **{f"decode {rows} x {length}": ([1] * rows, [length] * rows) for rows, length in DECODE},
+    **{f"prompt {count} x {length}": ([length] * count, [length] * count) for count, length in PROMPTS},
+    "chunk 2048 of 32768": ([2048], [32768]),
+}
+
+
+def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int]) -> float:
+    """Microseconds of a layer's attention. Four layers take turns, so that decode reads from memory."""
+    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+    blocks, layers, columns = 24000, 4, -(-max(kv_lens) // BLOCK_SIZE)
+    shape = (blocks, BLOCK_SIZE, 8, DIM)
+    caches = [
+        tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in "kv")
+        for _ in range(layers)
+    ]
+    scales = ((1.0, 1.0),) * layers if dtype == fp8.E4M3 else ()
+    cache = KVCache.over(caches, scales)
+    attention = FlashInferAttention(cache, 32, 256, columns, dtype=torch.bfloat16)
+    table = torch.randint(1, blocks, (len(q_lens), columns), device="cuda", dtype=torch.int32)
+    slots = np.arange(len(q_lens), dtype=np.int32)
+    attention.plan(AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, table))
+    q = torch.randn(sum(q_lens), 32, DIM, device="cuda").bfloat16()
+    out = torch.empty_like(q)
+    return microseconds(lambda layer: attention.run(layer, q, out), layers)
+
+
+@pytest.mark.timeout(600)
+def test_times() -> None:
+    """Prints microseconds of one layer's attention, 32 query heads to 8; asserts nothing."""
+    print("\nattention of one layer, us: cache of bfloat16 | of e4m3")
+    for name, lens in SHAPES.items():
+        dense, ours = layer_time(torch.bfloat16, *lens), layer_time(fp8.E4M3, *lens)
+        print(f"{name:22} {dense:9.1f} | {ours:9.1f}")
