@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from compilations import watch
 
 from engine.harness import serve, start_core
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops import device, fp8, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from quantised import make_quantised
 
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-TOKENS = [1, 7, 64, 300, 4096]
+TOKENS = [1, 7, 24, 64, 300, 4096]
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
 KINDS = ["fp8_token", "fp8_static", "fp8_block"]
 # Heads and widths that FlashInfer has and that are whole blocks.
@@ -86,6 +87,20 @@ def test_activations_are_quantised_bit_for_bit(tokens, inner):
         assert torch.equal(elements.float(), expected.float())
 
 
+@pytest.mark.parametrize("inner", [128, 4096, 18944])
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_a_norm_is_part_of_quantising(tokens, inner):
+    from flashinfer_backend.ops import triton_fp8
+
+    x, weight = randn(tokens, inner, scale=3.0), randn(inner) * 0.1 + 1
+    elements, scales = triton_fp8.quantise_rows(x, None, triton_fp8.Norm(weight, 1e-5))
+    expected = torch_ops.rms_norm(x.float(), weight.float(), 1e-5)
+    peaks = expected.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(scales * fp8.LARGEST, peaks, rtol=1e-2, atol=0)  # bfloat16's last bits
+    # Half a step of the largest elements is 1/28 of the peak; the norm is rounded to bfloat16 before.
+    assert ((elements.float() * scales - expected).abs() < 0.04 * peaks).all()
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("role", SHAPES)
 @pytest.mark.parametrize("format", KINDS)
@@ -110,7 +125,7 @@ def test_rows_that_do_not_fill_a_block(format):
     assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 1e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 24, 64, 300])
 @pytest.mark.parametrize("format", KINDS)
 def test_operations_of_a_layer(format, tokens):
     """The norm's bfloat16 may differ in its last bit. Where that is a row's largest number, its scale
@@ -130,6 +145,51 @@ def test_operations_of_a_layer(format, tokens):
     gated = randn(tokens, 14336)
     expected = torch_ops.linear_add(gated, down, residual)
     assert_close(cuda_ops.linear_add(gated, down, residual.clone()), expected, 2e-2)
+
+
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
+@pytest.mark.parametrize("role", SHAPES)
+def test_few_tokens_without_tilings_are_cublas(role, format):
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight, x = make_weight(role, format, SHAPES[role]), randn(7, SHAPES[role][1], scale=2.0)
+    with device.use(tuned.fallback()):
+        assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 64, 300])
+def test_a_layer_of_kernels_that_start_early(tokens):
+    """In a graph, where a kernel may start before the one before it has ended: the same bits as when each has
+    the device for itself."""
+    from flashinfer_backend.ops import cuda_ops
+
+    roles = ("qkv", "o", "gate_up", "down")
+    qkv, o, gate_up, down = (make_weight(role, "fp8_token", SHAPES[role]) for role in roles)
+    norm, start = randn(4096) * 0.1 + 1, randn(tokens, 4096, scale=3.0)
+
+    def layers(wait: bool) -> torch.Tensor:
+        hidden = start.clone()
+        for _ in range(6):
+            for operation in (
+                lambda h: cuda_ops.linear_add(
+                    cuda_ops.norm_linear(h, norm, 1e-5, qkv, None)[:, :4096].contiguous(), o, h
+                ),
+                lambda h: cuda_ops.linear_add(cuda_ops.norm_gate_up_silu(h, norm, 1e-5, gate_up), down, h),
+            ):
+                hidden = operation(hidden)
+                if wait:
+                    torch.cuda.synchronize()
+        return hidden
+
+    layers(False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(False)
+    for _ in range(5):
+        start.copy_(randn(tokens, 4096, scale=3.0))
+        graph.replay()
+        assert torch.equal(out, layers(True))
 
 
 @pytest.mark.parametrize("format", KINDS)

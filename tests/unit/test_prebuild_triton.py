@@ -164,15 +164,14 @@ def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("format", "kernels"),
     [
-        ("fp8_token", {"_quantise_rows": 2, "_finish": 3}),
-        ("fp8_static", {"_quantise_rows": 2, "_finish": 6}),
+        ("fp8_token", {"_quantise_rows": 3, "_finish": 3}),
+        ("fp8_static", {"_quantise_rows": 3, "_finish": 6}),
         ("fp8_block", {"_quantise_groups": 2, "_block_product": 16, "_finish": 3}),
     ],
 )
 def test_what_products_in_fp8_compile(format, kernels):
-    """Widths of 4096 and 14336, and four tiles for each weight's shape; whatever the number of tokens."""
-    from flashinfer_backend.ops import cuda_fp8
-    from flashinfer_backend.ops.weight import Weight
+    """Widths of 4096, with a norm and without, and 14336; four tiles for each weight; whatever the number of
+    tokens."""
 
     model = dataclasses.replace(LLAMA, quantization=Quantization(format))
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
@@ -180,13 +179,37 @@ def test_what_products_in_fp8_compile(format, kernels):
     assert {name: count for name, count in found.items() if name in FP8_KERNELS} == kernels
     assert found["_linear"] == 0  # the head's, without numbers of an H200
 
-    def products() -> None:
-        for role in ("qkv", "o", "gate_up", "down"):
-            weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
-            weight.input_scales = {0: 0.5, 1024: 0.25}
-            for tokens in (1, 7, 64, 300, 4096):
-                x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
-                residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
-                cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up")
+    different = {0: 0.5, 1024: 0.25}
+    assert set(prebuild_triton.collect(lambda: fp8_products(model, format, different))) <= set(variants)
 
-    assert set(prebuild_triton.collect(products)) <= set(variants)
+
+def fp8_products(model: ModelConfig, format: str, input_scales: dict[int, float]) -> None:
+    """As a layer has them, but for norms before blocks and parts, which are FlashInfer's."""
+    from flashinfer_backend.ops import cuda_fp8
+    from flashinfer_backend.ops.triton_fp8 import Norm
+    from flashinfer_backend.ops.weight import Weight
+
+    for role in ("qkv", "o", "gate_up", "down"):
+        weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
+        weight.input_scales = input_scales
+        normed = role in ("qkv", "gate_up") and (format == "fp8_token" or len(input_scales) == 1)
+        for tokens in (1, 7, 64, 300, 4096):
+            x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
+            residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
+            norm = Norm(x.new_empty(x.shape[1]), model.rms_norm_eps) if normed else None
+            cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
+
+
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
+def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format):
+    model = dataclasses.replace(LLAMA, quantization=Quantization(format))
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None and numbers.fp8_products
+    with device.use(numbers):
+        variants = prebuild_triton.collect(
+            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
+        )
+        used = prebuild_triton.collect(lambda: fp8_products(model, format, {0: 0.5}))
+    # Of each role: for one and seven tokens, and for 64.
+    assert names(used)["_linear"] == 8
+    assert set(used) <= set(variants)

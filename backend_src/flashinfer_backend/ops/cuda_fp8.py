@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights in FP8 on Hopper: x in bfloat16 is quantised as the weight's format says, then
-multiplied by cuBLAS or, with blocks, by a Triton kernel.
+multiplied by Triton kernels or cuBLAS.
 
-cuBLAS multiplies elements without scales, and those are applied with what follows the product anyway: bias,
-residual, activation. torch._scaled_mm applies scales of tokens and rows by itself, too, but for few tokens it
-was no faster than bfloat16 (measured: docs/formats.md).
+Few tokens, with a scale for each row of the weight, take triton_linear where tilings.py has an entry: scales
+and what follows the product are part of it. Else cuBLAS multiplies elements without scales, and those are
+applied with what follows the product anyway: residual, activation. Its own scales of tokens and rows were no
+faster than bfloat16 for few tokens, and save a pass over the result for many where nothing follows (measured:
+docs/formats.md). Weights with blocks have a Triton kernel of their own.
 
 No call waits for the device or depends on values there, so all of it can be captured.
 """
@@ -12,11 +14,15 @@ No call waits for the device or depends on values there, so all of it can be cap
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
-from flashinfer_backend.ops import triton_fp8
+from flashinfer_backend.ops import device, triton_fp8
+from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.triton_fp8 import Norm
+from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Static, Weight
 
 # The tensor cores add up without float32's last bits, as in vLLM and TensorRT-LLM.
@@ -29,36 +35,55 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """x @ weight.T, with what is given: bias[N] and residual[T, N] added; gated: silu of the first half of
-    the columns times the second, [T, N / 2]. x[T, K] bfloat16, contiguous, T > 0. See the format's product.
+    """x @ weight.T, with what is given: x normed first; bias[N] and residual[T, N] added; gated: silu of the
+    first half of the columns times the second, [T, N / 2]. x[T, K] bfloat16, contiguous, T > 0. See the
+    format's product.
     """
     format = weight.format
+    parts = format.parts(weight) if isinstance(format, Fp8Static) else [(slice(None), None)]
+    if norm and (isinstance(format, Fp8Block) or len(parts) > 1):
+        import flashinfer
+
+        x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
+        norm = None
     if isinstance(format, Fp8Block):
         result = triton_fp8.block_product(*triton_fp8.quantise_groups(x), weight.data, weight.scale)
         plain = bias is None and residual is None and not gated
         return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
-    rows, static = slice(None), None
-    if isinstance(format, Fp8Static):
-        (rows, static), *others = format.parts(weight)
-        if others:  # x is quantised for each
-            results = [_scaled(x, weight, *part) for part in format.parts(weight)]
-            return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
-    return _scaled(x, weight, rows, static, bias, residual, gated)
+    if len(parts) > 1:  # x is quantised for each
+        results = [_scaled(x, weight, *part) for part in parts]
+        return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
+    elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
+    tiling = choose(weight.role, len(x), weight.data)
+    if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():
+        return torch._scaled_mm(
+            elements,
+            weight.data.t(),
+            scale_a=scales,
+            scale_b=weight.scale.unsqueeze(0),
+            bias=bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=FAST_ACCUMULATION,
+        )
+    if tiling is None:
+        result = unscaled(elements, weight.data)
+        return triton_fp8.finish(result, scales, weight.scale, bias, residual, gated)
+    return linear(
+        elements,
+        weight.data,
+        tiling,
+        bias=bias,
+        residual=residual,
+        gated=gated,
+        scales=(scales, weight.scale),
+    )
 
 
-def _scaled(
-    x: Tensor,
-    weight: Weight,
-    rows: slice,
-    static: float | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
+def _scaled(x: Tensor, weight: Weight, rows: slice, static: float | None) -> Tensor:
     elements, scales = triton_fp8.quantise_rows(x, static)
-    result = unscaled(elements, weight.data[rows])
-    return triton_fp8.finish(result, scales, weight.scale[rows], bias, residual, gated)
+    return triton_fp8.finish(unscaled(elements, weight.data[rows]), scales, weight.scale[rows])
 
 
 def unscaled(elements: Tensor, weight: Tensor) -> Tensor:
@@ -74,6 +99,12 @@ def unscaled(elements: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+@device.cached
+def _scaled_by_cublas() -> float:
+    tokens = device.active().fp8_scaled_by_cublas
+    return math.inf if tokens is None else tokens
+
+
 @functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+def _one(where: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=where)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_fp8, gated_linear
 from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
@@ -48,7 +49,7 @@ def norm_linear(
     """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
     x is unchanged."""
     if weight.format is not DENSE:
-        product = cuda_fp8.product(rms_norm(x, norm_weight, eps), weight, bias)
+        product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
         return product if out is None else out.copy_(product)
     data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
@@ -86,7 +87,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
     if gate_up.format is not DENSE:
-        return cuda_fp8.product(rms_norm(x, norm_weight, eps), gate_up, gated=True)
+        return cuda_fp8.product(x, gate_up, gated=True, norm=Norm(norm_weight, eps))
     data = gate_up.data
     tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:

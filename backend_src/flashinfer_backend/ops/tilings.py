@@ -7,23 +7,28 @@ from torch import Tensor
 
 from flashinfer_backend.core.tuned import Role, Tiling
 from flashinfer_backend.ops import device
+from flashinfer_backend.ops.fp8 import E4M3
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
-    """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit."""
-    if tokens > _most_tokens():
+    """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit. Of weights in
+    e4m3: with scales by row."""
+    fp8 = weight.dtype == E4M3
+    if tokens > _most_tokens(fp8):
         return None
     rows, inner = weight.shape
-    return _choose(role, tokens, rows, inner)
+    return _choose(role, tokens, rows, inner, fp8)
 
 
 @device.cached
-def _most_tokens() -> int:
+def _most_tokens(fp8: bool) -> int:
     """Beyond, every product is cuBLAS's: then this is all that the question costs."""
-    products = [product for of_role in device.active().products.values() for product in of_role]
+    numbers = device.active()
+    by_role = numbers.fp8_products if fp8 else numbers.products
+    products = [product for of_role in by_role.values() for product in of_role]
     return max((step.tokens for product in products for step in product.steps), default=0)
 
 
 @device.cached
-def _choose(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
-    return device.active().tiling(role, tokens, (rows, inner))
+def _choose(role: Role, tokens: int, rows: int, inner: int, fp8: bool) -> Tiling | None:
+    return device.active().tiling(role, tokens, (rows, inner), fp8)

@@ -2,15 +2,19 @@
 """Triton kernels of FP8 products: e4m3 activations with their scales, the product of 128x128 blocks, and what
 follows a product.
 
-They compute what ops.fp8 and ops.weight define. Nothing is launched before the kernel before has ended.
+They compute what ops.fp8 and ops.weight define. Only quantise_rows lets the next kernel start, and starts,
+before the kernel before has ended (programmatic dependent launch).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK
 
@@ -25,11 +29,28 @@ def to_e4m3(x, scale):
 
 
 @triton.jit
-def _quantise_rows(x, elements, scales, static, K: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr):
+def _quantise_rows(
+    x,
+    norm_weight,
+    elements,
+    scales,
+    static,
+    eps,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STATIC: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     inside = k < K
+    if norm_weight is not None:
+        weight = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+    gdc_launch_dependents()
+    gdc_wait()
     values = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        values *= tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
+        values = (values * weight).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm's result
     scale = static
     if not STATIC:
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), _SMALLEST_PEAK), _LARGEST)
@@ -37,21 +58,31 @@ def _quantise_rows(x, elements, scales, static, K: tl.constexpr, WIDTH: tl.const
     tl.store(scales + row, scale)
 
 
-def quantise_rows(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor]:
-    """x[T, K] -> e4m3 [T, K], float32 [T, 1]: ops.fp8.quantise_rows, or by one given scale."""
+class Norm(NamedTuple):
+    """RMSNorm of a row: weight[K], eps."""
+
+    weight: Tensor
+    eps: float
+
+
+def quantise_rows(x: Tensor, static: float | None = None, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """x[T, K], or its norm, -> e4m3 [T, K], float32 [T, 1]: ops.fp8.quantise_rows, or by one given scale."""
     tokens, inner = x.shape
     elements = torch.empty(tokens, inner, dtype=E4M3, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(inner)
     _quantise_rows[(tokens,)](
         x,
+        norm.weight if norm else None,
         elements,
         scales,
         static or 0.0,
+        norm.eps if norm else 0.0,
         K=inner,
         WIDTH=width,
         STATIC=static is not None,
         num_warps=min(max(width // 1024, 1), 16),
+        launch_pdl=True,
     )
     return elements, scales
 

@@ -2,9 +2,10 @@
 """Triton matrix products for few tokens, where a step is bound by reading the weights once.
 
 One kernel serves all four products of a decoder layer. What makes it faster than a library call is around
-the product: the norm of the input, the activation and the residual are part of it, the inner dimension is
-split so that every SM reads weights, and the launch overlaps the previous kernel (programmatic dependent
-launch): weights do not depend on that kernel, so a program pulls its first ones into L2 before it waits.
+the product: the norm of the input (with elements of e4m3: their scales), the activation and the residual are
+part of it, the inner dimension is split so that every SM reads weights, and the launch overlaps the previous
+kernel (programmatic dependent launch): weights do not depend on that kernel, so a program pulls its first
+ones into L2 before it waits.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from flashinfer_backend.core.tuned import PARTIAL_SUMS, SPLIT_BLOCKS, Tiling
 def _prefetch_rows(
     weight, row, column, stride, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, THREADS: tl.constexpr
 ):
+    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     # One bulk prefetch per thread: a row's bytes are cut in pieces until there is one for each.
     PIECES: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
     index = tl.arange(0, ROWS * PIECES)
     address = weight + (row + index // PIECES).to(tl.int64) * stride + column
-    address += (index % PIECES) * (ROW_BYTES // 2 // PIECES)
+    address += (index % PIECES) * (ROW_BYTES // BYTES // PIECES)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
         "=r,l,r",
@@ -45,6 +47,8 @@ def _linear(
     weight,
     weight_blocks,
     norm_weight,
+    x_scales,
+    scales,
     bias,
     residual,
     out,
@@ -74,7 +78,8 @@ def _linear(
     SHARE: tl.constexpr = K // SPLIT
     column = split * SHARE
     if PREFETCH > 0:
-        ROW_BYTES: tl.constexpr = PREFETCH // ROWS if PREFETCH // ROWS < SHARE * 2 else SHARE * 2
+        WHOLE: tl.constexpr = SHARE * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        ROW_BYTES: tl.constexpr = PREFETCH // ROWS if PREFETCH // ROWS < WHOLE else WHOLE
         _prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
         if GATED:
             _prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
@@ -138,6 +143,11 @@ def _linear(
             scale = tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
             acc = acc * scale
             up = up * scale
+        if scales is not None:
+            x_scale = tl.load(x_scales + t, mask=t < tokens, other=0.0)[:, None]
+            acc = acc * (x_scale * tl.load(scales + n)[None, :])
+            if GATED:
+                up = up * (x_scale * tl.load(scales + rows + n)[None, :])
         if GATED:
             acc = acc * tl.sigmoid(acc) * up
         if residual is not None:
@@ -175,17 +185,21 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N], in `out` when given.
 
     norm_weight[K]: x is RMS-normed first (not with split > 1). bias[N], residual[T, N]: added. gated: weight
     holds gate and up rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are
-    contiguous and of one 16-bit dtype. tiling.fits says which weights it can take.
+    contiguous and of one 16-bit dtype; with scales (of x's rows [T, 1] and of weight's [N], float32) x and
+    weight are of e4m3, no norm is part of it, and the rest is bfloat16. tiling.fits says which weights it can
+    take.
     """
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
-        out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+        dtype = torch.bfloat16 if scales else x.dtype
+        out = torch.empty(tokens, rows, dtype=dtype, device=x.device)
     space = workspace(x.device) if tiling.split > 1 else None
     x_blocks = norm_weight is None  # else x passes through registers on its way
     _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
@@ -194,6 +208,7 @@ def linear(
         weight,
         TensorDescriptor(weight, list(weight.shape), [inner, 1], [tiling.rows, tiling.inner]),
         norm_weight,
+        *(scales or (None, None)),
         bias,
         residual,
         out,

@@ -132,24 +132,37 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
 def _call_fp8_product(
     role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
 ) -> None:
-    """As ops.cuda_fp8 does. Of all kernels only the product of blocks depends on the number of tokens."""
+    """As ops.cuda_fp8 does."""
     from flashinfer_backend.ops import triton_fp8
+    from flashinfer_backend.ops.triton_linear import linear
 
     rows, inner = model.shape(role)
     product, scales = empty(1, rows), empty(rows, of=torch.float32)
-    behind: dict[str, Any] = {
-        "bias": empty(rows) if role == "qkv" and model.qkv_bias else None,
-        "residual": product if role in ("o", "down") and model.shard.rank == 0 else None,
-        "gated": role == "gate_up",
-    }
+
+    def behind(tokens: int = 1) -> dict[str, Any]:
+        return {
+            "bias": empty(rows) if role == "qkv" and model.qkv_bias else None,
+            "residual": empty(tokens, rows) if role in ("o", "down") and model.shard.rank == 0 else None,
+            "gated": role == "gate_up",
+        }
+
     if not format.startswith("fp8_block"):
-        _, x_scales = triton_fp8.quantise_rows(empty(1, inner), 1.0 if format == "fp8_static" else None)
-        triton_fp8.finish(product, x_scales, scales, **behind)
+        static = 1.0 if format == "fp8_static" else None
+        norm = triton_fp8.Norm(empty(inner), model.rms_norm_eps) if role in ("qkv", "gate_up") else None
+        _, x_scales = triton_fp8.quantise_rows(empty(1, inner), static, norm)
+        triton_fp8.finish(product, x_scales, scales, **behind())
+        weight = empty(rows, inner, of=torch.float8_e4m3fn)
+        for step in device.active().steps(role, (rows, inner), fp8=True):
+            tiling = device.active().tiling(role, step.tokens, (rows, inner), fp8=True)
+            if tiling is not None:
+                elements, x_scales = triton_fp8.quantise_rows(empty(step.tokens, inner), static, norm)
+                linear(elements, weight, tiling, scales=(x_scales, scales), **behind(step.tokens))
         if format == "fp8_static":  # where parts have input scales of their own
+            triton_fp8.quantise_rows(empty(1, inner), static)
             triton_fp8.finish(product, x_scales, scales)
-            triton_fp8.finish(product, **behind)
+            triton_fp8.finish(product, **behind())
         return
-    triton_fp8.finish(product, **behind)
+    triton_fp8.finish(product, **behind())
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
     scales = empty(-(-rows // BLOCK), inner // BLOCK, of=torch.float32)
     for tokens in (16, 32, 64, 128):

@@ -174,8 +174,13 @@ class Scheduling(_Data, frozen=True):
     rest: int
 
 
-class Tuned(_Data, frozen=True):
-    """What was measured on one device. measured: with what, as name -> version or remark, for readers."""
+class Tuned(_Data, frozen=True, omit_defaults=True):
+    """What was measured on one device. measured: with what, as name -> version or remark, for readers.
+
+    fp8_products: as products, of weights in e4m3 with scales by row, whose norm is never part of a product.
+    fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
+    activation nor residual behind them; None: never.
+    """
 
     device: str
     measured: dict[str, str]
@@ -185,25 +190,29 @@ class Tuned(_Data, frozen=True):
     decode_attention: tuple[DecodeAttention, ...]
     prompt_attention: PromptAttention
     scheduling: Scheduling
+    fp8_products: dict[Role, tuple[Product, ...]] = {}
+    fp8_scaled_by_cublas: int | None = None
 
     def __post_init__(self) -> None:
         *some, last = [entry.rows for entry in self.decode_attention]
         if last is not None:
             raise ValueError("the last entry of decode_attention should have rows null: it is for all more")
         _rising("rows of decode_attention", [0 if rows is None else rows for rows in some])
-        for role, products in self.products.items():
-            shapes = [product.shape for product in products]
-            if len(set(shapes)) < len(shapes):
-                raise ValueError(f"products.{role} should have one entry a shape, not {shapes}")
+        for name, by_role in (("products", self.products), ("fp8_products", self.fp8_products)):
+            for role, products in by_role.items():
+                shapes = [product.shape for product in products]
+                if len(set(shapes)) < len(shapes):
+                    raise ValueError(f"{name}.{role} should have one entry a shape, not {shapes}")
 
-    def steps(self, role: Role, shape: Shape) -> tuple[Step, ...]:
-        """The steps of a product with weight[N, K] = shape."""
-        by_shape = {product.shape: product.steps for product in self.products.get(role, ())}
+    def steps(self, role: Role, shape: Shape, fp8: bool = False) -> tuple[Step, ...]:
+        """The steps of a product with weight[N, K] = shape, of 16 bits or of e4m3."""
+        products = (self.fp8_products if fp8 else self.products).get(role, ())
+        by_shape = {product.shape: product.steps for product in products}
         return by_shape.get(shape, by_shape.get(None, ()))
 
-    def tiling(self, role: Role, tokens: int, shape: Shape) -> Tiling | None:
+    def tiling(self, role: Role, tokens: int, shape: Shape, fp8: bool = False) -> Tiling | None:
         """The tiling for weight[N, K] = shape, or None where cuBLAS is faster or the shape does not fit."""
-        for step in self.steps(role, shape):
+        for step in self.steps(role, shape, fp8):
             if tokens <= step.tokens:
                 tiling = step.tiling
                 return tiling if tiling and tiling.fits(shape, role == "gate_up", tokens) else None
