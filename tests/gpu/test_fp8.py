@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compilations import watch
+from msgspec.structs import replace
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import device, fp8, torch_ops
 from flashinfer_backend.ops.weight import Weight
@@ -155,6 +157,23 @@ def test_few_tokens_without_tilings_are_cublas(role, format):
     weight, x = make_weight(role, format, SHAPES[role]), randn(7, SHAPES[role][1], scale=2.0)
     with device.use(tuned.fallback()):
         assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 300])
+@pytest.mark.parametrize("role", SHAPES)
+@pytest.mark.parametrize("split", [1, 2, 8])
+def test_blocks_in_tiles_of_other_sizes(split, role, tokens):
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight, x = make_weight(role, "fp8_block", SHAPES[role]), randn(tokens, SHAPES[role][1], scale=2.0)
+    expected = weight.format.product(x.float(), weight)
+    residual = randn(tokens, SHAPES[role][0])
+    for size, rows, stages, warps in ((16, 128, 4, 4), (64, 64, 3, 8), (128, 128, 3, 8)):
+        tile = BlockTile(None, size, rows, split, stages, warps)
+        with device.use(replace(device.active(), fp8_blocks={role: (tile,)})):
+            assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
+            added = cuda_fp8.product(x, weight, residual=residual)
+            assert_close(added, expected + residual, 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 64, 300])

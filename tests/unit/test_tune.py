@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.tuned import Product, Role, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import BlockTile, Product, Role, Step, Tiling, Tuned
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
@@ -45,6 +45,7 @@ class Recorded:
 
     def __init__(self, tilings: dict[tuple[Role, Tiling], float], gated: dict[int, float]) -> None:
         self.shapes = LLAMA_8B
+        self.kinds: dict[Role, s.Kind] = dict.fromkeys(tuned.ROLES, "dense")
         self.tilings, self.gated = tilings, gated
         self.asked: set[tuple[Role, Tiling]] = set()
 
@@ -69,6 +70,26 @@ class Recorded:
         return {64: 18.0, 256: 47.0} if self.gated else {}
 
 
+class RecordedFp8(Recorded):
+    """The same of a model whose layers are in FP8, of a kind; tiles of blocks take `tiles` microseconds."""
+
+    def __init__(self, kind: s.Kind, tilings: dict, tiles: dict[tuple[Role, BlockTile], float]) -> None:
+        super().__init__(tilings, {8: 1.0, 64: 1.0, 256: 1.0, 1024: 1.0})
+        self.kinds = dict.fromkeys(tuned.ROLES, kind) | {"head": "dense"}
+        self.tiles = tiles
+
+    def _product(self, role: Role, tokens: int, numbers: Tuned) -> float:
+        if self.kinds[role] == "dense":
+            return super()._product(role, tokens, numbers)
+        if self.kinds[role] == "blocks":
+            tile = next(t for t in numbers.block_tiles(role) if t.tokens is None or tokens <= t.tokens)
+            return self.tiles.get((role, replace(tile, tokens=None)), 50.0)
+        tiling = numbers.tiling(role, tokens, LLAMA_8B[role], fp8=True)
+        if tiling is not None:
+            self.asked.add((role, tiling))
+        return CUBLAS[role] if tiling is None else self.tilings.get((role, tiling), math.inf)
+
+
 def quiet(line: str) -> None:
     pass
 
@@ -89,6 +110,49 @@ def test_a_search_goes_from_neighbour_to_neighbour():
     assert found.decode_attention == tuned.fallback().decode_attention
     without_rounds = s.search(tuned.fallback(), bench, s.Plan((8,), (80,), rounds=0), quiet)
     assert steps_of(without_rounds, "qkv")[8] == BEST  # which an H200's file has for these tokens
+
+
+def test_products_in_fp8_have_tilings_of_their_own():
+    """What weights in 16 bits have stays, but for the head, which is in them."""
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
+    base = replace(h200, products={}, fp8_products={"o": h200.fp8_products["o"]})
+    start, better, best = Tiling(16, 64, 256, 4), Tiling(16, 64, 512, 4), Tiling(16, 64, 512, 8)
+    times = {("o", start): 10.0, ("o", better): 9.0, ("o", best): 8.0}
+    bench = RecordedFp8("rows", times, {})
+    lines: list[str] = []
+    found = s.search(base, bench, PLAN, lines.append)
+    assert found.tiling("o", 8, LLAMA_8B["o"], fp8=True) == best
+    assert found.tiling("down", 8, LLAMA_8B["down"], fp8=True) is None  # nothing else runs
+    assert found.products.keys() == {"head"}
+    assert (found.interfaces, found.gated_linear) == (base.interfaces, base.gated_linear)
+    assert any("as the layers' weights are in FP8" in line for line in lines)
+    for role, tiling in bench.asked:
+        assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8) and (tiling.fuse_norm or role == "head")
+        assert tiling.split == 1 or role != "gate_up"
+    assert any(tiling.split > 1 for role, tiling in bench.asked if role == "qkv")
+    changed = s.changes(base, found, LLAMA_8B, bench.kinds)
+    assert any(line.startswith("o, 1..8 tokens: (16, 64, 256, 4") for line in changed)
+
+
+def test_blocks_have_tiles_by_role_and_tokens():
+    split, wide = BlockTile(None, 16, 64, 4, 4, 4), BlockTile(None, 256, 128, 1, 3, 8)
+    bench = RecordedFp8("blocks", {}, {("down", split): 20.0, ("gate_up", wide): 30.0})
+    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    down = {tile.tokens: tile for tile in found.block_tiles("down")}
+    assert down[16] == replace(split, tokens=16)
+    assert down[64] == replace(tuned.BLOCK_TILES[2], tokens=64)
+    gate_up = {tile.tokens: tile for tile in found.block_tiles("gate_up")}
+    assert gate_up[None] == wide and gate_up[16].tile == 16
+    assert found.products.keys() <= {"head"}
+    read = tuned.Tuned(**{name: getattr(found, name) for name in found.__struct_fields__})
+    assert read.block_tiles("qkv")[-1].tokens is None
+    with pytest.raises(ValueError, match=r"last entry of fp8_blocks\.qkv should have tokens null"):
+        replace(found, fp8_blocks={"qkv": (BlockTile(16, 16, 64),)})
+    changed = s.changes(tuned.fallback(), found, LLAMA_8B, bench.kinds)
+    assert any(
+        line.startswith("down, 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4, 4, 4)") for line in changed
+    )
 
 
 def test_a_gain_within_what_repeats_differ_by_changes_nothing():
@@ -211,6 +275,9 @@ def test_what_is_measured_is_a_step_of_the_model():
     layer = model.layers[0]
     weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
     weights["head"] = model.lm_head
+    assert bench.kinds == dict.fromkeys(weights, "dense")
+    fp8 = Transformer(config.quantised_on_load(), torch_ops, "float32", "cpu", max_seq_len=64)
+    assert ModelBench(fp8).kinds == dict.fromkeys(weights, "rows") | {"head": "dense"}
     assert {role: tuple(weight.data.shape) for role, weight in weights.items()} == bench.shapes
     torch.manual_seed(0)
     body = bench.step(5)

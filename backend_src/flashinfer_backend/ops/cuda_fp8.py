@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.ops import device, triton_fp8
-from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.tilings import choose, choose_blocks
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Static, Weight
@@ -49,8 +49,9 @@ def product(
         x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
         norm = None
     if isinstance(format, Fp8Block):
-        result = triton_fp8.block_product(*triton_fp8.quantise_groups(x), weight.data, weight.scale)
-        plain = bias is None and residual is None and not gated
+        tile = choose_blocks(weight.role, len(x))
+        result = triton_fp8.block_product(*triton_fp8.quantise_groups(x), weight.data, weight.scale, tile)
+        plain = bias is None and residual is None and not gated and result.dim() == 2
         return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
     if len(parts) > 1:  # x is quantised for each
         results = [_scaled(x, weight, *part) for part in parts]

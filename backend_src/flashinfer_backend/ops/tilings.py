@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import Role, Tiling
+from flashinfer_backend.core.tuned import BlockTile, Role, Tiling
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -18,6 +18,13 @@ def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
         return None
     rows, inner = weight.shape
     return _choose(role, tokens, rows, inner, fp8)
+
+
+@device.cached
+def choose_blocks(role: Role, tokens: int) -> BlockTile:
+    """The tile for a weight of 128x128 blocks."""
+    tiles = device.active().block_tiles(role)
+    return next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens)
 
 
 @device.cached

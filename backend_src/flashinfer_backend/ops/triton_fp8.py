@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
@@ -88,8 +89,26 @@ def quantise_rows(x: Tensor, static: float | None = None, norm: Norm | None = No
 
 
 @triton.jit
+def _sum_of_parts(source, plane, inside, PARTS: tl.constexpr):
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(source + part * plane.to(tl.int64), mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["plane"])
 def _finish(
-    product, x_scales, scales, bias, residual, out, columns, GATED: tl.constexpr, WIDTH: tl.constexpr
+    product,
+    x_scales,
+    scales,
+    bias,
+    residual,
+    out,
+    columns,
+    plane,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -97,12 +116,12 @@ def _finish(
     source = product + row * columns + n
     if GATED:
         source += row * columns
-    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    value = _sum_of_parts(source, plane, inside, PARTS)
     if scales is not None:
         x_scale = tl.load(x_scales + row)
         value *= x_scale * tl.load(scales + n, mask=inside, other=0.0)
     if GATED:
-        up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        up = _sum_of_parts(source + columns, plane, inside, PARTS)
         if scales is not None:
             up *= x_scale * tl.load(scales + columns + n, mask=inside, other=0.0)
         value = value * tl.sigmoid(value) * up
@@ -121,13 +140,27 @@ def finish(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """product[T, N], with what is given: times x_scales[T, 1] and scales[N], plus bias[N] and residual[T, N];
-    gated: silu of the first half of the columns times the second, [T, N / 2]. In product's dtype."""
-    tokens, columns = product.shape[0], product.shape[1] // (2 if gated else 1)
-    out = torch.empty(tokens, columns, dtype=product.dtype, device=product.device)
+    """product[T, N], or the sum of its parts [P, T, N], with what is given: times x_scales[T, 1] and
+    scales[N], plus bias[N] and residual[T, N]; gated: silu of the first half of the columns times the second,
+    [T, N / 2]. In bfloat16."""
+    (tokens, columns), parts = product.shape[-2:], product.shape[0] if product.dim() == 3 else 1
+    plane = tokens * columns
+    columns //= 2 if gated else 1
+    out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=product.device)
     width = 1024
     _finish[(tokens, triton.cdiv(columns, width))](
-        product, x_scales, scales, bias, residual, out, columns, GATED=gated, WIDTH=width, num_warps=4
+        product,
+        x_scales,
+        scales,
+        bias,
+        residual,
+        out,
+        columns,
+        plane,
+        PARTS=parts,
+        GATED=gated,
+        WIDTH=width,
+        num_warps=4,
     )
     return out
 
@@ -170,6 +203,7 @@ def _block_product(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time. The
@@ -182,31 +216,27 @@ def _block_product(
     k = tl.arange(0, GROUP)
     inside, present = n < N, t < tokens
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for i in tl.range(0, K // GROUP, num_stages=STAGES):
+    SHARE: tl.constexpr = K // GROUP // SPLIT
+    for i in tl.range(tl.program_id(1) * SHARE, (tl.program_id(1) + 1) * SHARE, num_stages=STAGES):
         block = tl.load(weight + n[:, None] * K + i * GROUP + k[None, :], mask=inside[:, None], other=0.0)
         x_block = tl.load(x + t[:, None] * K + i * GROUP + k[None, :], mask=present[:, None], other=0.0)
         x_scale = tl.load(x_scales + t * (K // GROUP) + i, mask=present, other=0.0)
         scale = tl.load(scales + row // GROUP * (K // GROUP) + i)  # ROWS divides a block's rows
         # A sum of its own for each group: the tensor cores' sums of FP8 keep fewer bits than float32.
         acc += tl.dot(block, x_block.T) * (x_scale * scale)[None, :]
-    cells = t[:, None] * N + n[None, :]
+    part = tl.program_id(1) * tokens.to(tl.int64) * N
+    cells = part + t[:, None] * N + n[None, :]
     tl.store(out + cells, acc.T.to(out.dtype.element_ty), mask=present[:, None] & inside[None, :])
 
 
-def block_tile(tokens: int) -> tuple[int, int]:
-    """Tokens and weight rows of a tile. Not measured yet."""
-    if tokens <= 64:
-        return max(16, triton.next_power_of_2(tokens)), 64
-    return 128, 128
-
-
-def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, tile: BlockTile) -> Tensor:
     """x[T, K] e4m3 with scales [T, K / 128] times weight[N, K] e4m3 with scales [N / 128, K / 128] (N rounded
-    up) transposed -> bfloat16 [T, N]."""
+    up) transposed -> bfloat16 [T, N]; with tile.split, float32 parts of it [split, T, N], for `finish`."""
     (tokens, inner), rows = x.shape, weight.shape[0]
-    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    token_tile, row_tile = block_tile(tokens)
-    _block_product[(triton.cdiv(rows, row_tile) * triton.cdiv(tokens, token_tile),)](
+    split = tile.split if inner // BLOCK % tile.split == 0 else 1
+    shape, dtype = ((tokens, rows), torch.bfloat16) if split == 1 else ((split, tokens, rows), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _block_product[(triton.cdiv(rows, tile.rows) * triton.cdiv(tokens, tile.tile), split)](
         x,
         x_scales,
         weight,
@@ -215,10 +245,11 @@ def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -
         tokens,
         N=rows,
         K=inner,
-        TOKENS=token_tile,
-        ROWS=row_tile,
+        TOKENS=tile.tile,
+        ROWS=tile.rows,
         GROUP=BLOCK,
-        STAGES=4 if token_tile < 128 else 3,
-        num_warps=4 if token_tile < 128 else 8,
+        SPLIT=split,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
     return out

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
-    python -m flashinfer_backend.tune --model DIR --output FILE [--quick]
+    python -m flashinfer_backend.tune --model DIR --output FILE [--fp8] [--quick]
 
-DIR needs a config.json only: weights are random. FILE is read first if it is there, so that the numbers of
-several shapes gather in it; else the numbers of this device that come with the package, or those for devices
-that nobody has measured, are where it begins.
+DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
+there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
+package, or those for devices that nobody has measured, are where it begins.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, few sizes and no search: a minute or so"
     )
+    parser.add_argument("--fp8", action="store_true", help="weights as with the knob quantization=fp8")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
     try:
         name = torch.cuda.get_device_name()
         config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
+        if options.fp8:
+            config = config.quantised_on_load()
         base = starting_point(options.output, name)
+        bench = make_bench(config, options.quick)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    tune(base, make_bench(config, options.quick), options.quick, options.output, with_what(options.model))
+    tune(base, bench, options.quick, options.output, with_what(options.model))
     return 0
 
 
@@ -72,7 +76,7 @@ def tune(base: Tuned, bench: Bench, quick: bool, output: Path, measured: dict[st
     found = msgspec.structs.replace(found, measured=measured | {"shape": "; ".join(shapes)})
     tuned.write(output, found)
     assert tuned.read(output) == found
-    lines = changes(base, found, bench.shapes)
+    lines = changes(base, found, bench.shapes, bench.kinds)
     print("\n".join(["", "chosen otherwise than before:", *lines] if lines else ["", "chosen as before"]))
     print(f"{output}: the numbers of {found.device}")
     return found

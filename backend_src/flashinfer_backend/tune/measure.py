@@ -16,6 +16,7 @@ from torch import Tensor
 from flashinfer_backend.core.tuned import Role, Shape, Tuned
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device, gated_linear
+from flashinfer_backend.tune.search import Kind
 
 INTERFACES = ("cublas", "cublaslt")
 WEIGHTS = 10
@@ -89,6 +90,13 @@ class ModelBench:
             "down": (hidden, config.intermediate_size),
             "head": (config.vocab_size, hidden),
         }
+        self.kinds: dict[Role, Kind] = {"head": "dense"}
+        for role, formats in config.weight_formats().items():
+            if len(formats) > 1:
+                raise ValueError(f"the {role} weights have several formats: {', '.join(sorted(formats))}")
+            (format,) = formats
+            blocks = format.startswith("fp8_block")
+            self.kinds[role] = "dense" if format == "dense" else "blocks" if blocks else "rows"
         self._stream = torch.cuda.Stream() if model.device.type == "cuda" else None
 
     def step(self, tokens: int) -> Callable[[], Tensor]:

@@ -7,12 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec.structs import astuple, replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import Interfaces, Product, Role, Shape, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import BlockTile, Interfaces, Product, Role, Shape, Step, Tiling, Tuned
+
+# Weights of 16 bits, in e4m3 with scales by row, and with scales of 128x128 blocks.
+Kind = Literal["dense", "rows", "blocks"]
+Choice = TypeVar("Choice")
 
 NORMED: tuple[Role, ...] = ("qkv", "gate_up", "head")  # the products that a norm can be part of
 MANY = 1024  # tokens, for which no tiling is measured
@@ -30,12 +34,15 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "prefetch": (0, 32768, 65536, 131072),
     "fuse_norm": (False, True),
 }
+# The same of products in e4m3, whose norm is never part of them: as many bytes are twice the numbers.
+FP8_FIELDS = FIELDS | {"inner": (128, 256, 512), "split": (1, 2, 4, 8), "fuse_norm": (True,)}
 
 
 class Bench(Protocol):
     """Measures on one device with one model's shapes."""
 
     shapes: dict[Role, Shape]
+    kinds: dict[Role, Kind]
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
         """Time of the products of a step of so many tokens by the choices of each candidate, in
@@ -57,7 +64,8 @@ class Plan:
 
     tokens: of steps for which tilings are chosen, rising. interface_tokens: for which cuBLAS's interfaces are
     compared, the first for those above `above`. rounds: of neighbours, for each tiling. seconds: after which
-    what is left keeps its numbers.
+    what is left keeps its numbers. blocks: tokens of steps for which tiles of products with blocks are
+    chosen, rising; the last for all more.
     """
 
     tokens: tuple[int, ...]
@@ -65,32 +73,50 @@ class Plan:
     rounds: int
     seconds: float = math.inf
     above: int = 64
+    blocks: tuple[int, ...] = (16, 64, 1024)
 
 
-FULL = Plan((8, 16, 32, 64, 128, 256), (*range(80, 513, 16), *range(544, 1025, 32)), rounds=3)
+FULL = Plan(
+    (8, 16, 32, 64, 128, 256),
+    (*range(80, 513, 16), *range(544, 1025, 32)),
+    rounds=3,
+    blocks=(16, 32, 64, 256, 1024, 4096),
+)
 QUICK = Plan((8, 64), (80, 96, 128, 192, 256, 384, 512, 1024), rounds=0, seconds=60)
 
 
 def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = print) -> Tuned:
     """`base` with what is faster by `bench`: the gated kernel's waves, cuBLAS's interfaces, the tilings of
-    the model's shapes, and from how many tokens on the gated kernel is used. The rest stays."""
+    the model's shapes, and from how many tokens on the gated kernel is used; tilings and tiles of weights in
+    FP8. The rest stays."""
     end = time.monotonic() + plan.seconds
     numbers = base
-    waves = bench.waves()
-    if waves:
+    dense = bench.kinds["gate_up"] == "dense"
+    waves = bench.waves() if dense else {}
+    if not dense:
+        say("gated kernel and cuBLAS's interfaces: as before, as the layers' weights are in FP8")
+    elif waves:
         numbers = replace(numbers, gated_linear=replace(numbers.gated_linear, wave_us=waves))
         say("gated kernel: " + ", ".join(f"{tile} tokens {us:.1f} us" for tile, us in waves.items()))
     else:
         say("gated kernel: none, as this is no Hopper GPU or it could not be compiled")
-    numbers = replace(numbers, interfaces=_interfaces(numbers, bench, plan, end, say))
+    if dense:
+        numbers = replace(numbers, interfaces=_interfaces(numbers, bench, plan, end, say))
     # Tilings are compared with cuBLAS: the gated kernel is compared with the better of them.
     without = replace(numbers, gated_linear=replace(numbers.gated_linear, fewest_tokens=None))
     for tokens in plan.tokens:
         for role in tuned.ROLES:
             if time.monotonic() > end:
                 say(f"{role}, {tokens} tokens: out of time, as before")
-                continue
-            without = _best_tiling(without, role, tokens, bench, plan.rounds, say)
+            elif bench.kinds[role] != "blocks":
+                without = _best_tiling(without, role, tokens, bench, plan.rounds, say)
+    for index, tokens in enumerate(plan.blocks):
+        for role in tuned.ROLES:
+            if bench.kinds[role] == "blocks" and time.monotonic() <= end:
+                limit = None if index == len(plan.blocks) - 1 else tokens
+                without = _best_block_tile(without, role, tokens, limit, bench, say)
+    if not dense:
+        return replace(without, gated_linear=numbers.gated_linear)
     return _with_gated_kernel(without, bench, (*plan.tokens, MANY), say) if waves else without
 
 
@@ -119,17 +145,52 @@ def faster_interfaces(shape: Shape, above: int, times: dict[int, tuple[float, fl
 def _best_tiling(
     numbers: Tuned, role: Role, tokens: int, bench: Bench, rounds: int, say: Callable[[str], None]
 ) -> Tuned:
-    shape = bench.shapes[role]
+    shape, fp8 = bench.shapes[role], bench.kinds[role] == "rows"
 
     def times(tilings: Sequence[Tiling | None]) -> list[float]:
-        return bench.steps(tokens, [with_tiling(numbers, role, shape, tokens, t) for t in tilings])
+        return bench.steps(tokens, [with_tiling(numbers, role, shape, tokens, t, fp8) for t in tilings])
 
-    now = numbers.tiling(role, tokens, shape)
-    known = [now, None, *_seeds(role, tokens)]
-    known = [t for t in known if t is None or possible(t, role, shape, tokens)]
-    best, us = descend(known, times, role, shape, tokens, rounds)
+    now = numbers.tiling(role, tokens, shape, fp8)
+    known = [now, None, *_seeds(role, tokens, fp8)]
+    known = [t for t in known if t is None or possible(t, role, shape, tokens, fp8)]
+    best, us = descend(known, times, role, shape, tokens, rounds, fp8)
     say(f"{role} {list(shape)}, {tokens} tokens: {best or 'cuBLAS'}, step {us:.1f} us")
-    return with_tiling(numbers, role, shape, tokens, best)
+    return with_tiling(numbers, role, shape, tokens, best, fp8)
+
+
+def _best_block_tile(
+    numbers: Tuned, role: Role, tokens: int, limit: int | None, bench: Bench, say: Callable[[str], None]
+) -> Tuned:
+    """`numbers` with the fastest tile for steps of so many tokens, used up to `limit`."""
+    now = next(tile for tile in numbers.block_tiles(role) if tile.tokens is None or tokens <= tile.tokens)
+    tiles = list(dict.fromkeys([replace(now, tokens=limit), *block_tiles(bench.shapes[role], tokens, limit)]))
+    best, us = fastest(tiles, bench.steps(tokens, [with_block_tile(numbers, role, tile) for tile in tiles]))
+    if best is None:
+        return numbers
+    say(f"{role}, {tokens} tokens: {best}, step {us:.1f} us")
+    return with_block_tile(numbers, role, best)
+
+
+def block_tiles(shape: Shape, tokens: int, limit: int | None) -> list[BlockTile]:
+    """What is tried for so many tokens. Parts of a split pay where there are fewer tiles than SMs."""
+    few = tokens <= 64
+    sizes = [max(16, 1 << (tokens - 1).bit_length())] if few else [64, 128, 256]
+    splits = [split for split in (1, 2, 4, 8) if shape[1] // 128 % split == 0] if tokens <= 256 else [1]
+    forms = [(stages, warps) for stages in ((3, 4, 5) if few else (2, 3, 4)) for warps in (4, 8)]
+    return [
+        BlockTile(limit, size, rows, split, *form)
+        for size in sizes
+        for rows in (64, 128)
+        for split in splits
+        for form in forms
+    ]
+
+
+def with_block_tile(numbers: Tuned, role: Role, tile: BlockTile) -> Tuned:
+    """`numbers` with this tile for up to tile.tokens tokens, and beyond the tile before."""
+    tiles = {each.tokens: each for each in numbers.block_tiles(role)} | {tile.tokens: tile}
+    rising = sorted(tiles.values(), key=lambda each: math.inf if each.tokens is None else each.tokens)
+    return replace(numbers, fp8_blocks=numbers.fp8_blocks | {role: tuple(rising)})
 
 
 def descend(
@@ -139,13 +200,16 @@ def descend(
     shape: Shape,
     tokens: int,
     rounds: int,
+    fp8: bool = False,
 ) -> tuple[Tiling | None, float]:
     """The fastest of `known`, the first unless another is faster by more than repeats differ, then of its
     neighbours, and so on for some rounds. With it, its time."""
     tried = list(dict.fromkeys(known))
     best, us = fastest(tried, times(tried))
     for _ in range(rounds):
-        new = [] if best is None else [t for t in neighbours(best, role, shape, tokens) if t not in tried]
+        new = (
+            [] if best is None else [t for t in neighbours(best, role, shape, tokens, fp8) if t not in tried]
+        )
         if not new:
             break
         tried += new
@@ -156,49 +220,56 @@ def descend(
     return best, us
 
 
-def fastest(tilings: Sequence[Tiling | None], times: Sequence[float]) -> tuple[Tiling | None, float]:
-    """The fastest, and its time; the first unless it is slower by more than repeats differ."""
+def fastest(choices: Sequence[Choice], times: Sequence[float]) -> tuple[Choice | None, float]:
+    """The fastest, and its time; the first unless it is slower by more than repeats differ. None where none
+    can run."""
     index = min(range(len(times)), key=times.__getitem__)
     if math.isinf(times[index]):
         return None, math.inf
     index = index if times[index] < STEP_FASTER * times[0] else 0
-    return tilings[index], times[index]
+    return choices[index], times[index]
 
 
-def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int) -> list[Tiling]:
+def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> list[Tiling]:
     """Tilings that differ in one field, by one step."""
     found = []
-    for name, values in FIELDS.items():
+    for name, values in (FP8_FIELDS if fp8 else FIELDS).items():
         now = getattr(tiling, name)
         less, more = [v for v in values if v < now], [v for v in values if v > now]
         for other in (*less[-1:], *more[:1]):
             found.append(replace(tiling, **{name: other}))
-    return [other for other in found if possible(other, role, shape, tokens)]
+    return [other for other in found if possible(other, role, shape, tokens, fp8)]
 
 
-def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int) -> bool:
+def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> bool:
     """Whether ops.triton_linear can compute a product of so many tokens so."""
-    gated, fused = role == "gate_up", role in NORMED and tiling.fuse_norm
-    if role not in NORMED and not tiling.fuse_norm:  # without a norm the field means nothing
+    normed = role in NORMED and not fp8
+    gated, fused = role == "gate_up", normed and tiling.fuse_norm
+    if not normed and not tiling.fuse_norm:  # without a norm the field means nothing
         return False
     return tiling.fits(shape, gated, tokens) and (tiling.split == 1 or not (gated or fused))
 
 
-def _seeds(role: Role, tokens: int) -> list[Tiling]:
+def _seeds(role: Role, tokens: int, fp8: bool) -> list[Tiling]:
     """What other devices take for so many tokens, and a plain tiling."""
     files = [tuned.read(path) for path in sorted(tuned.FOLDER.glob("*.json"))]
-    steps = [step for file in files for product in file.products.get(role, ()) for step in product.steps]
+    by_role = [file.fp8_products if fp8 else file.products for file in files]
+    steps = [step for products in by_role for product in products.get(role, ()) for step in product.steps]
     known = [step.tiling for step in steps if step.tokens == tokens and step.tiling]
     return [*known, Tiling(min(max(tokens, 16), 128), 64, 128)]
 
 
-def with_tiling(numbers: Tuned, role: Role, shape: Shape, tokens: int, tiling: Tiling | None) -> Tuned:
+def with_tiling(
+    numbers: Tuned, role: Role, shape: Shape, tokens: int, tiling: Tiling | None, fp8: bool = False
+) -> Tuned:
     """`numbers` with this tiling for up to so many tokens, and beyond the step before. A shape without an
     entry gets one, which begins as the rule for all shapes."""
-    steps = {step.tokens: step for step in numbers.steps(role, shape)} | {tokens: Step(tokens, tiling)}
+    name = "fp8_products" if fp8 else "products"
+    products: dict[Role, tuple[Product, ...]] = getattr(numbers, name)
+    steps = {step.tokens: step for step in numbers.steps(role, shape, fp8)} | {tokens: Step(tokens, tiling)}
     own = Product(shape, tuple(steps[key] for key in sorted(steps)))
-    others = tuple(product for product in numbers.products.get(role, ()) if product.shape != shape)
-    return replace(numbers, products=numbers.products | {role: (*others, own)})
+    others = tuple(product for product in products.get(role, ()) if product.shape != shape)
+    return replace(numbers, **{name: products | {role: (*others, own)}})
 
 
 def _with_gated_kernel(
@@ -228,16 +299,18 @@ def _ready_for_gated_kernel(numbers: Tuned, shape: Shape, tokens: int) -> Tuned:
     return with_tiling(numbers, "gate_up", shape, tokens, replace(tiling, fuse_norm=False))
 
 
-def changes(before: Tuned, after: Tuned, shapes: dict[Role, Shape], most: int = 2048) -> list[str]:
+def changes(
+    before: Tuned, after: Tuned, shapes: dict[Role, Shape], kinds: dict[Role, Kind], most: int = 2048
+) -> list[str]:
     """What is chosen otherwise for up to `most` tokens, one line a run of tokens."""
     lines = []
     for role, shape in shapes.items():
         runs: list[tuple[int, int, str]] = []
         for tokens in range(1, most + 1):
-            old, new = ((n.tiling(role, tokens, shape), n.takes_lt(shape, tokens)) for n in (before, after))
+            old, new = (_shown(numbers, role, shape, tokens, kinds[role]) for numbers in (before, after))
             if old == new:
                 continue
-            text = f"{_shown(*old)} -> {_shown(*new)}"
+            text = f"{old} -> {new}"
             if runs and runs[-1][1] == tokens - 1 and runs[-1][2] == text:
                 runs[-1] = (runs[-1][0], tokens, text)
             else:
@@ -246,5 +319,10 @@ def changes(before: Tuned, after: Tuned, shapes: dict[Role, Shape], most: int = 
     return lines
 
 
-def _shown(tiling: Tiling | None, lt: bool) -> str:
+def _shown(numbers: Tuned, role: Role, shape: Shape, tokens: int, kind: Kind) -> str:
+    if kind == "blocks":
+        tiles = numbers.block_tiles(role)
+        return str(astuple(next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens))[1:])
+    tiling = numbers.tiling(role, tokens, shape, kind == "rows")
+    lt = kind == "dense" and numbers.takes_lt(shape, tokens)
     return str(astuple(tiling)) if tiling else "cublasLt" if lt else "cuBLAS"

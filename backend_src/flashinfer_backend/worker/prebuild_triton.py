@@ -162,11 +162,12 @@ def _call_fp8_product(
             triton_fp8.finish(product, x_scales, scales)
             triton_fp8.finish(product, **behind())
         return
-    triton_fp8.finish(product, **behind())
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
     scales = empty(-(-rows // BLOCK), inner // BLOCK, of=torch.float32)
-    for tokens in (16, 32, 64, 128):
-        triton_fp8.block_product(*triton_fp8.quantise_groups(empty(tokens, inner)), weight, scales)
+    for tile in device.active().block_tiles(role):
+        tokens = tile.tokens or tile.tile
+        x = triton_fp8.quantise_groups(empty(tokens, inner))
+        triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile), **behind(tokens))
 
 
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:

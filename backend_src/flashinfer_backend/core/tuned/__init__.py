@@ -66,6 +66,31 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
         return self.split == 1 or (tokens * rows * self.split <= PARTIAL_SUMS and blocks <= SPLIT_BLOCKS)
 
 
+class BlockTile(_Data, frozen=True, omit_defaults=True):
+    """How ops.triton_fp8.block_product cuts up a product with a weight of 128x128 blocks.
+
+    Up to `tokens` tokens, None: all more. tile, rows: tokens and weight rows of a program; rows is 64 or 128.
+    split: programs that share the inner dimension of a tile, if it divides into so many groups of 128.
+    stages, warps: as in Tiling.
+    """
+
+    tokens: int | None
+    tile: int
+    rows: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+# For weights that nobody has measured.
+BLOCK_TILES = (
+    BlockTile(16, 16, 64),
+    BlockTile(32, 32, 64),
+    BlockTile(64, 64, 64),
+    BlockTile(None, 128, 128, stages=3, warps=8),
+)
+
+
 class Step(_Data, frozen=True):
     """Up to so many tokens, and beyond the step before, a product takes this tiling; None is cuBLAS."""
 
@@ -180,6 +205,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_products: as products, of weights in e4m3 with scales by row, whose norm is never part of a product.
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
     activation nor residual behind them; None: never.
+    fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
     """
 
     device: str
@@ -192,12 +218,12 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     scheduling: Scheduling
     fp8_products: dict[Role, tuple[Product, ...]] = {}
     fp8_scaled_by_cublas: int | None = None
+    fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
 
     def __post_init__(self) -> None:
-        *some, last = [entry.rows for entry in self.decode_attention]
-        if last is not None:
-            raise ValueError("the last entry of decode_attention should have rows null: it is for all more")
-        _rising("rows of decode_attention", [0 if rows is None else rows for rows in some])
+        _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
+        for role, tiles in self.fp8_blocks.items():
+            _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
         for name, by_role in (("products", self.products), ("fp8_products", self.fp8_products)):
             for role, products in by_role.items():
                 shapes = [product.shape for product in products]
@@ -218,6 +244,10 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
                 return tiling if tiling and tiling.fits(shape, role == "gate_up", tokens) else None
         return None
 
+    def block_tiles(self, role: Role) -> tuple[BlockTile, ...]:
+        """By rising tokens, of products with 128x128 blocks."""
+        return self.fp8_blocks.get(role, BLOCK_TILES)
+
     def takes_lt(self, shape: Shape, tokens: int) -> bool:
         """Whether x[tokens, K] @ weight.T with weight[N, K] = shape is faster with cublasLt."""
         for entry in self.interfaces:
@@ -229,6 +259,13 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         """The decode kernel for so many rows."""
         entries = self.decode_attention
         return next(entry for entry in entries if entry.rows is None or rows <= entry.rows)
+
+
+def _upwards(name: str, key: str, limits: list[int | None]) -> None:
+    *some, last = limits
+    if last is not None:
+        raise ValueError(f"the last entry of {name} should have {key} null: it is for all more")
+    _rising(f"{key} of {name}", [0 if limit is None else limit for limit in some])
 
 
 def _rising(name: str, numbers: list[int]) -> None:
