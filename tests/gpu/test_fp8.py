@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.ops import device, fp8, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from quantised import make_quantised
