@@ -160,15 +160,15 @@ def test_few_tokens_without_tilings_are_cublas(role, format):
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 300])
-@pytest.mark.parametrize("role", SHAPES)
-@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("role", ["gate_up", "down"])
+@pytest.mark.parametrize("split", [1, 4])
 def test_blocks_in_tiles_of_other_sizes(split, role, tokens):
     from flashinfer_backend.ops import cuda_fp8
 
     weight, x = make_weight(role, "fp8_block", SHAPES[role]), randn(tokens, SHAPES[role][1], scale=2.0)
     expected = weight.format.product(x.float(), weight)
     residual = randn(tokens, SHAPES[role][0])
-    for size, rows, stages, warps in ((16, 128, 4, 4), (64, 64, 3, 8), (128, 128, 3, 8)):
+    for size, rows, stages, warps in ((16, 128, 4, 4), (64, 64, 3, 8)):
         tile = BlockTile(None, size, rows, split, stages, warps)
         with device.use(replace(device.active(), fp8_blocks={role: (tile,)})):
             assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
