@@ -2,7 +2,8 @@
 """Decode attention in Triton: one query token per row over the paged cache, long rows split in chunks.
 
 A cache of e4m3 has a scale for keys, which is a part of the scale of the scores, and one for values, by which
-the result is multiplied; its elements become the queries' type, which is exact.
+the result is multiplied. Its elements become float16, which is exact and takes a quarter of the instructions
+of bfloat16; so do queries, made smaller first, so that none is beyond float16's range.
 
 The host splits rows into work items of about equal length (split.split_rows); a program takes one item for
 one key/value head and all query heads that share it. The program that finishes a split row last adds up
@@ -20,6 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
+
+_SMALLER = 256
 
 
 @device.cached
@@ -102,6 +105,7 @@ def _decode(
     PREFETCH: tl.constexpr,
     QUERIES: tl.constexpr,
     MERGE: tl.constexpr,
+    SMALLER: tl.constexpr,
 ):
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
@@ -150,6 +154,8 @@ def _decode(
     q_offset = (row.to(tl.int64) * HEADS + head * GROUP_SIZE + group)[:, None] * DIM + dims[None, :]
     inside = (group < GROUP_SIZE)[:, None]
     query = tl.load(q + q_offset, mask=inside, other=0.0)
+    if BYTES == 1:
+        query = (query.to(tl.float32) / SMALLER).to(tl.float16)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, DIM], tl.float32)
@@ -230,7 +236,8 @@ def decode(
     columns], the blocks of each slot that the items name.
     """
     k_cache, v_cache = cache
-    k_scale, v_scale = kv_scales if k_cache.dtype == E4M3 else (1.0, None)
+    in_e4m3 = k_cache.dtype == E4M3
+    k_scale, v_scale = (kv_scales[0] * _SMALLER, kv_scales[1]) if in_e4m3 else (1.0, None)
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     config = choose_config(q.shape[0])
@@ -258,6 +265,7 @@ def decode(
         PREFETCH=config.prefetch,
         QUERIES=triton.next_power_of_2(heads // kv_heads),
         MERGE=config.merge,
+        SMALLER=_SMALLER if in_e4m3 else 1,
         num_warps=config.warps,
         maxnreg=config.registers,
         launch_pdl=True,
