@@ -21,8 +21,9 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.endpoint import Endpoint, EngineDown
+from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
 
 TIMEOUT_S = 60
@@ -57,13 +58,13 @@ def config(**parameters: str) -> bytes:
     return msgspec.json.encode(EngineConfig.from_parameters(knobs))
 
 
-def submit(endpoint: Endpoint, max_tokens: int = 8) -> Answer:
+def submit(endpoint: Engines, max_tokens: int = 8) -> Answer:
     answer = Answer()
     endpoint.submit(answer, PROMPT, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     return answer
 
 
-def complete(endpoint: Endpoint, max_tokens: int = 8) -> list[int]:
+def complete(endpoint: Engines, max_tokens: int = 8) -> list[int]:
     answer = submit(endpoint, max_tokens)
     assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
     return answer.tokens
@@ -91,8 +92,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def endpoint(run_dir: Path) -> Iterator[Endpoint]:
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+def endpoint(run_dir: Path) -> Iterator[Engines]:
+    link = Engines([Supervisor(run_dir, os.getpid(), config())])
     try:
         link.wait_ready()
         yield link
@@ -101,7 +102,7 @@ def endpoint(run_dir: Path) -> Iterator[Endpoint]:
 
 
 def test_generates_and_leaves_nothing(run_dir: Path) -> None:
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+    link = Engines([Supervisor(run_dir, os.getpid(), config())])
     status = link.wait_ready()
     pid = status.pid
     first = complete(link)
@@ -111,7 +112,7 @@ def test_generates_and_leaves_nothing(run_dir: Path) -> None:
     assert not run_dir.exists() and not run_dir.parent.exists()
 
 
-def test_cancel_ends_a_sequence(endpoint: Endpoint) -> None:
+def test_cancel_ends_a_sequence(endpoint: Engines) -> None:
     answer = submit(endpoint, max_tokens=400)
     assert answer.started.wait(TIMEOUT_S)
     endpoint.cancel(answer.handle)
@@ -120,7 +121,7 @@ def test_cancel_ends_a_sequence(endpoint: Endpoint) -> None:
 
 
 def test_cancelling_after_the_link_was_closed_does_nothing(run_dir: Path) -> None:
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config()))
+    link = Engines([Supervisor(run_dir, os.getpid(), config())])
     link.wait_ready()
     answer = submit(link, 4000)
     assert answer.started.wait(TIMEOUT_S)
@@ -130,27 +131,49 @@ def test_cancelling_after_the_link_was_closed_does_nothing(run_dir: Path) -> Non
 
 
 def test_a_message_that_cannot_be_handled_ends_open_requests_and_no_more(run_dir: Path) -> None:
-    def fail(request_id: str) -> None:
-        raise RuntimeError(request_id)
+    class Broken(Answer):
+        def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
+            raise RuntimeError("broken")
 
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_stop=fail)
+    link = Engines([Supervisor(run_dir, os.getpid(), config())])
     try:
         pid = link.wait_ready().pid
         answer = submit(link, 4000)
         assert answer.started.wait(TIMEOUT_S)
-        link.tell_stop("whatever")
+        broken = Broken()
+        link.submit(broken, PROMPT, SamplingParams(max_tokens=4000))
         assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
+        assert broken.ended.wait(TIMEOUT_S) and broken.failure == (LINK_LOST, False)
         wait_for(lambda: link.up)
         assert len(complete(link)) == 8
         wait_for(lambda: link.status is not None and link.status.requests_active == 0)
-        assert link.status is not None and (link.status.pid, link.status.cancellations) == (pid, 1)
+        assert link.status is not None and (link.status.pid, link.status.cancellations) == (pid, 2)
+    finally:
+        link.close()
+
+
+def test_a_stop_request_that_cannot_be_handled_harms_nothing(run_dir: Path) -> None:
+    told: list[str] = []
+
+    def stop(request_id: str) -> None:
+        told.append(request_id)
+        if len(told) == 1:
+            raise RuntimeError(request_id)
+
+    link = Engines([Supervisor(run_dir, os.getpid(), config())], on_stop=stop)
+    try:
+        link.wait_ready()
+        link.tell_stop("first")
+        link.tell_stop("second")
+        wait_for(lambda: told == ["first", "second"])
+        assert len(complete(link)) == 8
     finally:
         link.close()
 
 
 def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> None:
     replaced = threading.Event()
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config()), on_replaced=replaced.set)
+    link = Engines([Supervisor(run_dir, os.getpid(), config())], on_replaced=replaced.set)
     try:
         pid = link.wait_ready().pid
         expected = complete(link)
@@ -173,7 +196,7 @@ def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> N
 
 
 def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
-    link = Endpoint(Supervisor(run_dir, os.getpid(), config(max_seq_len="100000000")))
+    link = Engines([Supervisor(run_dir, os.getpid(), config(max_seq_len="100000000"))])
     with pytest.raises(EngineStartError, match="max_seq_len 100000000 is above"):
         link.wait_ready()
     with pytest.raises(EngineDown):
@@ -182,7 +205,7 @@ def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-def test_requests_of_a_killed_stub_are_dropped(endpoint: Endpoint, run_dir: Path) -> None:
+def test_requests_of_a_killed_stub_are_dropped(endpoint: Engines, run_dir: Path) -> None:
     stub = _Stub(run_dir, generate=400)
     stub.expect("generating")
     wait_for(lambda: endpoint.status is not None and endpoint.status.requests_active == 1)
@@ -250,7 +273,7 @@ def _stub(run_dir: Path, server_pid: int, generate: int, said: Any, done: Any, r
     def count() -> None:
         replaced.value += 1
 
-    link = Endpoint(Supervisor(run_dir, server_pid, config()), on_replaced=count)
+    link = Engines([Supervisor(run_dir, server_pid, config())], on_replaced=count)
     link.wait_ready()
     reported = 0
     if generate:

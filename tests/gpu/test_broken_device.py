@@ -16,8 +16,9 @@ import pytest
 from checkpoints import make_checkpoint
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.endpoint import ENGINE_LOST, Endpoint
+from flashinfer_backend.transport.endpoint import ENGINE_LOST
 from flashinfer_backend.transport.supervisor import Supervisor
 
 pytestmark = pytest.mark.gpu
@@ -73,9 +74,8 @@ def test_an_engine_whose_device_context_is_broken_is_replaced(tmp_path: Path) ->
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "broken")]
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
     replaced = threading.Event()
-    link = Endpoint(
-        Supervisor(run_dir, os.getpid(), msgspec.json.encode(config), command), on_replaced=replaced.set
-    )
+    hand = Supervisor(run_dir, os.getpid(), msgspec.json.encode(config), command)
+    link = Engines([hand], on_replaced=replaced.set)
     try:
         first = link.wait_ready().pid
         params = SamplingParams(max_tokens=4, temperature=0.0)

@@ -83,7 +83,7 @@ class Bench:
         self.cancelled: list[int] = []
         self.responder = Responder(pb_utils)
         nothing = lambda *_: None  # noqa: E731
-        self.responder.endpoint = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
+        self.responder.engines = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
         self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
         self.last_ns = 1  # when postprocessing had a chunk, 0 for never
         newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731

@@ -67,9 +67,15 @@ REFUSALS = [
     (["medusa_choices=1"], "speculative decoding is not supported"),
     (["lora_cache_max_adapter_size=64"], "LoRA is not supported: merge the adapter"),
     (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
-    (["gpu_device_ids=1"], "CUDA_VISIBLE_DEVICES chooses"),
+    (["gpu_device_ids=0;1"], "has the GPUs of 2 engines, and replicas=1: set replicas=2, or name 1 groups"),
+    (["gpu_device_ids=0", "replicas=3"], "has the GPUs of 1 engine, and replicas=3: set replicas=1"),
+    (["gpu_device_ids=0;0", "replicas=2"], "names GPU 0 twice: each should belong to one engine"),
+    (["gpu_device_ids=0,1;2,3", "replicas=2"], "gives one engine the GPUs 0,1: it runs on 1"),
+    (["gpu_device_ids=0;1", "replicas=2", "device=cpu"], "needs a GPU: with device=cpu it should be auto"),
+    (["gpu_device_ids=0;x"], "should be auto, or integers >= 0 separated by commas, and by semicolons"),
+    (["replicas=0"], "replicas=0: should be an integer 1..64"),
     (["max_batch_size=64"], "set max_num_seqs (sequences that run at a time) or triton_max_batch_size"),
-    (["tensor_parallel_size=2"], "one process on one GPU, which CUDA_VISIBLE_DEVICES chooses; accepted: 1"),
+    (["tensor_parallel_size=2"], "replicas says how many, gpu_device_ids on which GPUs; accepted: 1"),
     (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),
 ]
 

@@ -155,7 +155,7 @@ def answered(text: str, tools: str, cuts: set[int], streaming: bool, stop: list[
     """Events of an answer whose tokens arrive one by one, and are taken after those that `cuts` names."""
     cancelled: list[int] = []
     link: Any = SimpleNamespace(
-        endpoint=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
+        engines=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
     )
     params = SamplingParams(max_tokens=999)
     row = GenerationRequest(np.array([5], "<i4"), params, streaming, True, stop, bool(stop))

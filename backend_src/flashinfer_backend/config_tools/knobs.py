@@ -84,7 +84,7 @@ ENGINE_PLACES = {
 # The engine's knobs that TensorRT-LLM has under the same name.
 ENGINE_IN_TRT = frozenset(
     {
-        "tokenizer_dir", "kv_cache_free_gpu_mem_fraction", "max_tokens_in_paged_kv_cache",
+        "tokenizer_dir", "gpu_device_ids", "kv_cache_free_gpu_mem_fraction", "max_tokens_in_paged_kv_cache",
         "enable_kv_cache_reuse", "enable_chunked_context", "batch_scheduler_policy", "max_queue_size",
         "guided_decoding_backend", "stats_check_period_ms",
     }

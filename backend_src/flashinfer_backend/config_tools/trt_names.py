@@ -37,7 +37,7 @@ _NO_SPECULATION = "speculative decoding is not supported"
 _NO_MULTIMODAL = "multimodal models are not supported"
 _NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
 _NO_OFFLOAD = "the KV cache is not offloaded to host memory"
-_ONE_PROCESS = "the engine is one process on one GPU, which CUDA_VISIBLE_DEVICES chooses"
+_ONE_PROCESS = "an engine is one process on one GPU: replicas says how many, gpu_device_ids on which GPUs"
 _FULL_ATTENTION = "every token attends to the whole sequence: bound it with max_seq_len"
 _GRAPHS = "set cuda_graph_batch_sizes to auto, none or a list of batch sizes"
 
@@ -66,7 +66,6 @@ FOREIGN: dict[str, ForeignKnob] = {
     "recv_poll_period_ms": ForeignKnob(("0",), "nothing polls for requests: the engine is woken by them"),
     "iter_stats_max_iterations": ForeignKnob((), "statistics are published every stats_check_period_ms"),
     "request_stats_max_iterations": ForeignKnob((), "ask with return_perf_metrics in the request"),
-    "gpu_device_ids": ForeignKnob((), _ONE_PROCESS),
     "participant_ids": ForeignKnob((), _ONE_PROCESS),
     "num_nodes": ForeignKnob(("1",), _ONE_PROCESS),
     "lookahead_window_size": ForeignKnob((), _NO_SPECULATION),

@@ -83,6 +83,24 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Setting("GPUs that one model is spread over, each with a part of every layer; on a CPU, processes"),
     ] = 1
 
+    # Engines.
+    replicas: Annotated[
+        int,
+        Setting(
+            "engines behind the one llm model, each a process with GPUs, weights and KV cache of its own; a "
+            "request goes to the one which has most of its prompt cached, unless that is clearly busier",
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    gpu_device_ids: Annotated[
+        Literal["auto"] | list[list[int]],
+        Setting(
+            "the GPUs of each engine, among those which CUDA_VISIBLE_DEVICES shows, counted from 0: 0;1 for "
+            "two engines; auto = the first for engine 0, the next for engine 1 and so on"
+        ),
+    ] = "auto"
+
     # Limits.
     max_seq_len: Annotated[
         int,
@@ -238,6 +256,8 @@ class Field:
                 return float(text)
             case "sizes" if text not in self.values.words:
                 return [int(size) for size in text.split(",")]
+            case "groups" if text not in self.values.words:
+                return [[int(number) for number in group.split(",")] for group in text.split(";")]
             case "choice" if isinstance(self.default, int):
                 return int(text)
         return text
@@ -248,6 +268,8 @@ class Field:
             return AUTO
         if isinstance(value, bool):
             return "true" if value else "false"
+        if self.values.kind == "groups" and isinstance(value, list):
+            return ";".join(",".join(map(str, group)) for group in value)
         return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
     @property
@@ -289,9 +311,15 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
     if get_origin(hint) is Literal:
         return "choice", tuple(map(str, get_args(hint)))
     literal, numbers = get_args(hint)  # of a union
-    if numbers != list[int]:
-        raise TypeError(f"{hint} should be a Literal of words | list[int]")
-    return "sizes", tuple(get_args(literal))
+    kinds: dict[Any, Kind] = {list[int]: "sizes", list[list[int]]: "groups"}
+    if numbers not in kinds:
+        raise TypeError(f"{hint} should be a Literal of words | list[int], or of lists of these")
+    return kinds[numbers], tuple(get_args(literal))
+
+
+def gpus_per_engine(config: EngineConfig) -> int:
+    """How many GPUs one engine runs on."""
+    return 1
 
 
 def auto_queue_size(max_num_seqs: int) -> int:
@@ -334,6 +362,36 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
         problems.append(
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
+        )
+    return problems + device_contradictions(config)
+
+
+def device_contradictions(config: EngineConfig) -> list[str]:
+    """What is wrong with gpu_device_ids beside replicas and device, each with what would be right."""
+    groups, each = config.gpu_device_ids, gpus_per_engine(config)
+    if isinstance(groups, str):
+        return []
+    text = ";".join(",".join(map(str, group)) for group in groups)
+    ids = [number for group in groups for number in group]
+    problems = []
+    if config.device == "cpu":
+        problems.append(f"gpu_device_ids={text} needs a GPU: with device=cpu it should be auto")
+    if len(groups) != config.replicas:
+        problems.append(
+            f"gpu_device_ids={text} has the GPUs of {len(groups)} engine{'s' * (len(groups) > 1)}, and "
+            f"replicas={config.replicas}: set replicas={len(groups)}, or name {config.replicas} groups, with "
+            "semicolons between them"
+        )
+    if wrong := [group for group in groups if len(group) != each]:
+        shown = ",".join(map(str, wrong[0]))
+        problems.append(
+            f"gpu_device_ids={text} gives one engine the GPUs {shown}: it runs on {each}, so each group "
+            f"should have {each}"
+        )
+    if twice := sorted({number for number in ids if ids.count(number) > 1}):
+        problems.append(
+            f"gpu_device_ids={text} names GPU {', '.join(map(str, twice))} twice: each should belong to one "
+            "engine"
         )
     return problems
 

@@ -57,3 +57,15 @@ def run_dir(owner: int, llm_model_name: str) -> Path:
     `owner_pid`. The folder need not exist yet."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     return Path(base) / f"flashinfer-backend-{os.getuid()}" / f"{owner}-{llm_model_name}"
+
+
+def engine_dir(run_dir: Path, replica: int) -> Path:
+    """Run directory of one of several engines of a model: of the first the model's own (`run_dir`), of
+    another one beside it. No model's name has an @."""
+    return run_dir.with_name(f"{run_dir.name}@{replica}") if replica else run_dir
+
+
+def replica_of(engine_dir: Path) -> tuple[str, int]:
+    """(the model's own run directory's name, the engine's number) of an engine's run directory."""
+    name, _, number = engine_dir.name.partition("@")
+    return name, int(number or 0)

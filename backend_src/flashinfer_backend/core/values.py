@@ -15,13 +15,13 @@ FALSE_WORDS = ("False", "false", "FALSE", "0")
 MOST_SHOWN = 60  # characters of a wrong value
 INT32_MAX = 2**31 - 1
 
-Kind = Literal["int", "float", "bool", "choice", "sizes", "path"]
+Kind = Literal["int", "float", "bool", "choice", "sizes", "groups", "path"]
 
 
 @dataclass(frozen=True)
 class Values:
     """words: accepted as they are; for a choice, all there are. low, high: bounds, both included, of an int,
-    a float or each of sizes."""
+    a float, each of sizes or each of groups, which are lists with semicolons between: 0,1;2,3."""
 
     kind: Kind
     words: tuple[str, ...] = ()
@@ -41,6 +41,8 @@ class Values:
                 return f"a folder, or {words}"
             case "sizes":
                 return f"{words}, or integers {span} separated by commas"
+            case "groups":
+                return f"{words}, or integers {span} separated by commas, and by semicolons between groups"
             case _:
                 number = f"{'an integer' if self.kind == 'int' else 'a number'} {span}"
                 return f"{words}, or {number}" if words else number
@@ -62,6 +64,10 @@ class Values:
                 sizes = [self._int(part.strip()) for part in text.split(",")]
                 if all(sizes):
                     value = ",".join(sorted({size for size in sizes if size}, key=int))
+            case "groups":
+                groups = [[self._int(part.strip()) for part in group.split(",")] for group in text.split(";")]
+                if all(all(group) for group in groups):
+                    value = ";".join(",".join(str(number) for number in group) for group in groups)
             case "path":
                 value = text if text and text.isprintable() else None
         if value is None:

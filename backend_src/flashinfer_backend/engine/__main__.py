@@ -18,17 +18,19 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.config import AUTO, EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import start
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
+from flashinfer_backend.transport.gpus import DEVICES_VARIABLE
 from flashinfer_backend.transport.orphans import end_orphans_in_background
 from flashinfer_backend.transport.supervisor import read_record
 
 log = logging.getLogger("flashinfer_backend.engine")
 
+DRIVER = Path("/dev/nvidiactl")  # there is a GPU where it is
 RECORDED_S = 5.0  # within which the record of this process has to be there
 GRACE_S = 3.0  # for the loop to end by itself when the server has gone
 
@@ -39,8 +41,10 @@ def main() -> int:
     parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--stay", action="store_true", help="also while no stub is connected")
+    parser.add_argument("--replica", type=int, help="its number, where the model has several engines")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[engine] %(levelname)s %(message)s")
+    name = "engine" if options.replica is None else f"engine {options.replica}"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"[{name}] %(levelname)s %(message)s")
     try:
         _end_with(os.pidfd_open(options.server_pid))
     except ProcessLookupError:
@@ -52,6 +56,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
+        check_gpus(config)
         core = start(config, options.run_dir, _end_without_rank)
         socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
@@ -85,6 +90,25 @@ def _end_without_rank(why: str) -> None:
     log.critical("%s; the engine ends, to be started again", why)
     sys.stderr.flush()
     os._exit(1)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Raises ValueError where this engine does not see the GPUs that it was given; on a machine without any,
+    device=auto is the CPU."""
+    named = os.environ.get(DEVICES_VARIABLE, "")
+    given = config.replicas > 1 or config.gpu_device_ids != AUTO
+    if config.device == "cpu" or not given or not named:
+        return
+    seen, wanted = torch.cuda.device_count(), len(named.split(","))
+    if seen >= wanted or (config.device == "auto" and config.gpu_device_ids == AUTO and not DRIVER.exists()):
+        return
+    asked = f"replicas={config.replicas}"
+    if config.gpu_device_ids != AUTO:
+        asked += " with gpu_device_ids"
+    raise ValueError(
+        f"{asked} gives this engine the GPU {named}, and torch sees {seen} of {wanted}: set replicas to the "
+        "number of GPUs that `nvidia-smi -L` lists, or gpu_device_ids to their numbers, or device=cpu"
+    )
 
 
 def _is_recorded(run_dir: Path) -> bool:

@@ -19,6 +19,7 @@ from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FOR
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport.addresses import AddressError, check_ports, resolve
+from flashinfer_backend.transport.gpus import visible_devices
 
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 AUTO = "auto"
@@ -118,6 +119,7 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
             )
         parameters[name] = value
     config = EngineConfig.from_parameters(parameters)
+    visible_devices(config, os.environ)  # raises what is wrong before a process is started
     return config, run_dir(os.getpid(), "openai"), os.getpid()
 
 

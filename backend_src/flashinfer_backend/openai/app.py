@@ -75,9 +75,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        endpoint = door.link.endpoint
-        text = door.metrics.text(endpoint.status if endpoint.up else None)
-        return Response(text, headers={"content-type": METRICS_TYPE})
+        return Response(door.metrics.text(door.link.engines.statuses), headers={"content-type": METRICS_TYPE})
 
     @app.get("/")
     async def page() -> Response:
@@ -164,7 +162,7 @@ def _json(content: Any) -> Response:
 
 
 def _model(door: Door, name: str) -> dict[str, Any]:
-    status = door.link.endpoint.status
+    status = door.link.engines.status
     return {
         "id": name,
         "object": "model",

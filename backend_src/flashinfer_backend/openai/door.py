@@ -67,13 +67,13 @@ class Door:
 
     @property
     def ready(self) -> bool:
-        """Whether there is an engine."""
-        return self.link.endpoint.up
+        """Whether there is an engine that is ready."""
+        return self.link.engines.up
 
     @property
     def limits(self) -> Limits:
         """Raises ApiError while the engine has never been there."""
-        status = self.link.endpoint.status
+        status = self.link.engines.status
         if status is None:
             raise unavailable(ENGINE_DOWN)
         return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, self.model.guided_decoding)
@@ -81,7 +81,7 @@ class Door:
     @property
     def block_size(self) -> int:
         """Tokens of a block of the prefix cache."""
-        status = self.link.endpoint.status
+        status = self.link.engines.status
         return status.block_size if status else 0
 
     def check_model(self, name: str) -> str:

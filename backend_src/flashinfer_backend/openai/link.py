@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the engine's link, which is a thread, and the event loop that answers requests."""
+"""Between the engines' links, which are threads, and the event loop that answers requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections import deque
 import msgspec
 
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import endpoint, protocol, rundir
-from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
+from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
@@ -23,7 +24,7 @@ class ClientLeft(Exception):
 
 
 class Follower(Supervisor):
-    """Attaches to the engine that the stubs of a server start, and leaves starting and ending it to them.
+    """Attaches to an engine that the stubs of a server start, and leaves starting and ending it to them.
     What serve tells the stubs before it ends tritonserver is not for this process, which stays."""
 
     takes_part = False
@@ -40,10 +41,10 @@ class Follower(Supervisor):
 
 
 class EngineLink:
-    """One process's link to the engine. All but `schedule` is for the event loop's thread."""
+    """One process's link to the engines. All but `schedule` is for the event loop's thread."""
 
-    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:
-        self.endpoint = endpoint
+    def __init__(self, engines: Engines, loop: asyncio.AbstractEventLoop) -> None:
+        self.engines = engines
         self._loop = loop
         self._due: deque[Stream] = deque()
         self._woken = False
@@ -74,7 +75,7 @@ class EngineLink:
                     if number:
                         params = msgspec.structs.replace(params, seed=(params.seed + number) % 2**64)
                     prompt = row.prompt.tobytes()
-                    handle = self.endpoint.submit(stream, prompt, params, first, row.priority, row.timeout_us)
+                    handle = self.engines.submit(stream, prompt, params, first, row.priority, row.timeout_us)
                     first = handle if first == LEADS else first
         except EngineDown as error:
             streams.cancel()
@@ -86,7 +87,7 @@ class Stream(Generation):
     """One sequence; its number among those of its request is `index`."""
 
     def __init__(self, row: GenerationRequest, link: EngineLink, streams: Streams) -> None:
-        super().__init__(row, link.endpoint.cancel, lambda: link.schedule(self))
+        super().__init__(row, link.engines.cancel, lambda: link.schedule(self))
         self.streams = streams
         self.index = len(streams.all)
         streams.all.append(self)
@@ -131,7 +132,7 @@ class Streams:
     def cancel_one(self, stream: Stream) -> None:
         """Ends one sequence, if it still runs."""
         if stream.handle and not stream.ended:
-            self._link.endpoint.cancel(stream.handle)
+            self._link.engines.cancel(stream.handle)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -79,28 +79,37 @@ class Metrics:
         """Notes an answer that is an error."""
         self._refused.labels(str(status)).inc()
 
-    def text(self, status: protocol.Status | None) -> bytes:
-        """Prometheus's text format, summed over the door's processes, with the engine's latest report."""
+    def text(self, statuses: list[protocol.Status | None]) -> bytes:
+        """Prometheus's text format, summed over the door's processes, with each engine's latest report."""
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.multiprocess import MultiProcessCollector
 
         every = CollectorRegistry()
         MultiProcessCollector(every)
-        every.register(_EngineState(status))
+        every.register(_EngineState(statuses))
         return bytes(generate_latest(every))
 
 
 class _EngineState:
-    """A collector of the engine's report."""
+    """A collector of the engines' reports; with several of them their number is a label."""
 
-    def __init__(self, status: protocol.Status | None) -> None:
-        self._status = status
+    def __init__(self, statuses: list[protocol.Status | None]) -> None:
+        self._statuses = statuses
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        yield GaugeMetricFamily(PREFIX + "engine_up", "Whether there is an engine", float(bool(self._status)))
-        if self._status is not None:
+        labels = ["engine"] if len(self._statuses) > 1 else []
+
+        def family(name: str, text: str, values: list[float | None]) -> Any:
+            made = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=labels)
+            for number, value in enumerate(values):
+                if value is not None:
+                    made.add_metric([str(number)] * len(labels), value)
+            return made
+
+        yield family("up", "Whether there is an engine", [float(s is not None) for s in self._statuses])
+        if any(self._statuses):
             for name, text in ENGINE.items():
-                value = getattr(self._status, name)
-                yield GaugeMetricFamily(f"{PREFIX}engine_{name}", text, float(value))
+                values = [None if s is None else float(getattr(s, name)) for s in self._statuses]
+                yield family(name, text, values)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.core.paths import engine_dir, run_dir
 from flashinfer_backend.openai.worker import NO_ENGINE, READY, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, reachable_at
@@ -132,7 +132,8 @@ class Parent:
                 process.kill()
                 process.wait()
         if not self._options.follow:
-            rundir.remove(Path(self._options.run_dir))  # where a process was killed
+            for number in range(self._options.engine.replicas):  # where a process was killed
+                rundir.remove(engine_dir(Path(self._options.run_dir), number))
 
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)

@@ -23,7 +23,7 @@ import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
+from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
 READY = b"ready\n"
@@ -68,7 +68,7 @@ async def _run(options: WorkerOptions) -> int:
     from flashinfer_backend.openai.door import Door, Model
     from flashinfer_backend.openai.link import EngineLink, Follower
     from flashinfer_backend.openai.metrics import Metrics
-    from flashinfer_backend.transport.endpoint import Endpoint
+    from flashinfer_backend.serving.engines import Engines
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -111,18 +111,22 @@ async def _run(options: WorkerOptions) -> int:
         )
     )
     kind = Follower if options.follow else Supervisor
-    supervisor = kind(Path(options.run_dir), options.server_pid, msgspec.json.encode(config))
 
     def end(*_: Any) -> None:
         server.should_exit = True
 
-    endpoint = Endpoint(supervisor, on_server_lost=end)
-    door.link = EngineLink(endpoint, asyncio.get_running_loop())
+    engines = Engines(
+        supervisors(kind, Path(options.run_dir), options.server_pid, config),
+        config.enable_kv_cache_reuse,
+        config.stats_check_period_ms / 1000,
+        on_server_lost=end,
+    )
+    door.link = EngineLink(engines, asyncio.get_running_loop())
     failed = threading.Event()
 
     def wait() -> None:
         try:
-            endpoint.wait_ready()
+            engines.wait_ready()
             os.write(options.notify, READY)
         except EngineStartError as error:
             print(f"openai: {error}", file=sys.stderr, flush=True)
@@ -135,7 +139,7 @@ async def _run(options: WorkerOptions) -> int:
     gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
     threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
-    await asyncio.to_thread(endpoint.close)
+    await asyncio.to_thread(engines.close)
     return NO_ENGINE if failed.is_set() else 0
 
 

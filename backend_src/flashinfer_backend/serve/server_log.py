@@ -26,7 +26,7 @@ _REPEATED = re.compile(
     r"|model_lifecycle\.cc:\d+\] \"failed to load"
     r"|model_repository_manager\.cc:\d+\] \"Invalid argument: ensemble )"
 )
-_ENGINE_CANNOT = re.compile(r"^\[engine\] ERROR cannot start: ")
+_ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
 # While a server that could not load a model ends: tables, and the counting down.
 _ENDING = re.compile(

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashinfer_backend.core.paths import SERVE_PID, run_dir
+from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
@@ -176,7 +176,7 @@ class _Run:
         self._pidfds = {os.pidfd_open(self._child.pid): "tritonserver"}
         self._seen: set[Stub] = set()
         self._lost_at = 0.0  # when a stub was found to be gone while the server was starting
-        self._engines: dict[Path, int] = {}
+        self._engines: dict[Path, int] = {}  # pid by run directory; 0: it has ended, and another one serves
         self._stopped: dict[int, float] = {}  # by pid, since when
         self._next_look = self._answered_at = 0.0
         self._ready_bytes = 0  # the server's memory when it was ready
@@ -192,11 +192,26 @@ class _Run:
             return self._problem_at_start()
         for fd, _ in self._poll(0.0):
             return f"the process of {self._pidfds[fd]} ended"
-        for folder, pid in self._engines.items():
+        for folder, pid in list(self._engines.items()):
             record = supervisor.read_record(folder)
-            if record is None or record.pid != pid or not record.alive:
-                return f"the engine process {pid} ended"
+            alive = record is not None and record.alive
+            if pid and not (record is not None and record.pid == pid and alive):
+                if not self._others_serve(folder):
+                    return f"the engine process {pid} ended"
+                self._engines[folder] = 0
+                _say(f"{_name(folder)} (process {pid}) ended and is started again; the others go on")
+            elif not pid and record is not None and alive and record.ready:
+                self._engines[folder] = record.pid
+                _say(f"{_name(folder)} is ready again")
         return self._hangs()
+
+    def _others_serve(self, folder: Path) -> bool:
+        """Whether another engine of the same model is ready. Then the server goes on: the stubs start the one
+        that has ended again."""
+        model, _ = replica_of(folder)
+        others = [each for each in self._engines if each != folder and replica_of(each)[0] == model]
+        records = [supervisor.read_record(each) for each in others]
+        return any(record is not None and record.alive and record.ready for record in records)
 
     def _problem_at_start(self) -> str:
         close_memory(self._policy.shm_prefix)
@@ -219,11 +234,17 @@ class _Run:
         if now < self._next_look:
             return ""
         self._next_look = now + LOOK_EVERY_S
-        for pid in [self._child.pid, *self._engines.values(), *(stub.pid for stub in self._seen)]:
+        engines = {pid: folder for folder, pid in self._engines.items() if pid}
+        for pid in [self._child.pid, *engines, *(stub.pid for stub in self._seen)]:
             if not rundir.is_stopped(pid):
                 self._stopped.pop(pid, None)
             elif now > self._stopped.setdefault(pid, now) + STOPPED_S:
-                return f"process {pid} of the server has been stopped for {STOPPED_S:g} s"
+                if pid not in engines or not self._others_serve(engines[pid]):
+                    return f"process {pid} of the server has been stopped for {STOPPED_S:g} s"
+                name = _name(engines[pid])
+                _say(f"{name} (process {pid}) has been stopped for {STOPPED_S:g} s: it is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if _answers(f"{self._url}/v2/health/live", 200):
             self._answered_at = now
         if now > self._answered_at + HANGS_S:
@@ -343,11 +364,16 @@ def _tell_stubs(message: bytes) -> None:
 
 
 def _end_engines() -> None:
-    for folder in _run_dirs():
-        record = supervisor.read_record(folder)
-        if record is not None:
-            supervisor.stop(record)
+    folders = _run_dirs()
+    records = [supervisor.read_record(folder) for folder in folders]
+    supervisor.stop(*(record for record in records if record is not None))
+    for folder in folders:
         rundir.remove(folder)
+
+
+def _name(folder: Path) -> str:
+    """An engine, by its run directory."""
+    return f"engine {replica_of(folder)[1]}"
 
 
 def _before_start() -> None:

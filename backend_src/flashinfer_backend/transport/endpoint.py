@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stub's end of the link to the engine: one thread owns the ZeroMQ socket.
+"""One process's end of the link to one engine: one thread owns the ZeroMQ socket.
 
 Other threads hand it messages through a queue and an eventfd. The same thread watches the engine's
 pidfd, so an engine that dies is noticed within a wake-up, and attaches to the next one.
@@ -20,13 +20,13 @@ import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
 LINK_LOST = "The connection to the engine process failed and is being made anew; please try again."
+LARGEST_ID = 0x7FFFFFFF  # of a sequence: both halves of a handle have 31 bits
 
 
 LEADS = -1  # share_prompt_with of a sequence whose prompt later ones will share
@@ -49,38 +49,38 @@ class Sink(Protocol):
 
 
 class Endpoint:
-    """The link of one stub. Handles are made here; a sequence is known until its end."""
+    """The link of one process to one engine. Handles are made here; a sequence is known until its end."""
 
     def __init__(
         self,
         supervisor: Supervisor,
         on_status: Callable[[protocol.Status], None] = lambda status: None,
-        on_stop: Callable[[str], None] = lambda request_id: None,
         on_replaced: Callable[[], None] = lambda: None,
         on_server_lost: Callable[[], None] = lambda: None,
+        index: int = 0,
+        count: int = 1,
     ) -> None:
-        """on_stop: a stop request for this id reached some stub of the model. on_replaced: this stub,
-        and no other, has just started a new engine in place of a dead one. on_server_lost: tritonserver
-        ended and left this stub behind."""
+        """on_replaced: this process, and no other, has just started a new engine in place of a dead one.
+        on_server_lost: tritonserver ended and left this stub behind. index, count: of this engine among those
+        of the model; local ids are `index` modulo `count`, so that a handle tells its engine."""
         self._supervisor = supervisor
-        self._on_status, self._on_stop, self._on_replaced = on_status, on_stop, on_replaced
-        self._on_server_lost = on_server_lost
+        self._on_status, self._on_replaced, self._on_server_lost = on_status, on_replaced, on_server_lost
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _up, _sinks and, beside the thread, _closing
         self._up = False
         self._sinks: dict[int, Sink] = {}
-        self._last_id = 0
+        self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id
+        self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._refusal = ""  # why nothing more is submitted, once serve has said so
-        self._settled = threading.Event()  # ready for the first time, or failed to get there
-        self._error: Exception | None = None
+        self._was_ready = False
+        self._known = threading.Event()  # ready, failed to get there, or started again after it was ready
+        self.error: Exception | None = None  # which ended this link
         self.status: protocol.Status | None = None
-        self._peers: PeerSocket | None = None
-        if supervisor.takes_part:
-            with rundir.locked(supervisor.run_dir):
-                self._peers = PeerSocket(supervisor.run_dir)
+        self._own_in_status = 0  # open sequences of this process when the status came
+        self.reported_at = 0.0  # time.monotonic() when the status came
         self._thread = threading.Thread(target=self._run, name="engine link", daemon=True)
         self._thread.start()
 
@@ -89,13 +89,22 @@ class Endpoint:
         """Whether an engine is there and ready."""
         return self._up
 
-    def wait_ready(self) -> protocol.Status:
-        """The engine's first status. Raises EngineStartError when it cannot start."""
-        self._settled.wait()
-        if self._error is not None:
-            raise self._error
-        assert self.status is not None
-        return self.status
+    def wait_known(self) -> Exception | None:
+        """Waits until the engine is ready, or could not be started (the error), or one that has run before is
+        being started again, which may take any time."""
+        self._known.wait()
+        return self.error
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences in the engine: this process's own, and those of others as of its latest report."""
+        others = self.status.requests_active - self._own_in_status if self.status else 0
+        return len(self._sinks) + max(0, others)
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens of this process's sequences that have had no token yet, as `submit` was told."""
+        return sum(list(self._prompts.values()))  # a copy: the link's thread takes some away
 
     def submit(
         self,
@@ -105,18 +114,24 @@ class Endpoint:
         share_prompt_with: int = 0,
         priority: int = 0,
         timeout_us: int = 0,
+        to_compute: int = 0,
     ) -> int:
         """Hands a sequence to the engine and returns its handle. Raises EngineDown.
 
         share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one. priority,
-        timeout_us: as in protocol.Submit.
+        timeout_us: as in protocol.Submit. to_compute: tokens of the prompt that are probably not cached.
         """
         with self._lock:
             if not self._up or self._refusal:
                 raise EngineDown(self._refusal or ENGINE_DOWN)
-            self._last_id = local_id = self._last_id % 0x7FFFFFFF + 1
+            self._last_id += self._count
+            if self._last_id > LARGEST_ID:
+                self._last_id = self._last_id % self._count + self._count
+            local_id = self._last_id
             sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
+            if to_compute:
+                self._prompts[local_id] = to_compute
             shared = handle if share_prompt_with == LEADS else share_prompt_with
             message = protocol.Submit(handle, prompt, params, shared, priority, timeout_us)
             self._outbox.append(protocol.encode(message))
@@ -131,26 +146,18 @@ class Endpoint:
             self._outbox.append(protocol.encode(protocol.Cancel(handle)))
             os.eventfd_write(self._wake, 1)
 
-    def tell_stop(self, request_id: str) -> None:
-        """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
-        ValueError for an id that does not fit a message."""
-        assert self._peers is not None, "only stubs stop each other's requests"
-        message = STOP + request_id.encode()
-        if len(message) > LONGEST:
-            raise ValueError(
-                f"the request id to stop has {len(message) - 1} bytes; it should have at most {LONGEST - 1}"
-            )
-        self._peers.tell_all(message)
+    def refuse(self, message: str) -> None:
+        """From now on nothing is submitted, and what is open fails, with this message."""
+        with self._lock:
+            self._refusal = message
+        self._fail_all(message)
 
     def close(self) -> None:
-        """Ends the link; open sequences fail. The engine goes with the last stub of the model."""
+        """Ends the link; open sequences fail. Whether the engine ends is the supervisor's part (`leave`)."""
         with self._lock:
             self._closing = True
             os.eventfd_write(self._wake, 1)
         self._thread.join()
-        if self._peers is not None:
-            self._peers.close()
-        self._supervisor.leave()
         os.close(self._wake)
 
     def _run(self) -> None:
@@ -162,6 +169,8 @@ class Endpoint:
                     self._on_server_lost()
                     return
                 record, replaced = self._supervisor.attach()
+                if record is None or (record.ever_ready and not record.ready):
+                    self._known.set()
                 if record is not None:
                     if replaced:
                         self._on_replaced()
@@ -169,12 +178,12 @@ class Endpoint:
                 else:
                     time.sleep(RETRY_S)
         except Exception as error:
-            self._error = error
-            if self._settled.is_set():  # else wait_ready() raises it
+            self.error = error
+            if self._was_ready:  # else wait_known() gives it
                 traceback.print_exc()
         finally:
-            self._go_down(f"The model is being unloaded. {self._error or ''}".rstrip())
-            self._settled.set()
+            self._go_down(f"The model is being unloaded. {self.error or ''}".rstrip())
+            self._known.set()
             context.destroy(linger=200)
 
     def _serve(self, context: zmq.Context, record: EngineRecord) -> None:
@@ -193,9 +202,6 @@ class Endpoint:
             poller = zmq.Poller()
             for readable in (socket, self._wake, pidfd):
                 poller.register(readable, zmq.POLLIN)
-            peers = self._peers
-            if peers is not None:
-                poller.register(peers.fileno(), zmq.POLLIN)
             while not self._closing:
                 ready = dict(poller.poll())
                 if self._wake in ready:
@@ -204,16 +210,13 @@ class Endpoint:
                         socket.send(self._outbox.popleft())
                 if socket in ready:
                     self._receive(socket)
-                if peers is not None and peers.fileno() in ready:
-                    for message in peers.receive():
-                        self._take_peer_message(message)
                 if pidfd in ready:
                     self._receive(socket)  # what the engine sent before it ended still counts
                     self._go_down(ENGINE_LOST)
                     return
             socket.send(protocol.encode(protocol.Goodbye(self._pid)))
         except Exception:
-            if not self._settled.is_set():
+            if not self._was_ready:
                 raise
             # Whatever one message did, the stub must not stay without an engine: it connects anew.
             traceback.print_exc()
@@ -224,17 +227,6 @@ class Endpoint:
         finally:
             os.close(pidfd)
             socket.close(linger=200)
-
-    def _take_peer_message(self, message: bytes) -> None:
-        kind, text = message[:1], message[1:].decode(errors="replace")  # any process of the user can send
-        if kind == STOP:
-            self._on_stop(text)
-        elif kind == FAIL:
-            with self._lock:
-                self._refusal = text
-                sinks, self._sinks = self._sinks, {}
-            for sink in sinks.values():
-                sink.on_failure(text, False)
 
     def _receive(self, socket: zmq.Socket) -> None:
         with contextlib.suppress(zmq.Again):
@@ -254,29 +246,38 @@ class Endpoint:
 
     def _deliver(self, payload: bytes, rest: list[bytes]) -> None:
         reports = {report.local_id: report for report in protocol.decode_reports(rest[0])} if rest else {}
-        sinks = self._sinks
+        sinks, prompts = self._sinks, self._prompts
         for local_id, token, code in protocol.unpack_tokens(payload).tolist():
+            if prompts:
+                prompts.pop(local_id, None)
             sink = sinks.get(local_id) if code == protocol.RUNNING else self._forget(local_id)
             if sink is not None:
                 sink.on_token(token, code, reports.get(local_id))
 
     def _take_status(self, status: protocol.Status) -> None:
-        self.status = status
+        self.status, self._own_in_status, self.reported_at = status, len(self._sinks), time.monotonic()
         if not self._up:
             self._supervisor.mark_ready(status.pid)
             with self._lock:
                 self._up = True
-            self._settled.set()
+            self._was_ready = True
+            self._known.set()
         self._on_status(status)
 
     def _forget(self, local_id: int) -> Sink | None:
         with self._lock:
+            self._prompts.pop(local_id, None)
             return self._sinks.pop(local_id, None)
 
     def _go_down(self, message: str) -> None:
         with self._lock:
             self._up = False
-            sinks, self._sinks = self._sinks, {}
             self._outbox.clear()
+        self._fail_all(message)
+
+    def _fail_all(self, message: str) -> None:
+        with self._lock:
+            sinks, self._sinks = self._sinks, {}
+            self._prompts.clear()
         for sink in sinks.values():
             sink.on_failure(message, False)

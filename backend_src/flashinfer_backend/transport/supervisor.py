@@ -16,16 +16,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.gpus import DEVICES_VARIABLE, visible_devices
 from flashinfer_backend.transport.peers import living_stubs
 
 LOG_TAIL_LINES = 20
 LONGEST_DELAY_S = 4.0
 STABLE_AFTER_S = 60.0  # an engine that lived so long does not count as a failed attempt
 STOP_TIMEOUT_S = 5.0
+
+
+S = TypeVar("S", bound="Supervisor")
 
 
 class EngineStartError(RuntimeError):
@@ -55,7 +62,7 @@ def restart_delay(failures: int) -> float:
 
 
 class Supervisor:
-    """One stub's hand on the engine of its model."""
+    """One stub's hand on an engine of its model."""
 
     takes_part = True  # whether the engine lives as long as this stub, which the others tell what they do
 
@@ -66,17 +73,23 @@ class Supervisor:
         config: bytes,
         command: list[str] | None = None,
         stays: bool = False,
+        replica: int | None = None,
+        devices: str | None = None,
     ) -> None:
-        """server_pid: the process that the engine ends with. config: EngineConfig as JSON, the engine's
-        --config file. stays: that process keeps the engine while it starts a new tritonserver, and ends it;
-        otherwise the engine ends with the last stub."""
-        self.run_dir = run_dir
+        """run_dir: the model's, where its stubs are. server_pid: the process that the engine ends with.
+        config: EngineConfig as JSON, the engine's --config file. stays: that process keeps the engine while
+        it starts a new tritonserver, and ends it; otherwise the engine ends with the last stub. replica: the
+        engine's number where the model has several. devices: CUDA_VISIBLE_DEVICES of the engine, None for
+        this process's own."""
+        self.run_dir = engine_dir(run_dir, replica or 0)
+        self._stubs_dir = run_dir
+        self._replica, self._devices = replica, devices
         self._stays = stays
         self.server_pid = server_pid
         self._config = config
         self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
         self._children: list[subprocess.Popen[bytes]] = []
-        self._record_path = run_dir / "engine.json"
+        self._record_path = self.run_dir / "engine.json"
 
     def attach(self) -> tuple[EngineRecord | None, bool]:
         """(the living engine, whether this call replaced a dead one); starts one when there is none.
@@ -121,7 +134,7 @@ class Supervisor:
         if self._stays or not self.run_dir.exists():
             return
         with rundir.locked(self.run_dir):
-            if living_stubs(self.run_dir):
+            if living_stubs(self._stubs_dir):
                 return
             record = self._read()
             if record:
@@ -157,7 +170,9 @@ class Supervisor:
                 *("--server-pid", str(self.server_pid)),
                 *("--config", str(config_path)),
                 *(["--stay"] if self._stays else []),
+                *([] if self._replica is None else ["--replica", str(self._replica)]),
             ],
+            env=None if self._devices is None else {**os.environ, DEVICES_VARIABLE: self._devices},
             stdin=subprocess.DEVNULL,
             stdout=tee.stdin,
             stderr=subprocess.STDOUT,
@@ -184,6 +199,18 @@ class Supervisor:
         temporary.replace(self._record_path)
 
 
+def supervisors(
+    kind: type[S], run_dir: Path, server_pid: int, config: EngineConfig, stays: bool = False
+) -> list[S]:
+    """A hand of this kind on each engine of a model. run_dir, server_pid, stays: as Supervisor's. Raises
+    ValueError where an engine has no GPU."""
+    text, several = msgspec.json.encode(config), config.replicas > 1
+    return [
+        kind(run_dir, server_pid, text, stays=stays, replica=number if several else None, devices=devices)
+        for number, devices in enumerate(visible_devices(config, os.environ))
+    ]
+
+
 def read_record(run_dir: Path) -> EngineRecord | None:
     """The engine that was started last in a run directory, None where none was."""
     with contextlib.suppress(FileNotFoundError):
@@ -191,15 +218,16 @@ def read_record(run_dir: Path) -> EngineRecord | None:
     return None
 
 
-def stop(record: EngineRecord) -> None:
-    """Ends an engine that may have ended: SIGTERM, and SIGKILL where that is not enough in STOP_TIMEOUT_S."""
+def stop(*records: EngineRecord) -> None:
+    """Ends engines that may have ended: SIGTERM to all, and SIGKILL where that is not enough in
+    STOP_TIMEOUT_S."""
     for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, 1.0)):
-        if not record.alive:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, number)
+        living = [record for record in records if record.alive]
+        for record in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, number)
         deadline = time.monotonic() + timeout
-        while record.alive and time.monotonic() < deadline:
+        while any(record.alive for record in living) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the engine, which all instances of a model share: one instance writes them for all."""
+"""Metrics of the engines, which all instances of a model share: one instance writes them for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,40 +87,64 @@ COUNTERS: dict[str, tuple[str, str]] = {
 _TOTALS = struct.Struct(f"<{1 + len(COUNTERS)}q")  # the engine's pid, then the counters
 
 
+ENGINE = "engine"  # the label with an engine's number, where a model has several
+
+
 class EngineMetrics:
-    """Writes what the engine reports, in one of the instances: whoever holds the lock of `metrics.lock`
-    in the run directory, which passes on when its holder ends. The file holds the totals that have been
-    added to Triton's counters, so that the next writer neither loses nor repeats any.
+    """The families, and of each engine its metrics."""
+
+    def __init__(self, pb_utils: Any, labels: dict[str, str], run_dir: Path, engines: int) -> None:
+        """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
+        metrics; Triton merges them."""
+        kinds = pb_utils.MetricFamily
+        described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
+        described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}
+        described[UP] = ("Whether the engine process is there and ready (1) or not (0)", kinds.GAUGE)
+        self._families = {  # a metric needs its family to live
+            name: kinds(name=name, description=description, kind=kind)
+            for name, (description, kind) in described.items()
+        }
+        self._engines = [
+            _Engine(
+                self._families,
+                labels if engines == 1 else {**labels, ENGINE: str(number)},
+                run_dir / f"metrics{f'-{number}' if number else ''}.lock",
+            )
+            for number in range(engines)
+        ]
+
+    def update(self, statuses: Sequence[Status | None]) -> None:
+        """Shows each engine's latest report, or None while it is not there. To be called often, by every
+        instance: this is also how a writer's end is noticed."""
+        for engine, status in zip(self._engines, statuses, strict=True):
+            engine.update(status)
+
+    def close(self) -> None:
+        """Lets another instance write."""
+        for engine in self._engines:
+            engine.close()
+
+
+class _Engine:
+    """Writes what an engine reports, in one of the instances: whoever holds the lock of a file in the run
+    directory, which passes on when its holder ends. The file holds the totals that have been added to
+    Triton's counters, so that the next writer neither loses nor repeats any.
     """
 
-    def __init__(self, pb_utils: Any, labels: dict[str, str], run_dir: Path) -> None:
-        """labels: those all metrics have. Every instance registers the metrics; Triton merges them."""
-        kinds = pb_utils.MetricFamily
-        self._families: list[Any] = []  # a metric needs its family to live
-
-        def family(name: str, description: str, kind: Any) -> Any:
-            self._families.append(kinds(name=name, description=description, kind=kind))
-            return self._families[-1]
-
+    def __init__(self, families: Mapping[str, Any], labels: dict[str, str], lock: Path) -> None:
         self._gauges: dict[tuple[str, str], Any] = {}
-        for name, (description, label, values) in GAUGES.items():
-            gauges = family(name, description, kinds.GAUGE)
+        for name, (_, label, values) in GAUGES.items():
             for kind in values:
-                self._gauges[name, kind] = gauges.Metric(labels={**labels, label: kind})
-        up = family(UP, "Whether the engine process is there and ready (1) or not (0)", kinds.GAUGE)
-        self._gauges[UP, ""] = up.Metric(labels=labels)
-        self._counters = {
-            name: family(name, description, kinds.COUNTER).Metric(labels=labels)
-            for name, (description, _) in COUNTERS.items()
-        }
-        self._lock = os.open(run_dir / "metrics.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._gauges[name, kind] = families[name].Metric(labels={**labels, label: kind})
+        self._gauges[UP, ""] = families[UP].Metric(labels=labels)
+        self._counters = {name: families[name].Metric(labels=labels) for name in COUNTERS}
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._elected = False
         self._published: tuple[int, ...] = (0,) * (1 + len(COUNTERS))
         self._written: dict[tuple[str, str], float] = {}
 
     def update(self, status: Status | None) -> None:
-        """Shows the engine's latest report, or None while there is no engine. To be called often, by
-        every instance: this is also how the writer's end is noticed."""
+        """As EngineMetrics.update, of this engine."""
         if not self._elected and not self._elect():
             return
         values = dict.fromkeys(self._gauges, 0.0)

@@ -13,12 +13,13 @@ import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
+from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.transport.endpoint import LEADS, Endpoint, EngineDown
+from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
-from flashinfer_backend.transport.supervisor import Supervisor
+from flashinfer_backend.transport.supervisor import Supervisor, supervisors
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
@@ -33,7 +34,7 @@ class TritonPythonModel:
     """Triton's interface."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Starts the engine or attaches to it. Raises what is wrong with the settings or the engine."""
+        """Starts the engines or attaches to them. Raises what is wrong with the settings or an engine."""
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
         self._pb = pb_utils
@@ -45,9 +46,10 @@ class TritonPythonModel:
         server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
-        supervisor = Supervisor(folder, owner, msgspec.json.encode(config), stays=owner != server_pid)
-        self._endpoint = self._responder.endpoint = Endpoint(
-            supervisor,
+        self._engines = self._responder.engines = Engines(
+            supervisors(Supervisor, folder, owner, config, stays=owner != server_pid),
+            config.enable_kv_cache_reuse,
+            config.stats_check_period_ms / 1000,
             on_stop=self._responder.stop,
             on_replaced=self._say_replaced,
             on_server_lost=lambda: end_orphans(server_pid),
@@ -58,12 +60,12 @@ class TritonPythonModel:
             self._name,
             args["model_version"],
             folder,
-            lambda: self._endpoint.status if self._endpoint.up else None,
+            lambda: self._engines.statuses,
             config.stats_check_period_ms / 1000,
         )
         self._watch = ClientWatch(
             self._responder.open_requests,
-            self._endpoint.cancel,
+            self._engines.cancel,
             self._responder.seen,
             postprocessing_probe(
                 pb_utils, self._parameters.get("postprocessing_model_name", "postprocessing")
@@ -71,7 +73,7 @@ class TritonPythonModel:
             int(self._parameters.get("cancellation_check_period_ms", "100")) / 1000,
         )
         try:
-            status = self._endpoint.wait_ready()
+            status = self._engines.wait_ready()
         except Exception:
             self.finalize()
             raise
@@ -87,7 +89,7 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Asked by newer servers for the model's readiness."""
-        return self._endpoint.up
+        return self._engines.up
 
     def execute(self, requests: list[Any]) -> None:
         """Hands the requests to the engine; sender threads answer them."""
@@ -105,10 +107,10 @@ class TritonPythonModel:
                 self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
     def finalize(self) -> None:
-        """Leaves the engine, which ends with the last instance."""
+        """Leaves the engines, which end with the last instance."""
         self._watch.close()
         self._responder.seen.close()
-        self._endpoint.close()
+        self._engines.close()
         self._responder.close()
         self._responder.metrics.close()
 
@@ -148,7 +150,7 @@ class TritonPythonModel:
             elif row.num_return_sequences > 1:
                 first, shared = sequence, LEADS
             prompt = row.prompt.tobytes()
-            self._endpoint.submit(sequence, prompt, params, shared, row.priority, row.timeout_us)
+            self._engines.submit(sequence, prompt, params, shared, row.priority, row.timeout_us)
 
     def _stop(self, request: Any, sender: Any) -> None:
         request_id = request.request_id()
@@ -156,7 +158,7 @@ class TritonPythonModel:
             raise ValueError(
                 "Trying to stop a request but request ID is not provided; send the id of the request to stop"
             )
-        self._endpoint.tell_stop(request_id)
+        self._engines.tell_stop(request_id)
         final = self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if self._limits.decoupled:
             sender.send(flags=final)
@@ -174,6 +176,7 @@ class TritonPythonModel:
 
     def _say_replaced(self) -> None:
         self._pb.Logger.log_warn(
-            f"the engine of {self._name} is restarted in place; requests are refused until it is ready."
-            " Without flashinfer_backend.serve, a server that does not ask is_ready() says ready meanwhile"
+            f"an engine of {self._name} is restarted in place; unless there is another one, requests are"
+            " refused until it is ready. Without flashinfer_backend.serve, a server that does not ask"
+            " is_ready() says ready meanwhile"
         )

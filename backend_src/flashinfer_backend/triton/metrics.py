@@ -54,10 +54,10 @@ class Metrics:
         model: str,
         version: str,
         run_dir: Path,
-        engine_status: Callable[[], Status | None],
+        engine_statuses: Callable[[], list[Status | None]],
         period_s: float,
     ) -> None:
-        """engine_status: the engine's latest report, None while there is no engine."""
+        """engine_statuses: of each engine the latest report, None while it is not there."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric needs its family to live
@@ -70,8 +70,8 @@ class Metrics:
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
         self._families.append(finished)
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
-        self._engine = EngineMetrics(pb_utils, labels, run_dir)
-        self._engine_status = engine_status
+        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()))
+        self._engine_statuses = engine_statuses
         self._notes: deque[tuple[str, float]] = deque()  # histogram and value
         self._ends: deque[str] = deque()  # reasons
         self._period_s = period_s
@@ -118,7 +118,7 @@ class Metrics:
             open_ = not self._closing.wait(self._period_s)
             try:
                 self._hand_over()
-                self._engine.update(self._engine_status())
+                self._engine.update(self._engine_statuses())
             except Exception:  # the next round may work; none at all would go unnoticed
                 traceback.print_exc()
 

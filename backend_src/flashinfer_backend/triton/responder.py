@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk
-from flashinfer_backend.transport.endpoint import Endpoint
 from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton.metrics import Metrics
@@ -44,7 +44,7 @@ class Responder:
 
     def __init__(self, pb_utils: Any) -> None:
         """pb_utils: the module triton_python_backend_utils."""
-        self.endpoint: Endpoint  # these are set once they exist; the endpoint refers to us
+        self.engines: Engines  # these are set once they exist; the engines' links refer to us
         self.seen: SeenTable
         self.metrics: Metrics
         self._pb = pb_utils
@@ -65,7 +65,7 @@ class Responder:
 
     def open(self, sender: Any, request_id: str, outputs: set[str]) -> tuple[OpenRequest, Any]:
         """A new request and the queue to which its sequences are scheduled (`schedule` of Sequence)."""
-        request = OpenRequest(lambda handle: self.endpoint.cancel(handle), sender, request_id, outputs)
+        request = OpenRequest(lambda handle: self.engines.cancel(handle), sender, request_id, outputs)
         self._open[id(request)] = request
         return request, next(self._next_queue).put
 

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a model, as stubs and doors see them: one or several behind one set of calls."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.serving.router import Router
+from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.endpoint import ENGINE_DOWN, LEADS, Endpoint, EngineDown, Sink
+from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
+from flashinfer_backend.transport.supervisor import Supervisor
+
+LOOK_AGAIN_S = 0.02
+
+
+class Engines:
+    """One process's links to all engines, each with a thread of its own: what one of them does holds up no
+    other. Where the process takes part in the model's life, a further thread hears what the others say."""
+
+    def __init__(
+        self,
+        supervisors: Sequence[Supervisor],
+        reuse: bool = True,
+        period_s: float = 0.1,
+        on_stop: Callable[[str], None] = lambda request_id: None,
+        on_replaced: Callable[[], None] = lambda: None,
+        on_server_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """supervisors: one for each engine, in their order; the first one's run directory is the model's.
+        reuse: whether engines keep prefixes. period_s: of the engines' reports. on_stop: a stop request for
+        this id reached some stub of the model. on_replaced, on_server_lost: Endpoint's, the second once."""
+        self._supervisors = supervisors
+        self._on_stop, self._on_server_lost = on_stop, on_server_lost
+        self._closed = False
+        self._lost = threading.Lock()  # taken by whoever is the first to say that the server is lost
+        run_dir, count = supervisors[0].run_dir, len(supervisors)
+        self._peers: PeerSocket | None = None
+        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        if supervisors[0].takes_part:
+            with rundir.locked(run_dir):
+                self._peers = PeerSocket(run_dir)
+        self._pids = [0] * count  # of the engines that have reported
+        self._endpoints: list[Endpoint] = []
+        self._router = Router(self._endpoints, run_dir, reuse, period_s)
+        for index, supervisor in enumerate(supervisors):
+            self._endpoints.append(
+                Endpoint(
+                    supervisor,
+                    on_status=partial(self._take_status, index),
+                    on_replaced=on_replaced,
+                    on_server_lost=self._server_lost,
+                    index=index,
+                    count=count,
+                )
+            )
+        self._listener = threading.Thread(target=self._listen, name="peers", daemon=True)
+        if self._peers is not None:
+            self._listener.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether there is an engine that is ready."""
+        return any(endpoint.up for endpoint in self._endpoints)
+
+    @property
+    def status(self) -> protocol.Status | None:
+        """The latest report of an engine, for what all of them have in common; None before the first."""
+        reports = [e.status for e in sorted(self._endpoints, key=lambda e: not e.up) if e.status is not None]
+        return reports[0] if reports else None
+
+    @property
+    def statuses(self) -> list[protocol.Status | None]:
+        """The latest report of each engine, None while it is not there."""
+        return [endpoint.status if endpoint.up else None for endpoint in self._endpoints]
+
+    def wait_ready(self) -> protocol.Status:
+        """Waits until every engine is ready, but for those that have run before and are being started again:
+        of these one suffices. Raises EngineStartError where an engine cannot start."""
+        for endpoint in self._endpoints:
+            if error := endpoint.wait_known():
+                raise error
+        while not self.up:
+            for endpoint in self._endpoints:
+                if endpoint.error is not None:
+                    raise endpoint.error
+            assert not self._closed, "closed before there was an engine"
+            time.sleep(LOOK_AGAIN_S)
+        assert self.status is not None
+        return self.status
+
+    def submit(
+        self,
+        sink: Sink,
+        prompt: bytes,
+        params: SamplingParams,
+        share_prompt_with: int = 0,
+        priority: int = 0,
+        timeout_us: int = 0,
+    ) -> int:
+        """Hands a sequence to an engine and returns its handle; the arguments are Endpoint.submit's.
+        Sequences that share a prompt go to one engine. Raises EngineDown where none is there."""
+        rest = (params, share_prompt_with, priority, timeout_us)
+        if len(self._endpoints) == 1:
+            return self._endpoints[0].submit(sink, prompt, *rest)
+        if share_prompt_with not in (0, LEADS):
+            return self._of(share_prompt_with).submit(sink, prompt, *rest)
+        tokens = np.frombuffer(prompt, "<i4")
+        order, keys, cached = self._router.choose(tokens)
+        down = EngineDown(ENGINE_DOWN)
+        for index in order:
+            try:
+                handle = self._endpoints[index].submit(sink, prompt, *rest, len(tokens) - cached[index])
+            except EngineDown as error:  # since it was chosen
+                down = error
+            else:
+                self._router.sent(index, keys)
+                return handle
+        raise down
+
+    def cancel(self, handle: int) -> None:
+        """Asks a sequence's engine to end it; its sink gets FINISHED_CANCELLED if it still runs."""
+        self._of(handle).cancel(handle)
+
+    def tell_stop(self, request_id: str) -> None:
+        """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
+        ValueError for an id that does not fit a message."""
+        assert self._peers is not None, "only stubs stop each other's requests"
+        message = STOP + request_id.encode()
+        if len(message) > LONGEST:
+            raise ValueError(
+                f"the request id to stop has {len(message) - 1} bytes; it should have at most {LONGEST - 1}"
+            )
+        self._peers.tell_all(message)
+
+    def close(self) -> None:
+        """Ends the links; open sequences fail. The engines go with the last stub of the model."""
+        self._closed = True
+        for endpoint in self._endpoints:
+            endpoint.close()
+        os.eventfd_write(self._end, 1)
+        if self._peers is not None:
+            self._listener.join()
+            self._peers.close()
+        with ThreadPoolExecutor(len(self._supervisors)) as pool:  # each may wait for its engine's end
+            list(pool.map(lambda supervisor: supervisor.leave(), self._supervisors))
+        os.close(self._end)
+
+    def _of(self, handle: int) -> Endpoint:
+        return self._endpoints[protocol.split_handle(handle)[1] % len(self._endpoints)]
+
+    def _take_status(self, index: int, status: protocol.Status) -> None:
+        if self._pids[index] != status.pid:
+            self._pids[index] = status.pid
+            self._router.engine_started()
+
+    def _server_lost(self) -> None:
+        if self._lost.acquire(blocking=False):
+            self._on_server_lost()
+
+    def _listen(self) -> None:
+        assert self._peers is not None
+        poller = select.poll()
+        poller.register(self._peers.fileno(), select.POLLIN)
+        poller.register(self._end, select.POLLIN)
+        while self._end not in dict(poller.poll()):
+            for message in self._peers.receive():
+                try:
+                    self._take_peer_message(message)
+                except Exception:  # the next message may be one that is understood
+                    traceback.print_exc()
+
+    def _take_peer_message(self, message: bytes) -> None:
+        kind, text = message[:1], message[1:].decode(errors="replace")  # any process of the user can send
+        if kind == STOP:
+            self._on_stop(text)
+        elif kind == FAIL:
+            for endpoint in self._endpoints:
+                endpoint.refuse(text)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of several engines gets a request: the one with the longest cached prefix, unless it is clearly
+busier.
+
+Each stub and each process of the OpenAI API decides for itself. What they have to agree on they read from
+the same places: the engines' reports, and the table of the prompts that each has had (transport/prefixes.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flashinfer_backend.transport.endpoint import Endpoint
+from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
+
+# What one more open sequence in an engine costs a request that goes there, in prompt tokens. On an H200 with
+# Llama-3.1-8B in bfloat16 a token takes 4.05 ms alone and 5.79 ms beside 63 other sequences (README.md), so
+# each of these adds 5.5 ms to an answer of 200 tokens; so long takes the prefill of some 256 tokens.
+TOKENS_PER_SEQUENCE = 256
+# An engine whose reports stay away for so long, and for so many times their period, is stuck in a step or
+# stopped. It gets nothing while others report. Reports come between steps; the longest, of 8192 tokens of a
+# model of 70B, takes some 1 s on an H200.
+SILENT_S = 3.0
+SILENT_PERIODS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine as a request sees it. `cached`: tokens of the request's prompt that it need not compute.
+    `open`: sequences in it, running and waiting; `places`: that can run at a time. `to_compute`: tokens of
+    other prompts that it has yet to compute. `silent`: its reports stay away."""
+
+    cached: int = 0
+    open: int = 0
+    places: int = 1
+    to_compute: int = 0
+    silent: bool = False
+
+
+def rank(candidates: Sequence[Candidate], first: int = 0) -> list[int]:
+    """Indices of the candidates, the best one first; among equals `first` goes before the next ones.
+
+    Silent engines come last, and before them those without a free place. Among the others an engine is better
+    by each prompt token that it has cached, and worse by each that it has to compute for others before and by
+    TOKENS_PER_SEQUENCE for each open sequence.
+    """
+
+    def key(index: int) -> tuple[bool, bool, int, int]:
+        it = candidates[index]
+        worth = it.cached - it.to_compute - TOKENS_PER_SEQUENCE * it.open
+        return it.silent, it.open >= it.places, -worth, (index - first) % len(candidates)
+
+    return sorted(range(len(candidates)), key=key)
+
+
+class Router:
+    """One process's choice among the engines of a model."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], run_dir: Path, reuse: bool, period_s: float) -> None:
+        """run_dir: the model's. reuse: whether engines keep prefixes. period_s: of the engines' reports."""
+        self._endpoints, self._run_dir, self._reuse = endpoints, run_dir, reuse
+        self._silent_s = max(SILENT_S, SILENT_PERIODS * period_s)
+        self._hasher: PromptHasher | None = None
+        self._table: PrefixTable | None = None
+        self._opened = False  # the table, or what it said why not
+        self._first = 0
+
+    def engine_started(self) -> None:
+        """The run directory may be another one, with another table."""
+        self._opened = False
+
+    def choose(self, prompt: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
+        """For a prompt, int32 [n]: the engines that are up, the best one first; the prompt's keys; and by
+        engine how many of its tokens are probably cached."""
+        keys, cached = self._keys(prompt), [0] * len(self._endpoints)
+        table, now = self._table, time.monotonic()
+        up, candidates = [], []
+        for index, endpoint in enumerate(self._endpoints):
+            status = endpoint.status
+            if not endpoint.up or status is None:
+                continue
+            if len(keys) and table is not None:
+                blocks = table.cached_blocks(index, keys, status)
+                cached[index] = min(blocks * status.block_size, len(prompt) - 1)  # the last one is computed
+            up.append(index)
+            candidates.append(
+                Candidate(
+                    cached=cached[index],
+                    open=endpoint.open_sequences,
+                    places=status.max_num_seqs,
+                    to_compute=endpoint.tokens_to_compute,
+                    silent=now - endpoint.reported_at > self._silent_s,
+                )
+            )
+        self._first += 1
+        return [up[place] for place in rank(candidates, self._first)], keys, cached
+
+    def sent(self, index: int, keys: np.ndarray) -> None:
+        """A prompt with these keys has gone to an engine."""
+        status, table = self._endpoints[index].status, self._table
+        if len(keys) and table is not None and status is not None:
+            table.add(index, keys, status)
+
+    def _keys(self, prompt: np.ndarray) -> np.ndarray:
+        status = next((e.status for e in self._endpoints if e.status is not None), None)
+        if not self._reuse or status is None or len(prompt) < status.block_size:
+            return np.empty(0, np.uint64)
+        if not self._opened:
+            self._opened = True
+            try:
+                self._table = PrefixTable(self._run_dir, len(self._endpoints))
+            except OSError as error:
+                self._table = None
+                print(
+                    f"requests go to engines by load alone: prefixes are not known ({error})", file=sys.stderr
+                )
+        if self._hasher is None:
+            self._hasher = PromptHasher(status.max_input_len, status.block_size)
+        return self._hasher.keys(prompt)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts each engine of a model has had, in memory shared by all processes that send it some.
+
+`<run dir>/prefixes`: int64 [engines, 2, ENTRIES]. A block of a prompt has a key, a hash of all tokens up to
+its end. Its entry is `key % ENTRIES`; there the two rows hold the key, mixed with the engine's pid, and how
+many tokens the engine had written by then. Nobody locks: an entry that two write at once is wrong, and then
+a request goes to another engine than the best.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from flashinfer_backend.transport.protocol import Status
+
+# Of an engine: 2 MiB. A cache of more blocks is known by the newest of them. 131 072 blocks of 16 tokens are
+# two million tokens; an H200 holds some 50 000 blocks of an 8B model in bfloat16.
+ENTRIES = 1 << 17
+_SEED = 20261122  # of the keys, the same in every process
+
+
+class PromptHasher:
+    """Keys of prompts, for this table alone. The engine's own (KVCacheManager) are digests, one after the
+    other, which cost a process that only passes requests on too much."""
+
+    def __init__(self, longest: int, block_size: int) -> None:
+        """longest: tokens of a prompt that count."""
+        self.block_size = block_size
+        generator = np.random.Generator(np.random.PCG64(_SEED))
+        self._weights = generator.integers(0, 2**64, longest, dtype=np.uint64) | np.uint64(1)
+
+    def keys(self, prompt: np.ndarray) -> np.ndarray:
+        """uint64 [full blocks] of a prompt, int32 [n]: of each block one for all tokens up to its end."""
+        tokens = prompt[: len(self._weights)].astype(np.uint64) + np.uint64(1)
+        sums = np.cumsum(tokens * self._weights[: len(tokens)], dtype=np.uint64)
+        return _mixed(sums[self.block_size - 1 :: self.block_size])
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A permutation of uint64 of which all bits depend on all (splitmix64's last steps)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def written_tokens(status: Status) -> int:
+    """Tokens whose keys and values an engine has computed since its start."""
+    return status.prompt_tokens - status.prompt_tokens_reused + status.generated_tokens
+
+
+class PrefixTable:
+    """One process's view of the table."""
+
+    def __init__(self, run_dir: Path, engines: int) -> None:
+        """run_dir: the model's; it has to exist. Raises OSError where there is no room."""
+        shape = (engines, 2, ENTRIES)
+        with os.fdopen(os.open(run_dir / "prefixes", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            size = 8 * engines * 2 * ENTRIES
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would be a SIGBUS later
+            self._table = np.asarray(np.memmap(file, dtype=np.uint64, mode="r+", shape=shape))
+
+    def cached_blocks(self, engine: int, keys: np.ndarray, status: Status) -> int:
+        """How many of a prompt's first blocks the engine probably has cached.
+
+        The last block that it had decides: who had that one had those before it. One counts as evicted when
+        the engine has since written as many tokens as its cache holds. status: the engine's latest report.
+        """
+        entries = (keys % np.uint64(ENTRIES)).astype(np.int64)
+        held, written = self._table[engine]
+        age = written_tokens(status) - written[entries].astype(np.int64)
+        known = (held[entries] == _salted(keys, status)) & (age < status.blocks_total * status.block_size)
+        places = known.nonzero()[0]
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def add(self, engine: int, keys: np.ndarray, status: Status) -> None:
+        """A prompt with these keys has been sent to the engine."""
+        entries = (keys % np.uint64(ENTRIES)).astype(np.int64)
+        held, written = self._table[engine]
+        written[entries] = written_tokens(status)
+        held[entries] = _salted(keys, status)
+
+
+def _salted(keys: np.ndarray, status: Status) -> np.ndarray:
+    """Keys as they are stored: the next engine in a dead one's place has other ones, and no old entry."""
+    return keys ^ _mixed(np.array([status.pid], np.uint64))
