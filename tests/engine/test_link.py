@@ -24,7 +24,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
-from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
+from flashinfer_backend.transport.supervisor import EngineRecord, EngineStartError, Supervisor
 
 TIMEOUT_S = 60
 PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
@@ -203,6 +203,28 @@ def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
         submit(link)
     link.close()
     assert not run_dir.exists()
+
+
+def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> None:
+    """A stub that comes while one of two engines, which has run before, waits for its next start."""
+    hands = [Supervisor(run_dir, os.getpid(), config(replicas="2"), replica=number) for number in range(2)]
+    rundir.create(hands[1].run_dir)
+    now = time.monotonic()
+    gone = EngineRecord(0, 0, now - 1, died_at=now + 3600, failures=9, ever_ready=True)
+    (hands[1].run_dir / "engine.json").write_bytes(msgspec.json.encode(gone))
+    link = Engines(hands)
+    try:
+        status = link.wait_ready()
+        assert link.statuses[1] is None and link.status == status
+        answers = [submit(link) for _ in range(4)]
+        for answer in answers:
+            assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
+        # A handle tells its engine: nothing that the other one is sent can end these.
+        assert {protocol.split_handle(answer.handle)[1] % 2 for answer in answers} == {0}
+        assert "[engine 0] INFO" in (run_dir / "engine.log").read_text()
+    finally:
+        link.close()
+    assert not run_dir.exists() and not hands[1].run_dir.exists()
 
 
 def test_requests_of_a_killed_stub_are_dropped(endpoint: Engines, run_dir: Path) -> None:

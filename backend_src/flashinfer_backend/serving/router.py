@@ -8,6 +8,7 @@ the same places: the engines' reports, and the table of the prompts that each ha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Router:
         self._hasher: PromptHasher | None = None
         self._table: PrefixTable | None = None
         self._opened = False  # the table, or what it said why not
-        self._first = 0
+        self._first = os.getpid()  # processes take turns at different engines
 
     def engine_started(self) -> None:
         """The run directory may be another one, with another table."""

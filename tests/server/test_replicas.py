@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines behind one llm model and behind the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from contract import encode, flag, ids_request
+from metering import Shown, metrics_port_open, shown, shown_once
+from running import TIMEOUT_S, Server, build_repository, wait_for
+from test_contract_llm_model import inputs, int32
+from test_openai_beside import BothDoors
+
+from flashinfer_backend.transport.supervisor import read_record
+
+WORDS = ["king", "queen", "bird", "river", "stone", "house", "bread", "winter", "daughter", "forest"]
+BLOCK = 16
+
+
+def context(seed: int, tokens: int = 800) -> str:
+    """A text of so many tokens, or a few more, that shares no block with another one."""
+    chosen = random.Random(seed)
+    text = f"{seed}:"
+    while len(encode(text)) < tokens:
+        text += " " + " ".join(chosen.choices(WORDS, k=20))
+    return text
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+    folder = tmp_path_factory.mktemp("replicas")
+    server = BothDoors(build_repository(folder, "replicas=2"), folder)
+    try:
+        server.wait_ready()
+        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
+        wait_for(lambda: metrics_port_open(server), "the metrics port")
+        yield server
+    finally:
+        server.close()
+
+
+def by_engine(now: Shown, name: str, **labels: str) -> list[float]:
+    return [now.get(name, engine=str(number), **labels) for number in range(2)]
+
+
+def active(now: Shown) -> list[float]:
+    return by_engine(now, "nv_trt_llm_request_metrics", request_type="active")
+
+
+def idle(server: Server) -> Shown:
+    """The metrics of reports that came when nothing was open any more."""
+    asked = time.time()
+    return shown_once(
+        server,
+        lambda s: (
+            min(by_engine(s, "nv_trt_llm_general_metrics", general_type="timestamp")) > asked + 0.2
+            and active(s) == [0, 0]
+        ),
+        "idle engines",
+    )
+
+
+def reused(server: Server, prompt: str) -> int:
+    """Blocks of a prompt that its engine had cached."""
+    status, answer = server.post({"text_input": prompt, "max_tokens": 2, "return_perf_metrics": True})
+    assert status == 200, answer
+    return int(answer["kv_cache_reused_blocks"])
+
+
+def pids(server: Server) -> list[int]:
+    """Of the engines, as they were started last."""
+    (own,) = server.runs.glob("flashinfer-backend-*/*-llm")
+    records = [read_record(own), read_record(own.with_name(f"{own.name}@1"))]
+    return [record.pid for record in records if record is not None]
+
+
+class Stream:
+    """A stream of the ensemble, read by a thread of its own."""
+
+    def __init__(self, server: Server, prompt: str, max_tokens: int) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.begun, self.ended = threading.Event(), threading.Event()
+        body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "end_id": 1048576}
+        self._url, self._data = f"{server.url}/v2/models/ensemble/generate_stream", json.dumps(body).encode()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            with urllib.request.urlopen(self._url, self._data, timeout=TIMEOUT_S) as answer:
+                for line in answer:
+                    if line.startswith(b"data: "):
+                        self.events.append(json.loads(line[6:]))
+                        self.begun.set()
+        finally:
+            self.ended.set()
+
+
+def test_a_prefix_stays_with_its_engine_and_prompts_without_one_spread(two: BothDoors) -> None:
+    before = idle(two)
+    texts = [context(seed) for seed in range(4)]
+    for text in texts:
+        assert reused(two, text) == 0
+        for question in range(4):  # through either stub, and to the engine which has it
+            assert reused(two, f"{text} Question {question}") >= len(encode(text)) // BLOCK - 1
+    after = idle(two)
+
+    def moved(name: str) -> list[float]:
+        family = f"flashinfer_backend_{name}_total"
+        return [
+            now - then for then, now in zip(by_engine(before, family), by_engine(after, family), strict=True)
+        ]
+
+    # Prompts that no engine knows take turns: each engine had at least one of the four.
+    tokens, hits = moved("prompt_tokens"), moved("prefix_cache_hit_tokens")
+    assert all(0.7 * each < hit < each for each, hit in zip(tokens, hits, strict=True)), (tokens, hits)
+
+
+def test_both_doors_know_what_an_engine_has(two: BothDoors) -> None:
+    text = context(10)
+    assert reused(two, text) == 0
+    for _ in range(3):
+        status, body = two.openai("/v1/completions", {"model": "bundled", "prompt": text, "max_tokens": 2})
+        usage = json.loads(body)["usage"]
+        assert status == 200
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 2 * BLOCK
+    shared = context(11)
+    assert two.openai("/v1/completions", {"model": "bundled", "prompt": shared, "max_tokens": 2})[0] == 200
+    assert reused(two, shared) >= len(encode(shared)) // BLOCK - 1
+
+
+def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
+    now = idle(two)
+    assert by_engine(now, "flashinfer_backend_engine_up") == [1, 1]
+    assert by_engine(now, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == [2048, 2048]
+    for name, labels in now.series:
+        if name.startswith("nv_trt_llm_"):
+            assert dict(labels)["engine"] in ("0", "1"), name
+    assert now.get("flashinfer_backend_e2e_latency_seconds_count") > 0  # of the model as a whole
+    status, body = two.openai("/metrics")
+    for number in range(2):
+        assert status == 200 and f'engine_up{{engine="{number}"}} 1.0' in body.decode()
+        assert f'engine_blocks_total{{engine="{number}"}} 2048.0' in body.decode()
+
+
+def test_a_stop_request_reaches_the_engine_of_its_request(two: BothDoors) -> None:
+    idle(two)
+    got: queue.Queue[tuple[str, str]] = queue.Queue()
+
+    def receive(result: Any, error: Any) -> None:
+        assert error is None, error
+        response = result.get_response()
+        names = [output.name for output in response.outputs]
+        reason = result.as_numpy("finish_reason").item().decode() if "finish_reason" in names else "token"
+        got.put((response.id, reason if names else "empty"))
+
+    with grpcclient.InferenceServerClient(two.grpc) as client:
+        client.start_stream(receive)
+        for number in range(2):
+            long = inputs(ids_request(encode(f"Tale {number}"), 1900, streaming=flag(True)))
+            client.async_stream_infer("llm", long, request_id=str(number))
+            wait_for(lambda n=number: sum(active(shown(two))) == n + 1, "the stream in a report")
+        assert active(shown(two)) == [1, 1]
+        stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
+        for number in range(2):
+            client.async_stream_infer("llm", inputs({**stop, "stop": flag(True)}), request_id=str(number))
+            while (said := got.get(timeout=TIMEOUT_S)) != (str(number), "cancelled"):
+                assert said[1] in ("token", "empty"), said
+    wait_for(lambda: active(shown(two)) == [0, 0], "idle engines")
+
+
+def test_sequences_of_one_prompt_share_its_blocks(two: BothDoors) -> None:
+    body = {"model": "bundled", "prompt": context(20), "max_tokens": 2, "n": 6}
+    hits = "flashinfer_backend_prefix_cache_hit_tokens_total"
+    before = by_engine(idle(two), hits)
+    status, answer = two.openai("/v1/completions", body)
+    assert status == 200 and len(json.loads(answer)["choices"]) == 6
+    now = by_engine(idle(two), hits)
+    gained = [late - early for early, late in zip(before, now, strict=True)]
+    assert sorted(gained)[0] == 0 and sorted(gained)[1] >= 5 * 768
+
+
+def test_a_killed_engine_harms_its_own_requests_only_and_comes_back(two: BothDoors) -> None:
+    idle(two)
+    tritonserver = [process.pid for process in two.matching("bin/tritonserver ")]
+    streams = []
+    for number in range(2):
+        streams.append(Stream(two, f"Story {number}", 800))
+        assert streams[-1].begun.wait(TIMEOUT_S)
+        wait_for(lambda n=number: sum(active(shown(two))) == n + 1, "the stream in a report")
+    assert active(shown(two)) == [1, 1]
+    before = pids(two)
+    os.kill(before[1], signal.SIGKILL)
+    wait_for(lambda: any("error" in s.events[-1] for s in streams), "the error of a stream")
+    (lost,) = [s for s in streams if "error" in s.events[-1]]
+    assert "The engine process ended unexpectedly" in lost.events[-1]["error"]
+    assert lost.ended.wait(TIMEOUT_S)
+    wait_for(lambda: two.answers("Once"), "the other engine")
+    for number in range(6):
+        assert two.ready() and two.answers(f"Once {number}")
+        assert (
+            two.openai("/v1/completions", {"model": "bundled", "prompt": "Once", "max_tokens": 2})[0] == 200
+        )
+    (kept,) = [s for s in streams if s is not lost]
+    assert kept.ended.wait(2 * TIMEOUT_S) and "error" not in kept.events[-1]
+    assert kept.events[-1]["finish_reason"] == "length"
+
+    back = shown_once(two, lambda s: by_engine(s, "flashinfer_backend_engine_up") == [1, 1], "both engines")
+    assert by_engine(back, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == [2048, 2048]
+    wait_for(lambda: "engine 1 is ready again" in two.log, "serve to notice")
+    assert f"engine 1 (process {before[1]}) ended and is started again" in two.log
+    after = pids(two)
+    assert after[0] == before[0] and after[1] != before[1]
+    assert [process.pid for process in two.matching("bin/tritonserver ")] == tritonserver
+    text = context(30)
+    assert reused(two, text) == 0 and reused(two, text) > 0
+
+
+def test_both_engines_end_with_the_server(two: BothDoors) -> None:
+    running = [psutil.Process(pid) for pid in pids(two)]
+    assert two.interrupt() == 0
+    wait_for(lambda: not two.leftovers(), "nothing to be left")
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in running)
