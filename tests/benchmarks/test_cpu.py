@@ -5,8 +5,10 @@ A decode step of 256 sequences takes an H200 about 10 ms; scheduling, reading re
 must stay well under that. Text and streams are timed per chunk of one token.
 """
 
+import itertools
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.serving.router import Router
 from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
@@ -122,3 +125,27 @@ def test_look_for_departed_clients(benchmark, tmp_path, open_requests):
     requests = [SimpleNamespace(in_ensemble=True, sequences=[sequence]) for sequence in sequences]
     watch = ClientWatch(lambda: list(requests), lambda _: None, table, lambda: True, 0)
     benchmark.pedantic(watch.check, rounds=200)
+
+
+@pytest.mark.parametrize("engines", [2, 8])
+@pytest.mark.parametrize("tokens", [128, 1024, 8192, 30_000])
+def test_choose_an_engine(benchmark, tmp_path, engines, tokens):
+    """Of several engines, for one request; prompts that all engines have had and that none has."""
+    status = protocol.Status(1, "cpu", 32000, 32768, 32767, 256, 16, 50_000)
+    endpoint = {
+        "up": True,
+        "open_sequences": 0,
+        "tokens_to_compute": 0,
+        "reported_at": time.monotonic() + 3600,
+    }
+    links = [SimpleNamespace(status=status, **endpoint) for _ in range(engines)]
+    router = Router(links, tmp_path, reuse=True, period_s=0.1)
+    rng = np.random.default_rng(0)
+    prompts = itertools.cycle([rng.integers(0, 32000, tokens, dtype=np.int32) for _ in range(20)])
+
+    def route():
+        order, keys, _ = router.choose(next(prompts))
+        router.sent(order[0], keys)
+        return order
+
+    assert len(benchmark(route)) == engines

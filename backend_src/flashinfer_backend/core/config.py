@@ -319,7 +319,7 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
 
 def gpus_per_engine(config: EngineConfig) -> int:
     """How many GPUs one engine runs on."""
-    return 1
+    return config.tensor_parallel_size
 
 
 def auto_queue_size(max_num_seqs: int) -> int:

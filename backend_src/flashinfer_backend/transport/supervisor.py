@@ -203,11 +203,15 @@ def supervisors(
     kind: type[S], run_dir: Path, server_pid: int, config: EngineConfig, stays: bool = False
 ) -> list[S]:
     """A hand of this kind on each engine of a model. run_dir, server_pid, stays: as Supervisor's. Raises
-    ValueError where an engine has no GPU."""
+    EngineStartError where an engine has no GPU."""
+    try:
+        devices = visible_devices(config, os.environ)
+    except ValueError as error:
+        raise EngineStartError(str(error)) from None
     text, several = msgspec.json.encode(config), config.replicas > 1
     return [
-        kind(run_dir, server_pid, text, stays=stays, replica=number if several else None, devices=devices)
-        for number, devices in enumerate(visible_devices(config, os.environ))
+        kind(run_dir, server_pid, text, stays=stays, replica=number if several else None, devices=shown)
+        for number, shown in enumerate(devices)
     ]
 
 
