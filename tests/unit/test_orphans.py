@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
@@ -69,6 +71,28 @@ def test_a_stub_that_does_not_end_is_killed(shm: Path, start: Start, monkeypatch
     orphans.end_orphans(SERVER)
     assert stub.wait(10) == -signal.SIGKILL and other.poll() is None
     assert [path.name for path in shm.iterdir()] == ["others"]
+
+
+def test_a_stub_that_starts_a_program_counts_once(start: Start, tmp_path: Path) -> None:
+    """Until its child has become the program, it has the stub's command line. A server was given up that had
+    lost no stub: the child had been counted as one."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    stub = start("forks", SERVER, f"(read line < {fifo}) & wait; {ENDLESS}")
+    (child,) = _wait_for(lambda: [c for c in psutil.Process(stub.pid).children() if orphans.find_stub(c.pid)])
+    assert orphans.find_stub(child.pid) == orphans.find_stub(stub.pid)._replace(pid=child.pid)
+    assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
+    fifo.write_text("go on\n")
+    _wait_for(lambda: not child.is_running())
+    assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
+
+
+def _wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
 
 
 def test_serve_removes_what_a_stub_left_that_ended_before_the_server(

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from flashinfer_backend.transport import rundir
+
 SHARED_MEMORY = Path("/dev/shm")
 GRACE_S = 3.0  # how long stubs have to end by themselves
 
@@ -92,7 +94,11 @@ def find_stub(pid: int) -> Stub | None:
 def stubs_of(server_pid: int) -> list[Stub]:
     """The stubs of a server that run, or that it has left behind."""
     pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [stub for pid in pids if (stub := find_stub(pid)) and stub.server == str(server_pid)]
+    found = [stub for pid in pids if (stub := find_stub(pid)) and stub.server == str(server_pid)]
+    # A stub that starts a program is there twice for a moment: its child has its command line until it has
+    # become that program. No pid is 0, which stands for a process that has ended meanwhile.
+    copies_of = {0, *(stub.pid for stub in found)}
+    return [stub for stub in found if rundir.parent_pid(stub.pid) not in copies_of]
 
 
 if __name__ == "__main__":

@@ -98,6 +98,13 @@ def memory_bytes(pid: int) -> int:
     return 0
 
 
+def parent_pid(pid: int) -> int:
+    """The process that started one, or has inherited it; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process has been stopped by a signal (one that a debugger looks at has not)."""
     with contextlib.suppress(OSError):
