@@ -210,6 +210,58 @@ class Server:
         shutil.rmtree(self.runs, ignore_errors=True)
 
 
+class BothDoors(Server):
+    """The same with the OpenAI API beside tritonserver."""
+
+    def __init__(self, repository: Path, folder: Path, options: Sequence[str] = ()) -> None:
+        (self.openai_port,) = free_ports(1)
+        super().__init__(repository, folder, options=["--openai-port", str(self.openai_port), *options])
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        wait_for(lambda: self.openai("/health")[0] == 200, "the OpenAI API", START_S)
+
+    @property
+    def run_dir(self) -> Path:
+        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")  # beside it are the metrics of the API
+        return found
+
+    def openai(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and body of an answer of the OpenAI API; status 0 where there is none."""
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://127.0.0.1:{self.openai_port}{path}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data), timeout=TIMEOUT_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError:
+            return 0, b""
+
+    def commands(self) -> dict[psutil.Process, str]:
+        """The API's processes, too, whose command lines do not tell whose they are."""
+        found = super().commands()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                mine = "flashinfer_backend.openai" in line
+                mine = mine and process.environ().get("XDG_RUNTIME_DIR") == str(self.runs)
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process] = line
+        return found
+
+
+@contextlib.contextmanager
+def both_running(repository: Path, folder: Path, options: Sequence[str] = ()) -> Iterator[BothDoors]:
+    """A server with both doors that is ready."""
+    server = BothDoors(repository, folder, options)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
 @contextlib.contextmanager
 def running(
     repository: Path, folder: Path, command: list[str] | None = None, options: Sequence[str] = ()
@@ -258,8 +310,10 @@ class EngineWatch:
 
 
 __all__ = [
+    "BothDoors",
     "EngineWatch",
     "Server",
+    "both_running",
     "build_repository",
     "plain_command",
     "protocol",

@@ -10,54 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from running import TIMEOUT_S, Server, build_repository, free_ports, wait_for
+from running import BothDoors, both_running, build_repository, free_ports, wait_for
 
 PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the sky blue?\nAnswer:"]
-
-
-class BothDoors(Server):
-    def __init__(self, repository: Path, folder: Path) -> None:
-        (self.openai_port,) = free_ports(1)
-        command = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
-        command += ["--openai-port", str(self.openai_port)]
-        command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
-        super().__init__(repository, folder, command)
-
-    @property
-    def run_dir(self) -> Path:
-        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")  # beside it are the metrics of the API
-        return found
-
-    def openai(self, path: str, body: Any = None) -> tuple[int, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{self.openai_port}{path}"
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, data), timeout=TIMEOUT_S) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-        except OSError:
-            return 0, b""
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("both")
-    server = BothDoors(build_repository(folder), folder)
-    try:
-        server.wait_ready()
-        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
+    with both_running(build_repository(folder), folder) as server:
         yield server
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -113,23 +80,10 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
 
 
 def test_the_server_ends_with_both_doors(tmp_path: Path) -> None:
-    server = BothDoors(build_repository(tmp_path), tmp_path)
-    try:
-        server.wait_ready()
-        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
-        doors = [p for p in psutil.process_iter() if str(server.openai_port) in _line(p)]
+    with both_running(build_repository(tmp_path), tmp_path) as server:
+        assert server.matching("flashinfer_backend.openai.worker"), "it would be found"
         assert server.interrupt() == 0
         wait_for(lambda: not server.leftovers() and server.openai("/health")[0] == 0, "the end")
-        assert not any(door.is_running() and door.status() != psutil.STATUS_ZOMBIE for door in doors)
-    finally:
-        server.close()
-
-
-def _line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 @pytest.mark.parametrize(

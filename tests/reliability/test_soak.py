@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short form of `make soak`: some seconds of mixed traffic, every answer compared."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from reference import cases
+from running import both_running, build_repository, wait_for
+from soak import DOORS, KNOBS, Soak, problems_at_rest, report
+from watching import KEEPERS, PARTS
+
+KV_TOKENS = 4096  # three long prompts fill it
+
+
+@pytest.mark.timeout(300)
+def test_every_answer_is_the_references(tmp_path: Path) -> None:
+    known = cases(40, 5, tmp_path / "reference")
+    with both_running(build_repository(tmp_path, *KNOBS, kv_tokens=KV_TOKENS), tmp_path) as server:
+        soak = Soak(server, known, seed=5, clients=12)
+        soak.sample()
+        soak.start()
+        try:
+            began = time.monotonic()
+            wait_for(lambda: soak.wrong or min(soak.counts[door] for door in DOORS) >= 12, "traffic", 120)
+            wait_for(lambda: soak.wrong or time.monotonic() > began + 4, "more traffic")
+        finally:
+            soak.close()
+        assert not soak.wrong, "\n".join(soak.wrong)
+        assert not problems_at_rest(server)
+        assert server.engine_status().prompt_tokens_reused, "no request had another one's blocks"
+        soak.sample()
+        for sample in soak.samples:
+            assert set(sample.usage) >= {*PARTS, *KEEPERS, "shared memory"}, sample
+            assert all(used.memory for used in sample.usage.values()), sample
+        assert "| tritonserver |" in report(soak)
