@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_stubs_that_cannot_start_end_the_server(
         last = server.log.splitlines()[-1]
         assert last.startswith("serve: the server cannot start: ") and said in last
         wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
+
+
+def test_a_server_that_dies_while_it_starts_is_started_again(repository: Path, tmp_path: Path) -> None:
+    """tritonserver aborts where a model's process has no turn for a second while it is loaded."""
+    server = Server(repository, tmp_path)
+    try:
+        (first,) = wait_for(lambda: server.matching("bin/tritonserver"), "tritonserver")
+        first.send_signal(signal.SIGABRT)
+        server.wait_ready()
+        assert "serve: tritonserver ended (signal 6); starting the server again" in server.log
+        assert server.answers("Once")
     finally:
         server.close()
 

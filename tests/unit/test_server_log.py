@@ -80,6 +80,7 @@ def test_the_end_of_a_server_with_requests_in_flight_is_one_line():
         "Signal (15) received.",
         f'{STAMP}server.cc:305] "Waiting for in-flight requests to complete."',
         *waiting,
+        f'{STAMP}http_server.cc:248] "Timeout 5: Found 1 HTTP service connections"',
     ]
     end += [
         f'{STAMP}main.cc:535] "failed to stop server: Internal - Exit timeout expired. Exiting immediately."'

@@ -30,7 +30,7 @@ _ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
 # While a server that could not load a model ends: tables, and the counting down.
 _ENDING = re.compile(
-    _STAMP + r"(server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are stopped|$)"
+    _STAMP + r"((http_)?server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are stopped|$)"
     r"|tritonserver\.cc:\d+\] $|model_lifecycle\.cc:\d+\] \"successfully unloaded|metrics\.cc)|^[+|]|^$"
 )
 _STOPPING = re.compile(
@@ -83,6 +83,11 @@ class ServerLog:
             said = f": {self._last}" if self._last else ""
             self._fatal = f"a process of the Python backend ended while it was starting{said}"
         return self._fatal
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the server said why it cannot start, and would say so again."""
+        return bool(self._fatal or self._failures)
 
     def summary(self) -> str:
         """Why models did not load, once each; for a server that has ended."""

@@ -101,10 +101,9 @@ class Watchdog:
                     self._door.terminate()
                     server.stop(self._asked_at, STOPPING)
                     return 1 if self._door_ended else 0
-                if not self._was_ready:
-                    status = abs(server.end()) or 1
-                    _say(server.why_not_ready() or f"{reason} before it was ready")
-                    return status
+                if not self._was_ready and (why := server.gave_up()):
+                    _say(why)
+                    return abs(server.end()) or 1
                 if server.grown:
                     self._start_again(server, reason)
                 elif not self._restart_after(server, reason):
@@ -287,9 +286,15 @@ class _Run:
         self._postprocessing = PostprocessingWatch(self._url, HANGS_S)
         return True
 
-    def why_not_ready(self) -> str:
-        """What the server said of models that did not load; it has ended."""
-        return self._log.summary()
+    def gave_up(self) -> str:
+        """Why a server that was never ready would not be the next time either: a model that does not load,
+        or an end of its own accord. Empty where it died or lost a process. Ends the server."""
+        ended_itself = self._child.poll() is not None and self._child.returncode >= 0
+        status = self.end()
+        said = self._log.summary()
+        if ended_itself:
+            return said or f"tritonserver ended ({_how(status)}) before it was ready"
+        return said if self._log.hopeless else ""
 
     def wait(self, seconds: float) -> None:
         """Returns early when a process of the server ends."""
