@@ -30,7 +30,7 @@ _ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
 # While a server that could not load a model ends: tables, and the counting down.
 _ENDING = re.compile(
-    _STAMP + r"((http_)?server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are stopped|$)"
+    _STAMP + r"((http_)?server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are|$)"
     r"|tritonserver\.cc:\d+\] $|model_lifecycle\.cc:\d+\] \"successfully unloaded|metrics\.cc)|^[+|]|^$"
 )
 _STOPPING = re.compile(
