@@ -21,6 +21,8 @@ MOST_STOPS = 64
 MOST_TOP_LOGPROBS = 20
 
 LEAST_TIMEOUT_S = 1e-6
+MOST = 3e38  # of numbers that the engine keeps in 32 bits: beyond them they were infinite
+LEAST = 1e-38  # and zero
 
 Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -48,14 +50,14 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all kinds of requests say about sampling."""
 
     model: str = ""
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=MOST)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Share | None = None
     seed: int | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LEAST, le=MOST)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
     stop: str | list[str] | None = None
