@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import http.client
+import itertools
 import json
 import os
 import random
@@ -24,24 +24,27 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 import psutil
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
 
-from running import Server, build_repository, running, wait_for  # noqa: E402
+from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
+from watching import MIB, PARTS, SILENT_S, attempt, ports, usage  # noqa: E402
 
 PROMPT = "Once upon a time"
-SILENT_S = 30.0  # a client that hears nothing for so long has been forgotten
 BACK_S = 120.0  # when the server has not come back by then, the attack has won
-PARTS = [
-    "flashinfer_backend.engine",
-    "/preprocessing/1/",
-    "/llm/1/",
-    "/postprocessing/1/",
-    "bin/tritonserver",
-]
+PATHS = {"triton": "/v2/models/ensemble/generate", "openai": "/v1/completions"}
+STREAMED = {"triton": "/v2/models/ensemble/generate_stream", "openai": "/v1/completions"}
+# Where one door says something else than the other; both have bodies of text_input and max_tokens here.
+WORDS = {b'"text_input"': b'"prompt"', b'"stop_words"': b'"stop"'}
+LONG_PROMPT = "Once upon a time " * 120
+# Answers of some MB, more than the kernel takes from a server whose client does not read.
+LARGE = {
+    "triton": {"text_input": LONG_PROMPT, "max_tokens": 1, "return_context_logits": True},
+    "openai": {"prompt": [LONG_PROMPT] * 8, "max_tokens": 1, "echo": True, "logprobs": 20},
+}
 HOSTILE: list[bytes] = [
     b"",
     b"\xff\xfe",
@@ -61,108 +64,154 @@ HOSTILE: list[bytes] = [
 ]
 
 
-def attempt(server: Server, body: bytes, verb: str = "generate") -> tuple[str, str]:
-    """(outcome, text) of one request: whole, worded, cut or silent."""
-    place = urlsplit(server.url)
-    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=SILENT_S)
-    try:
-        connection.request("POST", f"/v2/models/ensemble/{verb}", body, {"Content-Type": "application/json"})
-        text = connection.getresponse().read().decode(errors="replace")
-    except TimeoutError:
-        return "silent", ""
-    except (OSError, http.client.HTTPException):
-        return "cut", ""
-    finally:
-        connection.close()
-    if '"error"' in text:
-        return "worded", text
-    return ("whole" if '"finish_reason":' in text else "silent"), text
+def body_for(door: str, body: bytes) -> bytes:
+    """The same in a door's words."""
+    for word, other in WORDS.items() if door == "openai" else ():
+        body = body.replace(word, other)
+    return body
+
+
+def text_of(door: str, answer: str) -> str:
+    """What a stream of events says."""
+    lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
+    if door == "triton":
+        return "".join(json.loads(line)["text_output"] for line in lines)
+    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    """A request over HTTP as it is sent."""
+    data = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
+
+
+class SlowClient:
+    """Asks for a large answer twice, and reads a byte a second of it, or nothing."""
+
+    def __init__(self, door: str, port: int, bytes_a_second: int) -> None:
+        self.door, self._rate = door, bytes_a_second
+        self._sock = socket.socket()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        # A kernel that gives a connection up does not tell the other side until that asks.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            self._sock.setsockopt(socket.IPPROTO_TCP, option, 1)
+        self._sock.connect(("127.0.0.1", port))
+        self._sock.sendall(2 * request_bytes(PATHS[door], LARGE[door]))
+        self._next = self.began = time.monotonic()
+
+    def read(self) -> None:
+        """To be called once a second."""
+        if self._rate and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 1.0
+            with contextlib.suppress(OSError):
+                self._sock.settimeout(0.01)
+                self._sock.recv(self._rate)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the server's side has closed the connection. The state's first byte says so: the socket
+        itself would not before all that came has been read."""
+        established = 1
+        return self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != established
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 class Attack:
-    """One server under load, and what it has suffered."""
+    """One server under load at both doors, and what it has suffered."""
 
-    def __init__(self, server: Server, seed: int, streams: int) -> None:
+    def __init__(self, server: BothDoors, seed: int, streams: int) -> None:
         self.server, self.rng = server, random.Random(seed)
+        self.ports = ports(server)
+        self.slow: list[SlowClient] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.recoveries: dict[str, list[float]] = collections.defaultdict(list)
         self.refusals_ms: list[float] = []
         self._expected = server.text(PROMPT, 24)
         self._ending = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._stream, daemon=True) for _ in range(streams)]
+        doors = itertools.islice(itertools.cycle(self.ports), streams)
+        self._threads = [threading.Thread(target=self._stream, args=(d,), daemon=True) for d in doors]
         for thread in self._threads:
             thread.start()
 
-    def _count(self, outcome: str) -> None:
+    def _count(self, door: str, outcome: str) -> None:
         with self._lock:
-            self.outcomes[outcome] += 1
+            self.outcomes[f"{door}: {outcome}"] += 1
 
-    def _stream(self) -> None:
-        body = json.dumps({"text_input": PROMPT, "max_tokens": 24, "stream": True}).encode()
+    def _stream(self, door: str) -> None:
+        body = json.dumps({"text_input": PROMPT, "max_tokens": 24, "stream": True, "temperature": 0}).encode()
         while not self._ending.is_set():
-            outcome, text = attempt(self.server, body, "generate_stream")
+            outcome, text = attempt(self.ports[door], STREAMED[door], body_for(door, body))
             if outcome == "whole":
-                events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
-                got = "".join(event["text_output"] for event in events)
-                outcome = "whole" if got == self._expected else "wrong"
-            self._count(outcome)
+                outcome = "whole" if text_of(door, text) == self._expected else "wrong"
+            self._count(door, outcome)
             if outcome != "whole":
                 self._ending.wait(0.2)  # as a client that tries again
+
+    def answers(self) -> bool:
+        """Whether both doors answer as they should."""
+        body = json.dumps({"text_input": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
+        got = [attempt(port, PATHS[door], body_for(door, body))[0] for door, port in self.ports.items()]
+        return got == ["whole"] * len(got)
 
     def close(self) -> None:
         """Ends the load."""
         self._ending.set()
         for thread in self._threads:
             thread.join(SILENT_S + 5)
+        for client in self.slow:
+            client.close()
 
-    def kill(self) -> str:
-        """SIGKILL for one process, or for two within a moment."""
-        part = self.rng.choice(PARTS)
-        for victim in self.server.matching(part)[: self.rng.randint(1, 2)]:
+    def kill(self, name: str = "") -> str:
+        """SIGKILL for one process of a kind, or for two within a moment."""
+        name = name or self.rng.choice([*PARTS])
+        for victim in self.server.matching(PARTS[name])[: self.rng.randint(1, 2)]:
             time.sleep(self.rng.uniform(0.0, 0.5))
             with contextlib.suppress(psutil.Error):
                 victim.kill()
-        return f"kill {part.strip('/').partition('/')[0]}"
+        return f"kill {name}"
 
     def stop(self) -> str:
         """SIGSTOP for a second and a half."""
-        part = self.rng.choice(PARTS[1:4])
-        victims = self.server.matching(part)
+        name = self.rng.choice(["preprocessing", "llm", "postprocessing", "OpenAI API"])
+        victims = self.server.matching(PARTS[name])
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for victim in victims:
                 with contextlib.suppress(psutil.Error):
                     victim.send_signal(number)
             time.sleep(1.5 if number == signal.SIGSTOP else 0)
-        return f"stop {part.strip('/').partition('/')[0]} for 1.5 s"
+        return f"stop {name} for 1.5 s"
 
     def drop(self, connections: int = 500) -> str:
         """Clients that leave while their streams run."""
-        place = urlsplit(self.server.url)
-        body = json.dumps({"text_input": PROMPT, "max_tokens": 500, "stream": True})
-        head = "POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        for _ in range(connections):
+        asked = {"max_tokens": 500, "stream": True}
+        bodies = {"triton": {"text_input": PROMPT, **asked}, "openai": {"prompt": PROMPT, **asked}}
+        for _, (door, port) in zip(range(connections), itertools.cycle(self.ports.items()), strict=False):
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((str(place.hostname), place.port), timeout=5) as sock,
+                socket.create_connection(("127.0.0.1", port), timeout=5) as sock,
             ):
-                sock.sendall((head + body).encode())
+                sock.sendall(request_bytes(STREAMED[door], bodies[door]))
         return f"{connections} dropped connections"
 
     def flood(self, requests: int = 300) -> str:
         """Many times what the server can run at once."""
         body = json.dumps({"text_input": PROMPT, "max_tokens": 8}).encode()
 
-        def one() -> None:
+        def one(door: str) -> None:
             began = time.monotonic()
-            outcome, _ = attempt(self.server, body)
-            self._count(outcome)
+            outcome, _ = attempt(self.ports[door], PATHS[door], body_for(door, body))
+            self._count(door, outcome)
             if outcome == "worded":
                 with self._lock:
                     self.refusals_ms.append((time.monotonic() - began) * 1000)
 
-        threads = [threading.Thread(target=one, daemon=True) for _ in range(requests)]
+        doors = itertools.islice(itertools.cycle(self.ports), requests)
+        threads = [threading.Thread(target=one, args=(door,), daemon=True) for door in doors]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -172,43 +221,59 @@ class Attack:
     def hostile(self) -> str:
         """Requests that are wrong in every way."""
         for body in HOSTILE:
-            for kind in ("generate", "generate_stream"):
-                outcome, _ = attempt(self.server, body, kind)
-                self._count(f"hostile {outcome}")
+            for door, path in [*PATHS.items(), ("triton", STREAMED["triton"])]:
+                outcome, _ = attempt(self.ports[door], path, body_for(door, body))
+                self._count(door, f"hostile {outcome}")
                 if outcome in ("silent", "cut"):
-                    print(f"hostile {outcome}: {kind} {body[:60]!r}", file=sys.stderr)
+                    print(f"hostile {outcome}: {path} {body[:60]!r}", file=sys.stderr)
         return "hostile inputs"
+
+    def stall(self, clients: int = 6, seconds: float = 5.0) -> str:
+        """Clients that do not read their answers, or a byte a second; the server is looked at meanwhile. They
+        stay until they are cut."""
+        for number in range(clients):
+            for door, port in self.ports.items():
+                with contextlib.suppress(OSError):
+                    self.slow.append(SlowClient(door, port, number % 2))
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.look_at_slow_clients()
+            time.sleep(0.2)
+        return f"{2 * clients} clients that do not read"
+
+    def look_at_slow_clients(self) -> None:
+        """Counts and forgets those that were cut; the others read."""
+        for client in list(self.slow):
+            client.read()
+            if client.cut:
+                self._count(client.door, "does not read, cut")
+                self.slow.remove(client)
+                client.close()
 
     def round(self, harm: Callable[[], str]) -> None:
         """One harm, and the way back. Raises AssertionError where there is none."""
         name = harm()
         began = time.monotonic()
-        wait_for(
-            lambda: self.server.ready() and self.server.answers(PROMPT), f"answers after: {name}", BACK_S
-        )
+        wait_for(lambda: self.server.ready() and self.answers(), f"answers after: {name}", BACK_S)
         # What is noticed only now is part of this harm.
         time.sleep(1.2)
-        wait_for(
-            lambda: self.server.ready() and self.server.answers(PROMPT), f"answers after: {name}", BACK_S
-        )
+        wait_for(lambda: self.server.ready() and self.answers(), f"answers after: {name}", BACK_S)
         self.recoveries[name].append(max(0.0, time.monotonic() - began - 1.2))
         assert self.server.launcher.poll() is None, "serve ended"
+        self.look_at_slow_clients()
 
     def memory(self) -> dict[str, int]:
         """MiB by kind of process, and of shared memory."""
-        found: collections.Counter[str] = collections.Counter()
-        for process, line in self.server.commands().items():
-            name = next((part for part in PARTS if part in line), "others").strip("/").partition("/")[0]
-            with contextlib.suppress(psutil.Error):
-                found[name] += process.memory_info().rss >> 20
-        shared = Path("/dev/shm").glob(f"{self.server.shm_prefix}*")
-        found["shared memory"] = sum(path.stat().st_size for path in shared) >> 20
-        return dict(found)
+        return {name: used.memory // MIB for name, used in usage(self.server).items()}
 
     def failures(self) -> list[str]:
         """What broke a promise; empty after a run that the server has stood."""
-        kinds = ("silent", "wrong", "hostile silent", "hostile cut")
-        return [f"{self.outcomes[kind]} clients: {kind}" for kind in kinds if self.outcomes[kind]]
+        broken = ("silent", "wrong", "hostile silent", "hostile cut")
+        return [
+            f"{count} clients: {kind}"
+            for kind, count in self.outcomes.items()
+            if kind.partition(": ")[2] in broken
+        ]
 
 
 def report(attack: Attack, minutes: float, before: dict[str, int], after: dict[str, int]) -> str:
@@ -238,7 +303,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as folder:
         repository = build_repository(Path(folder))
-        with running(repository, Path(folder), options=["--restarts", "0"]) as server:
+        with both_running(repository, Path(folder), ["--restarts", "0"]) as server:
             attack = Attack(server, options.seed, options.streams)
             before = attack.memory()
             end = time.monotonic() + options.minutes * 60
@@ -250,6 +315,7 @@ def main() -> int:
                 attack.drop,
                 attack.flood,
                 attack.hostile,
+                attack.stall,
             ]
             try:
                 while time.monotonic() < end:

@@ -4,11 +4,12 @@
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from flashinfer_backend.serve import launcher as serve
-from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
+from flashinfer_backend.serve.server_sockets import limit_stalled_clients, widen_thread_pipes
 from flashinfer_backend.transport import addresses
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
@@ -51,7 +52,44 @@ def test_thread_pipes_of_the_server_are_widened():
 def test_a_server_that_ended_is_left_alone():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=20)
-    assert widen_thread_pipes(child.pid) == 0
+    assert widen_thread_pipes(child.pid) == limit_stalled_clients(child.pid, 1) == 0
+
+
+# Sends without an end to the first client, and says how that ended.
+SENDER = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+input()
+sock, _ = listener.accept()
+try:
+    while True:
+        sock.send(b"x" * 4096)
+except OSError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_does_not_read_is_cut(reads):
+    child = subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child, socket.socket() as client:
+        port = int(child.stdout.readline())
+        if not limit_stalled_clients(child.pid, 1):
+            child.kill()
+            pytest.skip("this system does not let a process take over descriptors of its children")
+        client.connect(("127.0.0.1", port))
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        if reads:
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:
+                assert client.recv(1 << 16)
+            client.close()
+        assert (
+            child.stdout.readline().strip()
+            in ((b"TimeoutError",), (b"BrokenPipeError", b"ConnectionResetError"))[reads]
+        )
 
 
 def test_hosts_are_resolved_as_the_server_takes_addresses_only():

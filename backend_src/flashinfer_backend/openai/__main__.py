@@ -18,7 +18,13 @@ from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions
-from flashinfer_backend.transport.addresses import AddressError, check_ports, resolve
+from flashinfer_backend.transport.addresses import (
+    STALLED_S,
+    AddressError,
+    check_ports,
+    resolve,
+    stalled_seconds,
+)
 from flashinfer_backend.transport.gpus import visible_devices
 
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
@@ -68,6 +74,12 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         default=30,
         help="how long running requests may go on after SIGTERM (default: %(default)s)",
     )
+    parser.add_argument(
+        "--stalled-client-seconds",
+        type=stalled_seconds,
+        default=STALLED_S,
+        help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,9 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         address = resolve(options.host)
         check_ports(address, {"OpenAI port": options.port})
         config, folder, server = _engine(options)
-        parent = Parent(
-            _worker_options(options, config, folder, server), address, options.port, options.workers
-        )
+        workers = _worker_options(options, config, folder, server)
+        parent = Parent(workers, address, options.port, options.workers, options.stalled_client_seconds)
         return parent.run()
     except (ValueError, OSError, AddressError) as error:
         print(f"openai: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ import msgspec
 from flashinfer_backend.core.paths import engine_dir, run_dir
 from flashinfer_backend.openai.worker import NO_ENGINE, READY, WorkerOptions
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.transport.addresses import Address, reachable_at
+from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
 
 POLL_S = 0.2
 RESTART_S = 1.0  # between a process's unexpected end and its successor
@@ -30,9 +30,12 @@ BACKLOG = 2048
 class Parent:
     """Starts processes, replaces those that end, and ends all of them with the server."""
 
-    def __init__(self, options: WorkerOptions, address: Address, port: int, workers: int) -> None:
+    def __init__(
+        self, options: WorkerOptions, address: Address, port: int, workers: int, stalled_s: int
+    ) -> None:
+        """stalled_s: seconds until a client that does not read is cut; 0: never."""
         self._options, self._address, self._port = options, address, port
-        self._workers = workers
+        self._workers, self._stalled_s = workers, stalled_s
         self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number
         self._again: dict[int, float] = {}  # when to start a process again
         self._stopping = False
@@ -73,6 +76,7 @@ class Parent:
                 self._port = listener.getsockname()[1]
                 sockets.append(listener)
             for listener in sockets:
+                cut_stalled_clients(listener, self._stalled_s)
                 listener.listen(BACKLOG)
             yield sockets
 

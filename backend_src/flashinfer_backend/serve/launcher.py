@@ -29,7 +29,14 @@ from flashinfer_backend.serve.preflight import (
     serving,
 )
 from flashinfer_backend.serve.watchdog import DRAIN_S, RESTARTS, Policy, Watchdog
-from flashinfer_backend.transport.addresses import Address, AddressError, check_ports, resolve
+from flashinfer_backend.transport.addresses import (
+    STALLED_S,
+    Address,
+    AddressError,
+    check_ports,
+    resolve,
+    stalled_seconds,
+)
 
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
 # machine. The server refuses them to everybody, unless they are opened by name.
@@ -128,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         " it was ready; 0: never (default; docs/reliability.md tells why it grows)",
     )
     parser.add_argument(
+        "--stalled-client-seconds",
+        type=stalled_seconds,
+        default=STALLED_S,
+        help="cut a client, of either API, that has read nothing of its answer for so long, 0: never"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
         "--shm-prefix",
         default=f"flashinfer-backend-{os.getpid()}_",
         help="what the names of this server's shared memory begin with, and those of no other; what is left"
@@ -192,6 +206,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
-    policy = Policy(options.drain_seconds, options.restarts, options.restart_after_growth, options.shm_prefix)
+    policy = Policy(
+        options.drain_seconds,
+        options.restarts,
+        options.restart_after_growth,
+        options.shm_prefix,
+        options.stalled_client_seconds,
+    )
     with serving(repository):
         return Watchdog([*args, *options.server_args], env, address, options.http_port, policy, door).run()

@@ -62,6 +62,7 @@ class OpenAiDoor:
                 " `pip install 'flashinfer-backend[openai]'`"
             )
         self._arguments += ["--host", str(address), "--port", str(self.port), "--drain-seconds", str(DRAIN_S)]
+        self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 
     def configure(self, repository: Path) -> None:
         """Finds the engine's settings in the model repository. Raises ServeError."""

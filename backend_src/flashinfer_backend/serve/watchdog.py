@@ -27,10 +27,10 @@ from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
+from flashinfer_backend.serve.server_sockets import limit_stalled_clients, widen_thread_pipes
 from flashinfer_backend.serve.stand_in import stand_in
-from flashinfer_backend.serve.thread_pipes import widen_thread_pipes
 from flashinfer_backend.transport import peers, rundir, supervisor
-from flashinfer_backend.transport.addresses import Address, reachable_at
+from flashinfer_backend.transport.addresses import STALLED_S, Address, reachable_at
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
 
 TICK_S = 0.1
@@ -56,12 +56,14 @@ class Policy:
     """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts in a row that
     did not live for a minute, give up; 0 never does. growth_mib: how much tritonserver's memory may grow
     before it is started again; 0: as it likes. shm_prefix: what the names of this server's shared memory
-    begin with, and no others: what has such a name is removed when the server has ended."""
+    begin with, and no others: what has such a name is removed when the server has ended. stalled_s: seconds
+    until a client that does not read is cut; 0: never."""
 
     drain_s: float = DRAIN_S
     restarts: int = RESTARTS
     growth_mib: int = 0
     shm_prefix: str = ""
+    stalled_s: int = STALLED_S
 
 
 class Watchdog:
@@ -280,6 +282,7 @@ class _Run:
                 self._engines[folder] = record.pid
         self._log.ready()
         widen_thread_pipes(self._child.pid)
+        limit_stalled_clients(self._child.pid, self._policy.stalled_s)
         self.ready_at = self._answered_at = time.monotonic()
         self._next_look = self.ready_at + LOOK_EVERY_S
         self._ready_bytes = rundir.memory_bytes(self._child.pid)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import socket
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+STALLED_S = 60  # by default
 
 
 class AddressError(ValueError):
@@ -41,6 +43,19 @@ def check_ports(address: Address, ports: dict[str, int]) -> None:
             except (OSError, OverflowError) as error:
                 reason = getattr(error, "strerror", None) or "ports are 0 to 65535"
                 raise AddressError(f"{name} {port} on {address} cannot be used: {reason}") from None
+
+
+def cut_stalled_clients(listener: socket.socket, seconds: int) -> None:
+    """Has the kernel close each connection of a listening socket whose client reads so little for so many
+    seconds that nothing more can be sent to it; 0: never. Connections inherit it when they are accepted."""
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+
+def stalled_seconds(text: str) -> int:
+    """An argument for `cut_stalled_clients`. Raises argparse.ArgumentTypeError."""
+    if not text.isdigit() or int(text) > 86400:
+        raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 whole seconds")
+    return int(text)
 
 
 def reachable_at(address: Address, port: int) -> str:
