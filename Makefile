@@ -8,6 +8,7 @@
 # make lint               ruff, mypy, import-linter
 # make bench              times of the host's work for every step and chunk, and of the ensemble
 # make attack             kills, stops, floods and hostile requests against a real server for MINUTES (30)
+# make soak               mixed traffic to both doors for MINUTES (30), every answer compared, memory watched
 # make fuzz               random requests, REQUESTS (100000) to real servers of each kind
 # make clean              removes .venv and served/
 #
@@ -64,7 +65,7 @@ pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT))
 
-.PHONY: help serve test lint bench attack fuzz clean
+.PHONY: help serve test lint bench attack soak fuzz clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -77,13 +78,16 @@ serve: $(VENV)/for-serve
 # Without that limit a worker that crashes leaves the others waiting for ever.
 test: $(VENV)/for-development
 	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadgroup --max-worker-restart 0 --benchmark-disable \
-		tests/unit tests/engine tests/server tests/gpu tests/benchmarks)  # benchmarks once each, untimed
+		tests/unit tests/engine tests/server tests/reliability tests/gpu tests/benchmarks)  # benchmarks once each, untimed
 
 bench: $(VENV)/for-development
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
 
 attack: $(VENV)/for-development
 	$(BIN)/python tests/reliability/attack.py --minutes $(MINUTES)
+
+soak: $(VENV)/for-development
+	$(BIN)/python tests/reliability/soak.py --minutes $(MINUTES)
 
 fuzz: $(VENV)/for-development
 	$(BIN)/python tests/reliability/fuzz.py --requests $(REQUESTS)

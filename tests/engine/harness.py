@@ -136,16 +136,17 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
     try:
         yield client
         client.wait_idle()
-        kv_manager, table = core.scheduler.kv_manager, core.scheduler.table
-        assert kv_manager.available == kv_manager.num_blocks, "blocks leaked"
-        assert table.free == core.config.max_num_seqs, "slots leaked"
-        assert core.scheduler.reserved_blocks == 0, "reservations leaked"
     finally:
         socket.closed = True
         thread.join(TIMEOUT_S)
         client.close()
         socket.close()
     assert not errors, errors
+    # Only now: the loop forgets a request before it frees what that held.
+    kv_manager, table = core.scheduler.kv_manager, core.scheduler.table
+    assert kv_manager.available == kv_manager.num_blocks, "blocks leaked"
+    assert table.free == core.config.max_num_seqs, "slots leaked"
+    assert core.scheduler.reserved_blocks == 0, "reservations leaked"
 
 
 def start_core(model_dir: Path, on_loss: Callable[[str], None] | None = None, **settings: object) -> Core:
