@@ -32,7 +32,7 @@ def limit_stalled_clients(server_pid: int, seconds: int) -> int:
     """Has the kernel close connections whose clients read nothing for so long, as far as this process may; to
     how many ports that applies from now on.
 
-    The server keeps all that such a client has not read, some kB a token, without a bound.
+    The server keeps all that such a client has not read, without a bound, and goes on taking its requests.
     """
     return sum(_limit(sock, seconds) for sock in _sockets(server_pid))
 
