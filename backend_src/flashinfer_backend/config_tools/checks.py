@@ -13,6 +13,7 @@ from flashinfer_backend.core.config import (
     resolve_lengths,
 )
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.config import ModelConfig
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -49,7 +50,10 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
             problems.append(f"model_dir={name}: {problem}; load_format=dummy runs without weights")
     try:
         model = ModelConfig.from_pretrained(folder)
-        return model.quantised_on_load() if values["quantization"] == "fp8" else model
+        if values["quantization"] == "fp8":
+            model = model.quantised_on_load()
+        model.local(Shard(0, int(values["tensor_parallel_size"])))
+        return model
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
     return None

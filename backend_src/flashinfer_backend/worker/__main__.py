@@ -18,9 +18,10 @@ import traceback
 import msgspec
 import torch
 
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.worker.ranks import RankLink, RankSettings
+from flashinfer_backend.worker.ranks import RankLink
 from flashinfer_backend.worker.start import start_runner
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.worker", description=__doc__)
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the socket to rank 0")
+    parser.add_argument("--rendezvous", required=True, help="file by which the ranks find each other")
     options = parser.parse_args()
     # Rank 0 may end while this process is in a call that no thread of it can interrupt.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,10 +44,10 @@ def main() -> int:
     data = link.receive()
     if data is None:
         return 0
-    settings = msgspec.json.decode(data, type=RankSettings)
-    shard = Shard(options.rank, settings.config.tensor_parallel_size)
+    config = msgspec.json.decode(data, type=EngineConfig)
+    shard = Shard(options.rank, config.tensor_parallel_size)
     try:
-        _, runner = start_runner(settings.config, shard, settings.rendezvous)
+        _, runner = start_runner(config, shard, options.rendezvous)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
         return 1

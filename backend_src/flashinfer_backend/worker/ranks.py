@@ -42,13 +42,6 @@ BEAT, READY = b".", b"!"
 LENGTH = struct.Struct("<I")
 
 
-class RankSettings(msgspec.Struct):
-    """What another rank is told first. rendezvous: the file by which the ranks find each other."""
-
-    config: EngineConfig
-    rendezvous: str
-
-
 class RanksLostError(RuntimeError):
     """Another rank has ended or hangs; the engine cannot go on."""
 
@@ -73,13 +66,13 @@ class OtherRanks:
         self._launched: deque[float] = deque()  # when, of the steps that have not been read
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        settings = msgspec.json.encode(RankSettings(config, self.rendezvous))
+        settings = msgspec.json.encode(config)
         for rank in range(1, config.tensor_parallel_size):
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", "flashinfer_backend.worker", "--rank", str(rank)]
             with theirs:
                 self._processes[rank] = subprocess.Popen(
-                    [*command, "--socket", str(theirs.fileno())],
+                    [*command, "--socket", str(theirs.fileno()), "--rendezvous", self.rendezvous],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
