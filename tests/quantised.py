@@ -199,7 +199,7 @@ def make_quantised(
     tensors = load_file(dense / "model.safetensors")
     result = Quantised(dense, model)
     peaks = _input_peaks(model)
-    for name, module in _linears(model):
+    for name, module in linears(model):
         if name.startswith(layout.ignored) or not layout.weights:
             continue
         linear = Linear.quantise(tensors[f"{name}.weight"], layout)
@@ -238,7 +238,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module
@@ -254,7 +254,7 @@ def _input_peaks(model: transformers.PreTrainedModel) -> dict[str, float]:
                 {name: max(peaks.get(name, 0.0), float(args[0].abs().max()))}
             )
         )
-        for name, module in _linears(model)
+        for name, module in linears(model)
     ]
     for prompt in PROMPTS:
         model(torch.tensor([prompt]))

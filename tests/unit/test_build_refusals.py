@@ -97,7 +97,10 @@ def test_all_problems_are_listed_at_once(refused):
 CHECKPOINT_REFUSALS = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; "),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+        "quantization_config 'gptq' with bits 3 is not supported",
+    ),
     ({"num_attention_heads": None}, "num_attention_heads is null; it should be an integer of at least 1"),
     ({"max_position_embeddings": "4096"}, 'max_position_embeddings is "4096"; it should be an integer'),
     (

@@ -201,6 +201,8 @@ class ModelConfig:
         """Raise UnsupportedModelError where a product's parts cannot be stored as one weight."""
         for role, formats in self.weight_formats().items():
             parts, cut = self.parts(role), self.shard.size > 1
+            if any(format.startswith("int4") for format in formats):
+                self._check_int4(role, formats)
             if not any(format.startswith("fp8_block") for format in formats):
                 continue
             for part, rows in parts.items():
@@ -216,6 +218,23 @@ class ModelConfig:
                     f"{', '.join(parts)} would have {columns} columns on each of {self.shard.size} ranks;"
                     f" with FP8 scales of {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a"
                     " smaller tensor_parallel_size"
+                )
+
+    def _check_int4(self, role: Role, formats: set[WeightFormat]) -> None:
+        parts, columns = self.parts(role), self.shape(role)[1]
+        where = f" on each of {self.shard.size} ranks" if self.shard.size > 1 else ""
+        for part, rows in parts.items():
+            if rows % 8:
+                raise UnsupportedModelError(
+                    f"{part} has {rows} rows{where}; with 4-bit weights they should be a multiple of 8"
+                )
+        for format in formats:
+            size = format.rpartition("_")[2]
+            grain = int(size) if size.isdigit() else 8
+            if columns % grain:
+                raise UnsupportedModelError(
+                    f"{', '.join(parts)} have {columns} columns{where}; in format {format} they should be a"
+                    f" multiple of {grain}"
                 )
 
     def quantised_on_load(self) -> ModelConfig:

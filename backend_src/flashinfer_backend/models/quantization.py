@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from flashinfer_backend.models.errors import UnsupportedModelError
 
-WeightFormat = Literal["dense", "fp8_token", "fp8_static", "fp8_block", "fp8_block_scale", "fp8_on_load"]
+WeightFormat: TypeAlias = str  # one of ops.weight.FORMATS
 BLOCK = 128
+GROUPS = (32, 64, 128)  # columns that share a scale of 4-bit weights; -1 or null: all of a row
 SERVED = (
     "served are FP8 (e4m3) checkpoints of compressed-tensors, ModelOpt (quant_algo FP8) and quant_method "
-    "fp8; or take the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
+    "fp8, and 4-bit weights of AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) in groups of 32, 64, "
+    "128 or whole rows; or take the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
 )
 
 
@@ -65,12 +67,16 @@ def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantiza
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
         "fp8": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
     }
     if method not in readers:
         _refuse(repr(method))
     _check_kv_cache(method, config)
     lists = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
     ignored = [name for key in lists for name in config.get(key) or ()]
+    if method == "gptq":
+        ignored += _gptq_ignored(config)
     return Quantization(readers[method](config), tuple(map(_pattern, ignored)))
 
 
@@ -99,14 +105,16 @@ def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
     if len(groups) > 1 or not isinstance(group, dict) or group.get("targets") != ["Linear"]:
         _refuse(f"{method} with other config_groups than one for all of Linear")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    _expect(f"{method}: weights", weights, num_bits=8, type="float", symmetric=True, dynamic=False)
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         _refuse(f"{method} with sparsity")
     if config.get("transform_config") or group.get("output_activations"):
         _refuse(f"{method} with transform_config or output_activations")
     format = group.get("format") or config.get("format")
+    if format == "pack-quantized":
+        return _packed(weights, inputs)
     if format not in ("float-quantized", "naive-quantized"):
         _refuse(f"{method} in format {format!r}")
+    _expect(f"{method}: weights", weights, num_bits=8, type="float", symmetric=True, dynamic=False)
     if inputs is None:
         _refuse(f"{method} with activations of 16 bits (weights alone in FP8)")
     _expect(f"{method}: input_activations", inputs, num_bits=8, type="float", symmetric=True)
@@ -122,6 +130,60 @@ def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
                 return "fp8_block_scale"
             _refuse(f"{method} with blocks of {sizes[0]} and groups of {sizes[1]}, not {BLOCK}")
     _refuse(f"{method} with weights by {kinds[0]}, activations by {kinds[1]}, dynamic {kinds[2]}")
+
+
+def _packed(weights: dict[str, Any], inputs: object) -> WeightFormat:
+    """compressed-tensors' compressors/pack_quantized. An actorder says how weights were found; "group" stores
+    each column's group, too."""
+    what = "'compressed-tensors' in format 'pack-quantized'"
+    if inputs is not None:
+        _refuse(f"{what} with quantised activations")
+    _expect(f"{what}: weights", weights, num_bits=4, type="int", dynamic=False)
+    if weights.get("actorder") not in (None, "weight", "static", "group", "dynamic"):
+        _refuse(f"{what}: weights with actorder {weights['actorder']!r}")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy not in ("group", "channel") or type(weights.get("symmetric")) is not bool:
+        _refuse(f"{what}: weights by {strategy}, symmetric {weights.get('symmetric')!r}")
+    layout = "packed" if weights["symmetric"] else "packed_zeros"
+    return _int4(what, layout, size if strategy == "group" else -1)
+
+
+def _awq(config: dict[str, Any]) -> WeightFormat:
+    """https://github.com/casper-hansen/AutoAWQ: awq/models/_config.py, awq/modules/linear/gemm.py."""
+    _expect("'awq'", {"version": "gemm", **config}, bits=4, zero_point=True)
+    if str(config.get("version", "gemm")).lower() != "gemm":
+        _refuse(f"'awq' with version {config['version']!r}")
+    return _int4("'awq'", "awq", config.get("group_size"))
+
+
+def _gptq(config: dict[str, Any]) -> WeightFormat:
+    """https://github.com/ModelCloud/GPTQModel: quantization/config.py, nn_modules/qlinear. desc_act needs no
+    look: which column is in which group is stored."""
+    _expect("'gptq'", {"pack_dtype": "int32", "lm_head": False, "is_marlin_format": False, **config},
+            bits=4, pack_dtype="int32", lm_head=False, is_marlin_format=False)  # fmt: skip
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        _refuse(f"'gptq' with checkpoint_format {version!r}")
+    return _int4("'gptq'", version, config.get("group_size"))
+
+
+def _gptq_ignored(config: dict[str, Any]) -> list[str]:
+    """What GPTQ's tools leave out beside ignore lists. GPTQModel's `dynamic` has regular expressions, behind
+    "-:" for modules that stay as they were; modules_in_block_to_quantize lists the others."""
+    dynamic = config.get("dynamic") or {}
+    if other := [name for name in dynamic if not name.startswith("-:")]:
+        _refuse(f"'gptq' with other settings for some modules (dynamic {other[0]!r})")
+    quantised = [
+        re.escape(name) for names in config.get("modules_in_block_to_quantize") or () for name in names
+    ]
+    others = [rf"re:(?!.*\.(?:{'|'.join(quantised)})$)"] if quantised else []
+    return [f"re:{name[2:]}" for name in dynamic] + others
+
+
+def _int4(what: str, layout: str, size: object) -> WeightFormat:
+    if type(size) is not int or size not in (*GROUPS, -1):
+        _refuse(f"{what} with group_size {size!r}")
+    return f"int4_{layout}_{'row' if size == -1 else size}"
 
 
 def _modelopt(config: dict[str, Any]) -> WeightFormat:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.models.transformer import Layer, Transformer
-from flashinfer_backend.ops.weight import DENSE, FLOATS, Stored, Weight, positive
+from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -65,7 +65,7 @@ def _fill_randomly(model: Transformer, seed: int) -> None:
             else:
                 parameter.normal_(0.0, model.config.initializer_range, generator=generator)
         if isinstance(module, Weight) and module.format is not DENSE:
-            values = torch.empty(module.data.shape, dtype=model.dtype, device=model.device)
+            values = torch.empty(module.shape, dtype=model.dtype, device=model.device)
             values.normal_(0.0, model.config.initializer_range, generator=generator)
             module.format.fill(module, values)
 
@@ -190,9 +190,10 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"
         )
-    missing = sorted(targets.keys() - loaded)
+    missing = sorted(name for name in targets.keys() - loaded if not targets[name].optional)
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {_some(missing)}")
+    _finish(model, model_dir)
     _set_kv_scales(model, model_dir, scales)
     if tied_head is not None and not torch.equal(
         tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]
@@ -201,6 +202,18 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"
         )
+
+
+def _finish(model: Transformer, model_dir: Path) -> None:
+    """What a weight can do only when it has all of its tensors."""
+    for index, layer in enumerate(model.layers):
+        for weight in layer.children():
+            if isinstance(weight, Weight) and isinstance(weight.format, Int4):
+                try:
+                    weight.format.finish(weight)
+                except ValueError as error:
+                    parts = ", ".join(model.config.parts(weight.role))
+                    raise WeightsError(f"{model_dir}: g_idx of layer {index}'s {parts} {error}") from None
 
 
 def _set_kv_scales(model: Transformer, model_dir: Path, found: dict[tuple[int, str], float]) -> None:

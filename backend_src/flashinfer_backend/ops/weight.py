@@ -2,7 +2,7 @@
 """Weights of matrix products, which know what they are for and how they are stored.
 
 A format says which tensors of a checkpoint a weight is made of, and what its product is, in plain torch.
-ops.cuda_fp8 computes the same on a GPU.
+ops.cuda_fp8 and ops.cuda_int4 compute the same on a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from flashinfer_backend.core.shard import Part
 from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.ops import fp8
+from flashinfer_backend.ops import fp8, int4
 
 FLOATS = ("F32", "F16", "BF16")
 FP8 = ("F8_E4M3",)
+INTEGERS = ("I32", "I64")
 DUMMY_INPUT_SCALE = 1 / 16  # of random weights: activations up to 28
 
 
@@ -30,7 +31,7 @@ class Stored(NamedTuple):
     """A tensor of a checkpoint: the shapes and safetensors types it may have, who takes its value, and which
     rows and columns of it (of dimensions of size 1: all).
 
-    `take` raises ValueError saying what is wrong with the values.
+    `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -38,6 +39,7 @@ class Stored(NamedTuple):
     take: Callable[[Tensor], object]
     rows: slice = ALL
     columns: slice = ALL
+    optional: bool = False
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:
@@ -56,10 +58,13 @@ class Stored(NamedTuple):
 
 
 class Weight(nn.Module):
-    """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `data` [N, K] holds its elements, `scale`
-    what a format has beside. `input_scales`: of formats with scales for x, first row of a module -> scale."""
+    """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `shape`: [N, K]. `data` [N, K] holds its
+    elements (of 4 bits: packed as in ops.int4), `scale`, `zero` and `order` what a format has beside.
+    `input_scales`: of formats with scales for x, first row of a module -> scale."""
 
     scale: nn.Parameter
+    zero: Tensor | None  # of formats with zero points
+    order: Tensor | None  # of the columns, int64 [K], where groups are of columns that are no neighbours
 
     def __init__(
         self,
@@ -73,7 +78,11 @@ class Weight(nn.Module):
         self.data = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=False)
         if scale is not None:
             self.scale = nn.Parameter(scale, requires_grad=False)
+        self.shape: tuple[int, int] = (data.shape[0], data.shape[1])
+        self.register_buffer("zero", None)
+        self.register_buffer("order", None)
         self.input_scales: dict[int, float] = {}
+        self.group_indices: dict[int, Tensor] = {}  # first row of a module -> each column's group, to finish
 
     @classmethod
     def empty(
@@ -81,6 +90,8 @@ class Weight(nn.Module):
     ) -> Weight:
         """Of a format named in FORMATS, not yet filled. dtype: of dense weights."""
         kind = FORMATS[format]
+        if isinstance(kind, Int4):
+            return kind.empty(role, shape, dtype, device)
         elements = fp8.E4M3 if kind.scales(shape) else dtype
         scale = torch.empty(kind.scales(shape), device=device) if kind.scales(shape) else None
         return cls(role, torch.empty(shape, dtype=elements, device=device), kind, scale)
@@ -228,6 +239,138 @@ class Fp8Block:
         return _result(product, x, bias)
 
 
+class Int4:
+    """Elements of 4 bits with a scale, and in some layouts a zero point, for each group of a row's columns.
+
+    layout: which tensors a checkpoint has, by LAYOUTS. group: columns of a group; 0: all of a row.
+    """
+
+    LAYOUTS = ("awq", "gptq", "gptq_v2", "packed", "packed_zeros")
+    GROUPS = (32, 64, 128, 0)
+
+    def __init__(self, layout: str, group: int) -> None:
+        self.layout, self.group = layout, group
+        self.name = f"int4_{layout}_{group or 'row'}"
+        self.zeros = layout != "packed"
+
+    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """[groups, N], of the model's dtype."""
+        return shape[1] // (self.group or shape[1]), shape[0]
+
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        data = torch.empty(shape[0], shape[1] // 4, dtype=torch.int16, device=device)
+        scale = torch.empty(self.scales(shape), dtype=dtype, device=device)
+        weight = Weight(role, data, self, scale)
+        weight.shape = shape
+        if self.zeros:
+            weight.zero = torch.empty(self.scales(shape), dtype=torch.uint8, device=device)
+        return weight
+
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        # Parts are of whole groups and of whole words of 8 elements: ModelConfig.check_formats.
+        (height, width), device = part.whole, weight.data.device
+        data, scale = weight.data[rows], weight.scale[:, rows]
+        size = self.group or width
+        groups = width // size
+        own_groups = slice(part.columns.start // size, -(-part.columns.stop // size))
+        row_words, column_words = (slice(cut.start // 8, cut.stop // 8) for cut in (part.rows, part.columns))
+
+        def values(shape: tuple[int, int], unpacked: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
+            def take(found: Tensor) -> None:
+                data.copy_(int4.pack(unpacked(found.to(device))))
+
+            return Stored((shape,), ("I32",), take, *cuts)
+
+        def zeros(shape: tuple[int, int], unpacked: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
+            assert weight.zero is not None
+            zero = weight.zero[:, rows]
+            return Stored((shape,), ("I32",), lambda x: zero.copy_(unpacked(x.to(device))), *cuts)
+
+        def scales(shape: tuple[int, int], read: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
+            return Stored((shape,), FLOATS, lambda x: scale.copy_(_finite(read(x))), *cuts)
+
+        neighbours = torch.arange(weight.shape[1], device=device) // (weight.shape[1] // len(scale))
+        weight.group_indices[rows.start] = neighbours
+
+        def index(found: Tensor) -> None:
+            if int4.order_of(found, groups) is None:
+                return
+            if weight.shape[1] < width:
+                raise ValueError("puts columns of several ranks into one group; set tensor_parallel_size=1")
+            weight.group_indices[rows.start] = found.to(neighbours)
+
+        groups_of_columns = Stored(((width,),), INTEGERS, index, optional=True)
+        if self.layout == "awq":
+            return {
+                "qweight": values(
+                    (width, height // 8), lambda x: int4.awq_nibbles(x).t(), part.columns, row_words
+                ),
+                "qzeros": zeros((groups, height // 8), int4.awq_nibbles, own_groups, row_words),
+                "scales": scales((groups, height), lambda x: x, own_groups, part.rows),
+            }
+        if self.layout in ("gptq", "gptq_v2"):
+            # The first version stores zero points less one. Its writers subtract from whole words, with
+            # borrow, so adding to whole words gives back every one.
+            more = 0x11111111 if self.layout == "gptq" else 0
+            return {
+                "qweight": values(
+                    (width // 8, height), lambda x: int4.nibbles_of_rows(x).t(), column_words, part.rows
+                ),
+                "qzeros": zeros(
+                    (groups, height // 8), lambda x: int4.nibbles(x + more), own_groups, row_words
+                ),
+                "scales": scales((groups, height), lambda x: x, own_groups, part.rows),
+                "g_idx": groups_of_columns,
+                # Some writers add one to modules that have none.
+                "bias": Stored(((height,),), FLOATS, _all_zero, optional=True),
+            }
+        found = {
+            "weight_packed": values((height, width // 8), int4.nibbles, part.rows, column_words),
+            "weight_scale": scales((height, groups), lambda x: x.t(), part.rows, own_groups),
+            "weight_shape": Stored(((2,),), INTEGERS, lambda x: _is_shape(x, part.whole)),
+            "weight_g_idx": groups_of_columns,
+        }
+        if self.zeros:
+            found["weight_zero_point"] = zeros(
+                (height // 8, groups), lambda x: int4.nibbles_of_rows(x).t(), row_words, own_groups
+            )
+        return found
+
+    def finish(self, weight: Weight) -> None:
+        """Bring each group's columns together, once all tensors of a weight are taken. Raises ValueError
+        where its modules have other groups."""
+        found, weight.group_indices = weight.group_indices, {}
+        index = next(iter(found.values()))
+        if any(not torch.equal(index, other) for other in found.values()):
+            raise ValueError("put columns into other groups than their neighbours, which read the same x")
+        order = int4.order_of(index, len(weight.scale))
+        if order is not None:
+            weight.data.copy_(int4.pack(int4.unpack(weight.data)[:, order]))
+            weight.order = order
+
+    def fill(self, weight: Weight, values: Tensor) -> None:
+        elements, scale, zero = int4.quantise(values, len(weight.scale), symmetric=not self.zeros)
+        weight.data.copy_(int4.pack(elements))
+        weight.scale.copy_(scale)
+        if weight.zero is not None:
+            weight.zero.copy_(zero)
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        ordered = x if weight.order is None else x[:, weight.order]
+        matrix = int4.dequantise(weight.data, weight.scale, weight.zero)
+        return _result(F.linear(ordered.float(), matrix), x, bias)
+
+
+def _all_zero(found: Tensor) -> None:
+    if bool(found.count_nonzero()):
+        raise ValueError("is not zero, but config.json describes a model without it")
+
+
+def _is_shape(found: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(found.tolist()) != shape:
+        raise ValueError(f"says {found.tolist()}, config.json asks for {list(shape)}")
+
+
 def _result(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -247,14 +390,13 @@ def positive(found: Tensor) -> float:
 
 
 DENSE = Dense()
-FORMATS: dict[str, Format] = {
-    format.name: format
-    for format in (
-        DENSE,
-        Fp8Token(),
-        Fp8Static(),
-        Fp8OnLoad(),
-        Fp8Block("fp8_block", "weight_scale_inv"),
-        Fp8Block("fp8_block_scale", "weight_scale"),
-    )
-}
+_ALL: tuple[Format, ...] = (
+    DENSE,
+    Fp8Token(),
+    Fp8Static(),
+    Fp8OnLoad(),
+    Fp8Block("fp8_block", "weight_scale_inv"),
+    Fp8Block("fp8_block_scale", "weight_scale"),
+    *(Int4(layout, group) for layout in Int4.LAYOUTS for group in Int4.GROUPS),
+)
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}

@@ -155,9 +155,16 @@ def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: t
     for role, formats in model_config.weight_formats().items():
         if formats == {"dense"}:
             continue
+        rows, inner = model_config.shape(role)
+        if any(format.startswith("int4") for format in formats):
+            if inner % BLOCK:
+                raise ValueError(
+                    f"the {role} weights [{rows}, {inner}] of 4 bits should have columns in multiples of"
+                    f" {BLOCK} on a GPU; {slow}"
+                )
+            continue
         if dtype != torch.bfloat16:
             raise ValueError(f"weights in FP8 need dtype=bfloat16 on a GPU, not {dtype}; set it")
-        rows, inner = model_config.shape(role)
         grain = BLOCK if any(format.startswith("fp8_block") for format in formats) else 16
         if rows % 16 or inner % grain:
             raise ValueError(
