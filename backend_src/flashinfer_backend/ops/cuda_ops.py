@@ -3,7 +3,7 @@
 
 Few tokens take the Triton products of triton_linear where tilings.py has an entry; beyond, the gate and up
 products have a kernel of their own on Hopper. The rest is cuBLAS through torch (cublas.py chooses how) with
-FlashInfer's norm and activation. Weights in FP8 are multiplied by cuda_fp8.
+FlashInfer's norm and activation. Weights in FP8 are multiplied by cuda_fp8, those of 4 bits by cuda_int4.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_fp8, gated_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import decode_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
-from flashinfer_backend.ops.weight import DENSE, Weight
+from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
     "decode_inputs",
@@ -49,7 +49,10 @@ def norm_linear(
     """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
     x is unchanged."""
     if weight.format is not DENSE:
-        product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
+        if isinstance(weight.format, Int4):
+            product = cuda_int4.product(x, weight, norm_weight, eps, bias)
+        else:
+            product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
         return product if out is None else out.copy_(product)
     data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
@@ -74,6 +77,8 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
 
     May overwrite residual.
     """
+    if isinstance(weight.format, Int4):
+        return cuda_int4.product(x, weight, residual=residual)
     if weight.format is not DENSE:
         return cuda_fp8.product(x, weight, residual=residual)
     data = weight.data
@@ -86,6 +91,8 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
+    if isinstance(gate_up.format, Int4):
+        return cuda_int4.product(x, gate_up, norm_weight, eps, gated=True)
     if gate_up.format is not DENSE:
         return cuda_fp8.product(x, gate_up, gated=True, norm=Norm(norm_weight, eps))
     data = gate_up.data

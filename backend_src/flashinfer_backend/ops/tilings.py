@@ -8,6 +8,9 @@ from torch import Tensor
 from flashinfer_backend.core.tuned import BlockTile, Role, Tiling
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops.int4 import BLOCK
+
+MANY_TOKENS = 128  # beyond, where nobody has measured it, weights of 4 bits are written out in 16
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -39,3 +42,41 @@ def _most_tokens(fp8: bool) -> int:
 @device.cached
 def _choose(role: Role, tokens: int, rows: int, inner: int, fp8: bool) -> Tiling | None:
     return device.active().tiling(role, tokens, (rows, inner), fp8)
+
+
+@device.cached
+def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
+    """The Triton product's tiling for a weight [rows, inner], or None where it is written out in 16 bits."""
+    shape, gated = (rows, inner), role == "gate_up"
+    steps = device.active().int4_steps(role, shape)
+    if not steps:
+        return untuned_int4(tokens, rows, inner, gated)
+    tiling = next((step.tiling for step in steps if tokens <= step.tokens), None)
+    return tiling if tiling and tiling.fits(shape, gated, tokens) else None
+
+
+def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | None:
+    """A tiling that gives each SM two programs where it can. Not measured."""
+    if tokens > MANY_TOKENS:
+        return None
+    tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
+    for size in (128, 64) if tile > 16 else (64,):
+        split = 1
+        programs = rows // (2 * size if gated else size) * -(-tokens // tile)
+        while not gated and programs * split < 2 * device.sms() and inner >= 2 * split * 4 * BLOCK:
+            split *= 2
+        tiling = Tiling(
+            tokens=tile, rows=size, inner=BLOCK, split=split, stages=5 if tile < 64 else 4,
+            warps=size // 16 if tile > 16 else 4, fuse_norm=False,
+        )  # fmt: skip
+        if tiling.fits((rows, inner), gated, tokens):
+            return tiling
+    return None
+
+
+def variants_int4(role: Role, rows: int, inner: int) -> list[tuple[int, Tiling]]:
+    """Every tiling that `choose_int4` gives for some number of tokens, with one such number."""
+    steps = device.active().int4_steps(role, (rows, inner))
+    most = steps[-1].tokens if steps else MANY_TOKENS
+    found = {choose_int4(role, tokens, rows, inner): tokens for tokens in range(1, most + 1)}
+    return [(tokens, tiling) for tiling, tokens in found.items() if tiling is not None]

@@ -170,6 +170,31 @@ def _call_fp8_product(
         triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile), **behind(tokens))
 
 
+def _call_int4_product(
+    role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
+) -> None:
+    """As ops.cuda_int4 does."""
+    from flashinfer_backend.ops import triton_int4
+    from flashinfer_backend.ops.tilings import variants_int4
+    from flashinfer_backend.ops.weight import Weight
+
+    rows, inner = model.shape(role)
+    weight = Weight.empty(role, (rows, inner), format, empty(0).dtype, torch.device("meta"))
+    stored = weight.data, weight.scale, weight.zero
+    triton_int4.dequantise(*stored, weight.scale.dtype)
+    for tokens, tiling in variants_int4(role, rows, inner):
+        triton_int4.linear(
+            empty(tokens, inner),
+            *stored,
+            tiling,
+            norm_weight=empty(inner) if tiling.fuse_norm and role in ("qkv", "gate_up") else None,
+            eps=model.rms_norm_eps if tiling.fuse_norm and role in ("qkv", "gate_up") else 0.0,
+            bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
+            residual=empty(tokens, rows) if role in ("o", "down") else None,
+            gated=role == "gate_up",
+        )
+
+
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_ops does."""
     from flashinfer_backend.ops.triton_linear import linear
@@ -179,7 +204,8 @@ def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., 
     formats = model.weight_formats() | {"head": {"dense"}}
     for role, (rows, inner) in (shapes | {"head": (model.vocab_rows, model.hidden_size)}).items():
         for format in sorted(formats[role] - {"dense"}):
-            _call_fp8_product(role, format, model, empty)
+            call = _call_int4_product if format.startswith("int4") else _call_fp8_product
+            call(role, format, model, empty)
         if "dense" not in formats[role]:
             continue
         weight = empty(rows, inner)

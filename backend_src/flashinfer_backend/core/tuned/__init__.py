@@ -206,6 +206,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
     activation nor residual behind them; None: never.
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
+    int4: as products, of weights of 4 bits; without, ops.tilings.untuned_int4 says how they are cut up.
     """
 
     device: str
@@ -219,12 +220,14 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_products: dict[Role, tuple[Product, ...]] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
+    int4: dict[Role, tuple[Product, ...]] = {}
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
         for role, tiles in self.fp8_blocks.items():
             _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
-        for name, by_role in (("products", self.products), ("fp8_products", self.fp8_products)):
+        by_name = {"products": self.products, "fp8_products": self.fp8_products, "int4": self.int4}
+        for name, by_role in by_name.items():
             for role, products in by_role.items():
                 shapes = [product.shape for product in products]
                 if len(set(shapes)) < len(shapes):
@@ -232,9 +235,11 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
 
     def steps(self, role: Role, shape: Shape, fp8: bool = False) -> tuple[Step, ...]:
         """The steps of a product with weight[N, K] = shape, of 16 bits or of e4m3."""
-        products = (self.fp8_products if fp8 else self.products).get(role, ())
-        by_shape = {product.shape: product.steps for product in products}
-        return by_shape.get(shape, by_shape.get(None, ()))
+        return _steps(self.fp8_products if fp8 else self.products, role, shape)
+
+    def int4_steps(self, role: Role, shape: Shape) -> tuple[Step, ...]:
+        """The same of 4 bits."""
+        return _steps(self.int4, role, shape)
 
     def tiling(self, role: Role, tokens: int, shape: Shape, fp8: bool = False) -> Tiling | None:
         """The tiling for weight[N, K] = shape, or None where cuBLAS is faster or the shape does not fit."""
@@ -266,6 +271,11 @@ def _upwards(name: str, key: str, limits: list[int | None]) -> None:
     if last is not None:
         raise ValueError(f"the last entry of {name} should have {key} null: it is for all more")
     _rising(f"{key} of {name}", [0 if limit is None else limit for limit in some])
+
+
+def _steps(products: dict[Role, tuple[Product, ...]], role: Role, shape: Shape) -> tuple[Step, ...]:
+    by_shape = {product.shape: product.steps for product in products.get(role, ())}
+    return by_shape.get(shape, by_shape.get(None, ()))
 
 
 def _rising(name: str, numbers: list[int]) -> None:

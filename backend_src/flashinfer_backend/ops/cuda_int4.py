@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with weights of 4 bits on Hopper, x in bfloat16 or float16.
+
+Few tokens take the Triton product, which reads 4 bits an element. For many the weight is written out in 16
+bits first, and cuBLAS or gated_linear multiplies: then reading weights no longer is what takes time. From how
+many tokens on, and which tiles, core/tuned says; where it has no numbers, tilings.untuned_int4 does.
+"""
+
+from __future__ import annotations
+
+import flashinfer
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashinfer_backend.ops import cublas, gated_linear, triton_int4
+from flashinfer_backend.ops.tilings import choose_int4
+from flashinfer_backend.ops.weight import Weight
+
+
+def product(
+    x: Tensor,
+    weight: Weight,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """x @ weight.T, with what is given: x RMS-normed by norm_weight[K]; bias[N] and residual[T, N] added;
+    gated: silu of the first half of the columns times the second, [T, N / 2]. x[T, K] is contiguous, T > 0. May
+    overwrite residual. See the format's product.
+    """
+    tiling = choose_int4(weight.role, x.shape[0], *weight.shape)
+    fused = norm_weight is not None and tiling is not None and tiling.fuse_norm and weight.order is None
+    if norm_weight is not None and not fused:
+        x = flashinfer.rmsnorm(x, norm_weight, eps, enable_pdl=True)
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if tiling is not None:
+        norm = (norm_weight, eps) if fused else (None, 0.0)
+        return triton_int4.linear(
+            x, weight.data, weight.scale, weight.zero, tiling, *norm, bias, residual, gated
+        )
+    matrix = triton_int4.dequantise(weight.data, weight.scale, weight.zero, x.dtype)
+    if gated and gated_linear.pays(x.shape[0]) and gated_linear.takes(matrix):
+        return gated_linear.gated_linear(x, matrix)
+    with cublas.library(matrix, x.shape[0]):
+        if gated:
+            return flashinfer.silu_and_mul(F.linear(x, matrix), enable_pdl=True)
+        return F.linear(x, matrix, bias) if residual is None else residual.addmm_(x, matrix.t())

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for weights of 4 bits: a product that makes numbers of them in registers, and a kernel that
+writes them out as a matrix of 16 bits.
+
+The product's frame is triton_linear's: split inner dimension, launches that overlap, what comes around the
+product fused. The weights are the left operand: its elements may be in registers, so that 4 bits become numbers
+on their way from shared memory to the tensor cores. q - MIDDLE is exact in 16 bits, a group's products with x
+are added up in float32, and the sum is multiplied by the scale. Zero points enter behind, as a multiple of x's
+sum: a tensor that is loaded beside the elements would keep Triton from holding them in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashinfer_backend.core.tuned import Tiling
+from flashinfer_backend.ops.int4 import BLOCK, MIDDLE
+from flashinfer_backend.ops.triton_linear import _prefetch_rows, workspace
+
+_MIDDLE = tl.constexpr(MIDDLE)
+
+
+@triton.constexpr_function
+def _asm(bfloat16: bool, nibble: int) -> str:
+    """Two words at a time: one nibble of each of $1, less MIDDLE, as 16-bit number."""
+    kind, base = (
+        ("bf16", 0x4300) if bfloat16 else ("f16", 0x6400)
+    )  # 128 or 1024: their lowest bits count ones
+    shift = f"shr.b32 t, $1, {4 * nibble};" if nibble else "mov.b32 t, $1;"
+    both, middle = base << 16 | base, (base + MIDDLE) << 16 | base + MIDDLE
+    merge = f"lop3.b32 t, t, 0x000F000F, {both:#x}, 0xEA;"  # (a & b) | c
+    return f"{{ .reg .b32 t, m; {shift} {merge} mov.b32 m, {middle:#x}; sub.{kind}x2 $0, t, m; }}"
+
+
+@triton.jit
+def _number(words, NIBBLE: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):
+    # words int16 [ROWS, W] -> q - MIDDLE of one nibble of each.
+    kind: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
+    if NATIVE:
+        number = tl.inline_asm_elementwise(
+            _asm(BFLOAT16, NIBBLE),
+            "=r,r",
+            [words],
+            dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        number = ((words >> (4 * NIBBLE) & 15) - _MIDDLE).to(tl.float32).to(kind)
+    return number
+
+
+@triton.jit
+def _load_group(scale, zero, group, n, inside, columns):
+    # Of rows n, in float32: scales, and MIDDLE less zero points times them.
+    place = group.to(tl.int64) * columns + n
+    factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+    shift = factor
+    if zero is not None:
+        shift = (_MIDDLE - tl.load(zero + place, mask=inside, other=0).to(tl.float32)) * factor
+    return factor, shift
+
+
+@triton.jit
+def _load_groups(scale, zero, column, n, inside, columns, GROUP: tl.constexpr):
+    # Those of the four quarters of a block that begins at `column`.
+    s0, z0 = _load_group(scale, zero, column // GROUP, n, inside, columns)
+    s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
+    if GROUP <= 64:
+        s2, z2 = _load_group(scale, zero, (column + 64) // GROUP, n, inside, columns)
+        s3, z3 = s2, z2
+    if GROUP <= 32:
+        s1, z1 = _load_group(scale, zero, (column + 32) // GROUP, n, inside, columns)
+        s3, z3 = _load_group(scale, zero, (column + 96) // GROUP, n, inside, columns)
+    return s0, s1, s2, s3, z0, z1, z2, z3
+
+
+@triton.jit
+def _dots(words, x0, x1, x2, x3, GROUP: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):
+    # Sums [ROWS, TOKENS] of q - MIDDLE times x over a block's quarters: each one's, or those of one group
+    # together in the first.
+    w0 = _number(words, 0, BFLOAT16, NATIVE)
+    w1 = _number(words, 1, BFLOAT16, NATIVE)
+    w2 = _number(words, 2, BFLOAT16, NATIVE)
+    w3 = _number(words, 3, BFLOAT16, NATIVE)
+    return _dots_of(w0, w1, w2, w3, x0, x1, x2, x3, GROUP)
+
+
+@triton.jit
+def _dots_of(w0, w1, w2, w3, x0, x1, x2, x3, GROUP: tl.constexpr):
+    if GROUP >= 128:
+        p0 = tl.dot(w0, x0.T)
+        p0 = tl.dot(w1, x1.T, p0)
+        p0 = tl.dot(w2, x2.T, p0)
+        p0 = tl.dot(w3, x3.T, p0)
+        p1, p2, p3 = p0, p0, p0
+    elif GROUP == 64:
+        p0 = tl.dot(w0, x0.T)
+        p0 = tl.dot(w1, x1.T, p0)
+        p2 = tl.dot(w2, x2.T)
+        p2 = tl.dot(w3, x3.T, p2)
+        p1, p3 = p0, p2
+    else:
+        p0 = tl.dot(w0, x0.T)
+        p1 = tl.dot(w1, x1.T)
+        p2 = tl.dot(w2, x2.T)
+        p3 = tl.dot(w3, x3.T)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _add_scaled(acc, sums, s0, s1, s2, s3, GROUP: tl.constexpr):
+    p0, p1, p2, p3 = sums
+    acc += p0 * s0[:, None]
+    if GROUP <= 32:
+        acc += p1 * s1[:, None]
+    if GROUP <= 64:
+        acc += p2 * s2[:, None]
+    if GROUP <= 32:
+        acc += p3 * s3[:, None]
+    return acc
+
+
+@triton.jit
+def _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, zero, GROUP: tl.constexpr,
+               BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    # acc[ROWS, TOKENS] plus a block's product.
+    s0, s1, s2, s3, z0, z1, z2, z3 = groups
+    acc = _add_scaled(acc, _dots(words, x0, x1, x2, x3, GROUP, BFLOAT16, NATIVE), s0, s1, s2, s3, GROUP)
+    if zero is not None:
+        acc = _add_scaled(acc, x_sums, z0, z1, z2, z3, GROUP)
+    return acc
+
+
+@triton.jit
+def _x_quarter(x, norm_weight, t, inside, column, square, K: tl.constexpr):
+    # x[TOKENS, 32] from `column` on, with the norm's weight and sums of squares where there is a norm.
+    k = column + tl.arange(0, 32)
+    if norm_weight is None:
+        quarter = tl.load(x + t[:, None] * K + k[None, :], mask=inside, other=0.0)
+    else:
+        wide = tl.load(x + t[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(norm_weight + k).to(tl.float32)
+        quarter = (wide * weight[None, :]).to(x.dtype.element_ty)
+        square += wide * wide
+    return quarter, square
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear4(
+    x,
+    weight,
+    scale,
+    zero,
+    norm_weight,
+    bias,
+    residual,
+    out,
+    partial,
+    counters,
+    tokens,
+    rows,
+    eps,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # As triton_linear._linear with the weights as left operand; see there.
+    BLOCK: tl.constexpr = 128
+    token_blocks = tl.cdiv(tokens, TOKENS)
+    row = tl.program_id(0) // token_blocks * ROWS
+    token = tl.program_id(0) % token_blocks * TOKENS
+    split = tl.program_id(1)
+    SHARE: tl.constexpr = K // SPLIT
+    first = split * SHARE
+    if PREFETCH > 0:
+        ROW_BYTES: tl.constexpr = PREFETCH // ROWS if PREFETCH // ROWS < SHARE // 2 else SHARE // 2
+        _prefetch_rows(weight, row, first // 4, K // 4, ROWS, ROW_BYTES, THREADS)
+        if GATED:
+            _prefetch_rows(weight, rows + row, first // 4, K // 4, ROWS, ROW_BYTES, THREADS)
+    t = token + tl.arange(0, TOKENS)
+    n = row + tl.arange(0, ROWS)
+    everywhere = n >= 0
+    columns = 2 * rows if GATED else rows
+    inside = (t < tokens)[:, None]
+    # A block ahead: these loads are not part of the loop's pipeline.
+    groups = _load_groups(scale, zero, first, n, everywhere, columns, GROUP)
+    up_groups = groups
+    if GATED:
+        up_groups = _load_groups(scale, zero, first, rows + n, everywhere, columns, GROUP)
+    if NATIVE:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+    word_cells = weight + n[:, None] * (K // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    up = tl.zeros([ROWS, TOKENS], tl.float32)
+    square = tl.zeros([TOKENS, 32], tl.float32)
+    ones = tl.full([ROWS, BLOCK // 4], 1.0, x.dtype.element_ty)
+    for i in tl.range(0, SHARE // BLOCK, num_stages=STAGES):
+        column = first + i * BLOCK
+        x0, square = _x_quarter(x, norm_weight, t, inside, column, square, K)
+        x1, square = _x_quarter(x, norm_weight, t, inside, column + 32, square, K)
+        x2, square = _x_quarter(x, norm_weight, t, inside, column + 64, square, K)
+        x3, square = _x_quarter(x, norm_weight, t, inside, column + 96, square, K)
+        ahead = tl.minimum(column + BLOCK, first + SHARE - BLOCK)
+        words = tl.load(word_cells + column // 4)
+        next_groups = groups
+        if GROUP < K:
+            next_groups = _load_groups(scale, zero, ahead, n, everywhere, columns, GROUP)
+        # Sums of x, for zero points: the tensor cores have time, and give every row of acc its own copy.
+        x_sums = acc
+        if zero is not None:
+            x_sums = _dots_of(ones, ones, ones, ones, x0, x1, x2, x3, GROUP)
+        acc = _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, zero, GROUP, BFLOAT16, NATIVE)
+        groups = next_groups
+        if GATED:
+            words = tl.load(word_cells + rows * (K // 4) + column // 4)
+            next_groups = up_groups
+            if GROUP < K:
+                next_groups = _load_groups(scale, zero, ahead, rows + n, everywhere, columns, GROUP)
+            up = _add_block(up, words, up_groups, x_sums, x0, x1, x2, x3, zero, GROUP, BFLOAT16, NATIVE)
+            up_groups = next_groups
+    if NATIVE and not EARLY:
+        gdc_launch_dependents()
+    acc = acc.T
+    up = up.T
+    cells = t[:, None].to(tl.int64) * rows + n[None, :]
+    last = True
+    if SPLIT > 1:
+        # The program that arrives last adds the parts in index order: the sum never depends on timing.
+        plane = tokens.to(tl.int64) * rows
+        tl.store(partial + split * plane + cells, acc, mask=inside)
+        tl.debug_barrier()
+        last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.store(counters + tl.program_id(0), 0)
+            acc = tl.zeros([TOKENS, ROWS], tl.float32)
+            for part in tl.static_range(SPLIT):
+                acc += tl.load(partial + part * plane + cells, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
+        if norm_weight is not None:
+            factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+            acc = acc * factor
+            up = up * factor
+        if GATED:
+            acc = acc * tl.sigmoid(acc) * up
+        if residual is not None:
+            acc += tl.load(residual + cells, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            acc += tl.load(bias + n).to(tl.float32)[None, :]
+        tl.store(out + cells, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    tiling: Tiling,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    native: bool = True,
+) -> Tensor:
+    """x[T, K] times a weight [N, K] of 4 bits transposed, with what is given applied -> [T, N], in `out` when
+    given.
+
+    weight int16 [N, K / 4], scale [groups, N] in any floating type and zero uint8 [groups, N] as ops.int4 has
+    them; K a multiple of 128. The rest is as in triton_linear.linear: norm_weight and gated not with split > 1.
+    tiling.fits says which weights it can take; its inner should be 128, its swap and fuse_norm mean nothing.
+    native: with instructions of the GPU, which Triton's interpreter does not know.
+    """
+    tokens, inner = x.shape
+    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    if out is None:
+        out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    space = workspace(x.device) if tiling.split > 1 else None
+    _linear4[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
+        x,
+        weight,
+        scale,
+        zero,
+        norm_weight,
+        bias,
+        residual,
+        out,
+        space.partial if space else None,
+        space.counters if space else None,
+        tokens,
+        rows,
+        eps,
+        K=inner,
+        GROUP=inner // scale.shape[0],
+        TOKENS=tiling.tokens,
+        ROWS=tiling.rows,
+        SPLIT=tiling.split,
+        GATED=gated,
+        BFLOAT16=x.dtype == torch.bfloat16,
+        PREFETCH=tiling.prefetch if native else 0,
+        EARLY=tiling.early,
+        STAGES=tiling.stages,
+        THREADS=32 * tiling.warps,
+        NATIVE=native,
+        num_warps=tiling.warps,
+        launch_pdl=native,
+    )
+    return out
+
+
+@triton.jit
+def _store_quarter(cells, words, scale, shift, mask, NIBBLE: tl.constexpr,
+                   BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    number = _number(words, NIBBLE, BFLOAT16, NATIVE).to(tl.float32) * scale[:, None] + shift[:, None]
+    tl.store(cells, number.to(cells.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantise(
+    weight, scale, zero, out, rows, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BFLOAT16: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    # A program takes a block of 128 columns of some rows.
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * 128
+    inside = n < rows
+    k = tl.arange(0, 32)
+    place = n[:, None].to(tl.int64) * K + column
+    words = tl.load(weight + place // 4 + k[None, :], mask=inside[:, None], other=0)
+    s0, s1, s2, s3, z0, z1, z2, z3 = _load_groups(scale, zero, column, n, inside, rows, GROUP)
+    if zero is None:
+        z0, z1, z2, z3 = 0.0 * s0, 0.0 * s1, 0.0 * s2, 0.0 * s3
+    mask = inside[:, None]
+    cells = out + place + k[None, :]
+    _store_quarter(cells, words, s0, z0, mask, 0, BFLOAT16, NATIVE)
+    _store_quarter(cells + 32, words, s1, z1, mask, 1, BFLOAT16, NATIVE)
+    _store_quarter(cells + 64, words, s2, z2, mask, 2, BFLOAT16, NATIVE)
+    _store_quarter(cells + 96, words, s3, z3, mask, 3, BFLOAT16, NATIVE)
+
+
+def dequantise(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, native: bool = True
+) -> Tensor:
+    """ops.int4.dequantise, rounded to bfloat16 or float16: [N, K]. K a multiple of 128."""
+    rows, inner = weight.shape[0], weight.shape[1] * 4
+    out = torch.empty(rows, inner, dtype=dtype, device=weight.device)
+    tile = 64
+    _dequantise[(triton.cdiv(rows, tile), inner // BLOCK)](
+        weight,
+        scale,
+        zero,
+        out,
+        rows,
+        K=inner,
+        GROUP=inner // scale.shape[0],
+        ROWS=tile,
+        BFLOAT16=dtype == torch.bfloat16,
+        NATIVE=native,
+        num_warps=4,
+    )
+    return out
