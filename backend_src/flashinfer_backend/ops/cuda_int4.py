@@ -26,9 +26,9 @@ def product(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """x @ weight.T, with what is given: x RMS-normed by norm_weight[K]; bias[N] and residual[T, N] added;
-    gated: silu of the first half of the columns times the second, [T, N / 2]. x[T, K] is contiguous, T > 0. May
-    overwrite residual. See the format's product.
+    """x @ weight.T, with what is given: x RMS-normed by norm_weight[K]; bias[N], residual[T, N] added;
+    gated: silu of the first half of the columns times the second, [T, N / 2]. x[T, K] is contiguous, T > 0.
+    May overwrite residual. See the format's product.
     """
     tiling = choose_int4(weight.role, x.shape[0], *weight.shape)
     fused = norm_weight is not None and tiling is not None and tiling.fuse_norm and weight.order is None

@@ -63,7 +63,10 @@ def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | No
     for size in (128, 64) if tile > 16 else (64,):
         split = 1
         programs = rows // (2 * size if gated else size) * -(-tokens // tile)
-        while not gated and programs * split < 2 * device.sms() and inner >= 2 * split * 4 * BLOCK:
+        blocks = inner // BLOCK
+        while not gated and programs * split < 2 * device.sms():
+            if blocks % (2 * split) or blocks < 8 * split:
+                break
             split *= 2
         tiling = Tiling(
             tokens=tile, rows=size, inner=BLOCK, split=split, stages=5 if tile < 64 else 4,

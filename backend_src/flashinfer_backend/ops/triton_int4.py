@@ -3,10 +3,10 @@
 writes them out as a matrix of 16 bits.
 
 The product's frame is triton_linear's: split inner dimension, launches that overlap, what comes around the
-product fused. The weights are the left operand: its elements may be in registers, so that 4 bits become numbers
+product fused. The weights are the left operand: its elements may be in registers, so 4 bits become numbers
 on their way from shared memory to the tensor cores. q - MIDDLE is exact in 16 bits, a group's products with x
-are added up in float32, and the sum is multiplied by the scale. Zero points enter behind, as a multiple of x's
-sum: a tensor that is loaded beside the elements would keep Triton from holding them in registers.
+are added up in float32, and the sum is multiplied by the scale. Zero points enter behind, as a multiple of
+x's sum: a tensor that is loaded beside the elements would keep Triton from holding them in registers.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def _number(words, NIBBLE: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.cons
 
 @triton.jit
 def _load_group(scale, zero, group, n, inside, columns):
-    # Of rows n, in float32: scales, and MIDDLE less zero points times them.
+    # Of rows n, in float32: scales, and MIDDLE less zero points.
     place = group.to(tl.int64) * columns + n
     factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
     shift = factor
     if zero is not None:
-        shift = (_MIDDLE - tl.load(zero + place, mask=inside, other=0).to(tl.float32)) * factor
+        shift = _MIDDLE - tl.load(zero + place, mask=inside, other=0).to(tl.float32)
     return factor, shift
 
 
@@ -132,7 +132,7 @@ def _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, zero, GROUP: tl.const
     s0, s1, s2, s3, z0, z1, z2, z3 = groups
     acc = _add_scaled(acc, _dots(words, x0, x1, x2, x3, GROUP, BFLOAT16, NATIVE), s0, s1, s2, s3, GROUP)
     if zero is not None:
-        acc = _add_scaled(acc, x_sums, z0, z1, z2, z3, GROUP)
+        acc = _add_scaled(acc, x_sums, s0 * z0, s1 * z1, s2 * z2, s3 * z3, GROUP)
     return acc
 
 
@@ -283,7 +283,7 @@ def linear(
     given.
 
     weight int16 [N, K / 4], scale [groups, N] in any floating type and zero uint8 [groups, N] as ops.int4 has
-    them; K a multiple of 128. The rest is as in triton_linear.linear: norm_weight and gated not with split > 1.
+    them; K a multiple of 128. The rest is as in triton_linear.linear: no norm_weight or gated with split > 1.
     tiling.fits says which weights it can take; its inner should be 128, its swap and fuse_norm mean nothing.
     native: with instructions of the GPU, which Triton's interpreter does not know.
     """
@@ -327,7 +327,7 @@ def linear(
 @triton.jit
 def _store_quarter(cells, words, scale, shift, mask, NIBBLE: tl.constexpr,
                    BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    number = _number(words, NIBBLE, BFLOAT16, NATIVE).to(tl.float32) * scale[:, None] + shift[:, None]
+    number = (_number(words, NIBBLE, BFLOAT16, NATIVE).to(tl.float32) + shift[:, None]) * scale[:, None]
     tl.store(cells, number.to(cells.dtype.element_ty), mask=mask)
 
 

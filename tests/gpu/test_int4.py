@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with weights of 4 bits on a GPU against the format's own in plain torch, and an engine with them.
+
+perf_configs/kernels/bench_int4.py measures them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compilations import watch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.tuned import Tiling
+from flashinfer_backend.ops import int4, torch_ops
+from flashinfer_backend.ops.weight import Weight
+from int4_checkpoints import make_int4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOKENS = [1, 7, 16, 33, 64, 128, 300]
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
+FORMATS = [
+    "int4_awq_128",
+    "int4_packed_128",
+    "int4_awq_64",
+    "int4_awq_32",
+    "int4_packed_row",
+    "int4_gptq_row",
+]
+# Heads and widths that FlashInfer has and that are whole blocks.
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+SETTINGS = {"device": "cuda", "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
+BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # x is exact: only the result is rounded
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def make_weight(
+    role: str, format: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> Weight:
+    weight = Weight.empty(role, shape, format, dtype, torch.device("cuda"))  # type: ignore[arg-type]
+    weight.format.fill(weight, randn(*shape, scale=shape[1] ** -0.5))
+    return weight
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Relative error of each row, so that one wrong row cannot hide."""
+    actual, expected = actual.float(), expected.float()
+    assert actual.shape == expected.shape
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_are_written_out_bit_for_bit(format, dtype):
+    from flashinfer_backend.ops import triton_int4
+
+    weight = make_weight("down", format, (1000, 1024), dtype)
+    stored = weight.data, weight.scale, weight.zero
+    expected = int4.dequantise(*stored).to(dtype)
+    assert torch.equal(triton_int4.dequantise(*stored, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("role", SHAPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_are_those_of_the_format(format, role, tokens, dtype):
+    """300 tokens take the weight written out, which rounds it to 16 bits."""
+    from flashinfer_backend.ops import cuda_int4
+
+    if dtype == torch.float16 and format != "int4_awq_128":
+        pytest.skip("one format shows it")
+    weight = make_weight(role, format, SHAPES[role], dtype)
+    x = randn(tokens, SHAPES[role][1], scale=2.0, dtype=dtype)
+    bias = randn(SHAPES[role][0], dtype=dtype) if role == "qkv" else None
+    residual = randn(tokens, SHAPES[role][0], dtype=dtype) if role in ("o", "down") else None
+    expected = weight.format.product(x.float(), weight, bias)
+    if role == "gate_up":
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    elif residual is not None:
+        expected = expected + residual.float()
+    found = cuda_int4.product(x, weight, None, 0.0, bias, residual, gated=role == "gate_up")
+    assert_close(found, expected, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("rows", "warps", "split"), [(64, 4, 1), (64, 4, 4), (128, 4, 2), (128, 8, 8)])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_every_kind_of_tile(tile, rows, warps, split, early):
+    from flashinfer_backend.ops import triton_int4
+
+    weight = make_weight("o", "int4_awq_128", (1024, 4096))
+    x, residual = randn(tile + 5, 4096), randn(tile + 5, 1024)
+    tiling = Tiling(
+        tokens=tile, rows=rows, inner=128, split=split, stages=3, warps=warps, early=early, fuse_norm=False
+    )
+    found = triton_int4.linear(x, weight.data, weight.scale, weight.zero, tiling, residual=residual)
+    assert_close(found, weight.format.product(x.float(), weight) + residual.float(), BOUNDS[x.dtype])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_fused_norm(tokens, gated):
+    from flashinfer_backend.ops import triton_int4
+
+    weight = make_weight("gate_up", "int4_awq_128", (2048, 4096))
+    x, norm = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1
+    tiling = Tiling(tokens=16, rows=64, inner=128, stages=4)
+    found = triton_int4.linear(
+        x, weight.data, weight.scale, weight.zero, tiling, norm, 1e-5, gated=gated
+    )  # fmt: skip
+    expected = weight.format.product(torch_ops.rms_norm(x.float(), norm.float(), 1e-5), weight)
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert_close(found, expected, 2e-2)  # x times the norm's weight is rounded to bfloat16
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_operations_of_a_layer(tokens, ordered):
+    """The norm's bfloat16 may differ in its last bit. ordered: as with GPTQ's desc_act."""
+    from flashinfer_backend.ops import cuda_ops
+
+    x, norm, residual = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1, randn(tokens, 4096)
+    qkv, gate_up, down = (
+        make_weight(role, "int4_gptq_128", SHAPES[role]) for role in ("qkv", "gate_up", "down")
+    )
+    if ordered:
+        for weight in (qkv, gate_up, down):
+            weight.order = torch.randperm(weight.shape[1], device="cuda")
+    for ours, theirs in (
+        (cuda_ops.norm_linear(x, norm, 1e-5, qkv, None), torch_ops.norm_linear(x, norm, 1e-5, qkv, None)),
+        (
+            cuda_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
+            torch_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
+        ),
+    ):
+        assert_close(ours, theirs, 2e-2)
+    gated = randn(tokens, 14336)
+    expected = torch_ops.linear_add(gated, down, residual)
+    assert_close(cuda_ops.linear_add(gated, down, residual.clone()), expected, 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_products_in_a_graph(tokens):
+    """Captured and replayed with other values, bit for bit what is launched one by one."""
+    from flashinfer_backend.ops import cuda_int4
+
+    weight, norm = make_weight("qkv", "int4_awq_128", SHAPES["qkv"]), randn(4096) * 0.1 + 1
+    x = randn(tokens, 4096)
+    cuda_int4.product(x, weight, norm, 1e-5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda_int4.product(x, weight, norm, 1e-5)
+    for _ in range(3):
+        x.copy_(randn(tokens, 4096))
+        graph.replay()
+        assert torch.equal(out, cuda_int4.product(x, weight, norm, 1e-5))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("awq", "llama"), ("awq", "qwen2"), ("gptq-ordered", "llama"), ("gptq-v2", "llama"),
+     ("packed", "qwen3"), ("packed-zeros", "llama"), ("packed-rows", "mistral")],
+)  # fmt: skip
+def test_engine(layout, kind, tmp_path):
+    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
+    those of the same engine in plain torch."""
+    checkpoint = make_int4(layout, kind, tmp_path / "model", **SIZES)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+    def shortfalls(backend: str) -> torch.Tensor:
+        """Of each token's logit, below the best one's by the format's float64 model."""
+        with watch() as found:
+            core = start_core(checkpoint.folder, **SETTINGS, attention_backend=backend)
+            found.clear()
+            with serve(core, tmp_path / backend) as client:
+                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
+        short = []
+        for prompt, tokens in zip(prompts, produced, strict=True):
+            logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
+            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
+        return torch.cat(short)
+
+    ours, plain = shortfalls("auto"), shortfalls("torch")
+    for name, short in (("kernels", ours), ("torch", plain)):
+        best = (short == 0).double().mean()
+        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
+    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.05
+    assert ours.mean() < 1.5 * plain.mean() + 0.01
