@@ -46,6 +46,8 @@ def candidates(role: Role, tokens: int, shape: Shape) -> list[Tiling]:
     for rows, warps in ((64, 4), (128, 4), (128, 8)):
         programs = shape[0] // rows // (2 if gated else 1) * -(-tokens // tile)
         for split, stages, early in itertools.product((1, 2, 4, 8, 16), (4, 6), (True, False)):
+            if warps == 4 < rows // 16 and tile == 64:
+                continue  # too few registers
             if (split > 1 and gated) or (not early and stages == 6) or not 64 <= programs * split <= 1600:
                 continue
             for fuse_norm in (False, True) if split == 1 and not adds and tokens <= 16 else (False,):
@@ -149,8 +151,13 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="role=NxK of the weights, separated by commas")
     parser.add_argument("--group", default="128", choices=["32", "64", "128", "row"])
     parser.add_argument("--symmetric", action="store_true", help="without zero points")
+    parser.add_argument(
+        "--subtract-from", type=int, default=triton_int4.SUBTRACT_FROM,
+        help="tokens of a tile from which on zero points are subtracted from the elements",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} tokens")
     options = parser.parse_args()
+    triton_int4.SUBTRACT_FROM = options.subtract_from
     sizes = QUICK if options.quick else TOKENS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     shapes: dict[Role, Shape] = {}

@@ -17,7 +17,8 @@ import torch
 from flashinfer_backend.ops import int4
 from flashinfer_backend.ops.tilings import MANY_TOKENS, untuned_int4
 
-# group, symmetric, tokens, gated, split, norm, beside: bias, residual or neither
+# group, symmetric, tokens, gated, split, norm, beside: bias, residual or neither. Tiles of 40 tokens subtract
+# zero points from elements.
 CASES = [
     (128, True, 5, False, 1, False, "bias"),
     (64, False, 20, True, 1, False, ""),
@@ -25,6 +26,8 @@ CASES = [
     (512, False, 16, False, 4, False, ""),
     (128, False, 7, True, 1, True, ""),
     (512, True, 3, False, 1, True, "bias"),
+    (128, False, 40, False, 1, False, ""),
+    (32, False, 40, True, 1, False, ""),
 ]
 ROWS, INNER = 128, 512
 
@@ -42,7 +45,7 @@ def run_case(group, symmetric, tokens, gated, split, norm, beside) -> None:
     rows = ROWS // 2 if gated else ROWS
     bias = torch.randn(rows).half() if beside == "bias" else None
     residual = torch.randn(tokens, rows).half() if beside == "residual" else None
-    tiling = Tiling(tokens=16, rows=64, inner=128, split=split, stages=2)
+    tiling = Tiling(tokens=64 if tokens == 40 else 16, rows=64, inner=128, split=split, stages=2)
     matrix = int4.dequantise(packed, scale, zeros)
     wide = x.float()
     if norm_weight is not None:

@@ -56,7 +56,8 @@ def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None
 
 
 def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | None:
-    """A tiling that gives each SM two programs where it can. Not measured."""
+    """A tiling that gives each SM two programs where it can; with more tokens, whose partial sums are large,
+    one. Not measured."""
     if tokens > MANY_TOKENS:
         return None
     tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
@@ -64,7 +65,7 @@ def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | No
         split = 1
         programs = rows // (2 * size if gated else size) * -(-tokens // tile)
         blocks = inner // BLOCK
-        while not gated and programs * split < 2 * device.sms():
+        while not gated and programs * split < device.sms() * (2 if tile == 16 else 1):
             if blocks % (2 * split) or blocks < 8 * split:
                 break
             split *= 2

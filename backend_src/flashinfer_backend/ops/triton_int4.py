@@ -6,7 +6,7 @@ The product's frame is triton_linear's: split inner dimension, launches that ove
 product fused. The weights are the left operand: its elements may be in registers, so 4 bits become numbers
 on their way from shared memory to the tensor cores. q - MIDDLE is exact in 16 bits, a group's products with x
 are added up in float32, and the sum is multiplied by the scale. Zero points enter behind, as a multiple of
-x's sum: a tensor that is loaded beside the elements would keep Triton from holding them in registers.
+x's sum: a tensor that is loaded beside the elements keeps Triton from holding them in registers.
 """
 
 from __future__ import annotations
@@ -22,76 +22,104 @@ from flashinfer_backend.ops.int4 import BLOCK, MIDDLE
 from flashinfer_backend.ops.triton_linear import _prefetch_rows, workspace
 
 _MIDDLE = tl.constexpr(MIDDLE)
+# Tokens of a tile from which on zero points are subtracted from the elements: these then pass through shared
+# memory once more, but the tensor cores have no time left for sums of x.
+SUBTRACT_FROM = 64
 
 
 @triton.constexpr_function
-def _asm(bfloat16: bool, nibble: int) -> str:
-    """Two words at a time: one nibble of each of $1, less MIDDLE, as 16-bit number."""
-    kind, base = (
-        ("bf16", 0x4300) if bfloat16 else ("f16", 0x6400)
-    )  # 128 or 1024: their lowest bits count ones
+def _base(bfloat16: bool) -> int:
+    """The bits of a number whose lowest bits of mantissa count ones: of 128, or of 1024."""
+    return 0x4300 if bfloat16 else 0x6400
+
+
+@triton.constexpr_function
+def _asm(bfloat16: bool, nibble: int, subtract: bool) -> str:
+    """Two words at a time: one nibble of each of $1 as 16-bit number, less $2, or less MIDDLE."""
+    kind, base = ("bf16", 0x4300) if bfloat16 else ("f16", 0x6400)  # _base
     shift = f"shr.b32 t, $1, {4 * nibble};" if nibble else "mov.b32 t, $1;"
     both, middle = base << 16 | base, (base + MIDDLE) << 16 | base + MIDDLE
     merge = f"lop3.b32 t, t, 0x000F000F, {both:#x}, 0xEA;"  # (a & b) | c
-    return f"{{ .reg .b32 t, m; {shift} {merge} mov.b32 m, {middle:#x}; sub.{kind}x2 $0, t, m; }}"
+    less = "$2" if subtract else f"{middle:#x}"
+    return f"{{ .reg .b32 t, m; {shift} {merge} mov.b32 m, {less}; sub.{kind}x2 $0, t, m; }}"
 
 
 @triton.jit
-def _number(words, NIBBLE: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):
-    # words int16 [ROWS, W] -> q - MIDDLE of one nibble of each.
-    kind: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
+def _number(words, zero, NIBBLE: tl.constexpr, BFLOAT16: tl.constexpr, SUBTRACT: tl.constexpr,
+            NATIVE: tl.constexpr):  # fmt: skip
+    # words int16 [ROWS, W] -> one nibble of each, less the zero points' bits in zero[ROWS], or less MIDDLE.
     if NATIVE:
-        number = tl.inline_asm_elementwise(
-            _asm(BFLOAT16, NIBBLE),
-            "=r,r",
-            [words],
-            dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+        if SUBTRACT:
+            number = tl.inline_asm_elementwise(
+                _asm(BFLOAT16, NIBBLE, True),
+                "=r,r,r",
+                [words, tl.broadcast_to(zero[:, None], words.shape)],
+                dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            number = tl.inline_asm_elementwise(
+                _asm(BFLOAT16, NIBBLE, False),
+                "=r,r",
+                [words],
+                dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
+                is_pure=True,
+                pack=2,
+            )
     else:
-        number = ((words >> (4 * NIBBLE) & 15) - _MIDDLE).to(tl.float32).to(kind)
+        kind: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
+        number = words >> (4 * NIBBLE) & 15
+        number -= zero[:, None] - _base(BFLOAT16) if SUBTRACT else _MIDDLE
+        number = number.to(tl.float32).to(kind)
     return number
 
 
 @triton.jit
-def _load_group(scale, zero, group, n, inside, columns):
-    # Of rows n, in float32: scales, and MIDDLE less zero points.
+def _load_group(scale, zero, group, n, inside, columns, BFLOAT16: tl.constexpr, SUBTRACT: tl.constexpr):
+    # Of rows n: scales in float32, and MIDDLE less zero points, or the bits that _number subtracts.
     place = group.to(tl.int64) * columns + n
     factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
     shift = factor
     if zero is not None:
-        shift = _MIDDLE - tl.load(zero + place, mask=inside, other=0).to(tl.float32)
+        points = tl.load(zero + place, mask=inside, other=0)
+        if SUBTRACT:
+            shift = points.to(tl.int16) + _base(BFLOAT16)
+        else:
+            shift = _MIDDLE - points.to(tl.float32)
     return factor, shift
 
 
 @triton.jit
-def _load_groups(scale, zero, column, n, inside, columns, GROUP: tl.constexpr):
+def _load_groups(scale, zero, column, n, inside, columns, GROUP: tl.constexpr, BFLOAT16: tl.constexpr,
+                 SUBTRACT: tl.constexpr):  # fmt: skip
     # Those of the four quarters of a block that begins at `column`.
-    s0, z0 = _load_group(scale, zero, column // GROUP, n, inside, columns)
+    s0, z0 = _load_group(scale, zero, column // GROUP, n, inside, columns, BFLOAT16, SUBTRACT)
     s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
     if GROUP <= 64:
-        s2, z2 = _load_group(scale, zero, (column + 64) // GROUP, n, inside, columns)
+        s2, z2 = _load_group(scale, zero, (column + 64) // GROUP, n, inside, columns, BFLOAT16, SUBTRACT)
         s3, z3 = s2, z2
     if GROUP <= 32:
-        s1, z1 = _load_group(scale, zero, (column + 32) // GROUP, n, inside, columns)
-        s3, z3 = _load_group(scale, zero, (column + 96) // GROUP, n, inside, columns)
+        s1, z1 = _load_group(scale, zero, (column + 32) // GROUP, n, inside, columns, BFLOAT16, SUBTRACT)
+        s3, z3 = _load_group(scale, zero, (column + 96) // GROUP, n, inside, columns, BFLOAT16, SUBTRACT)
     return s0, s1, s2, s3, z0, z1, z2, z3
 
 
 @triton.jit
-def _dots(words, x0, x1, x2, x3, GROUP: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):
-    # Sums [ROWS, TOKENS] of q - MIDDLE times x over a block's quarters: each one's, or those of one group
-    # together in the first.
-    w0 = _number(words, 0, BFLOAT16, NATIVE)
-    w1 = _number(words, 1, BFLOAT16, NATIVE)
-    w2 = _number(words, 2, BFLOAT16, NATIVE)
-    w3 = _number(words, 3, BFLOAT16, NATIVE)
+def _dots(words, groups, x0, x1, x2, x3, GROUP: tl.constexpr, BFLOAT16: tl.constexpr,
+          SUBTRACT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    # Sums [ROWS, TOKENS] of numbers times x over a block's quarters, as _dots_of has them.
+    _s0, _s1, _s2, _s3, z0, z1, z2, z3 = groups
+    w0 = _number(words, z0, 0, BFLOAT16, SUBTRACT, NATIVE)
+    w1 = _number(words, z1, 1, BFLOAT16, SUBTRACT, NATIVE)
+    w2 = _number(words, z2, 2, BFLOAT16, SUBTRACT, NATIVE)
+    w3 = _number(words, z3, 3, BFLOAT16, SUBTRACT, NATIVE)
     return _dots_of(w0, w1, w2, w3, x0, x1, x2, x3, GROUP)
 
 
 @triton.jit
 def _dots_of(w0, w1, w2, w3, x0, x1, x2, x3, GROUP: tl.constexpr):
+    # Each quarter's product, or those of one group together.
     if GROUP >= 128:
         p0 = tl.dot(w0, x0.T)
         p0 = tl.dot(w1, x1.T, p0)
@@ -126,12 +154,13 @@ def _add_scaled(acc, sums, s0, s1, s2, s3, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, zero, GROUP: tl.constexpr,
-               BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, SUMS: tl.constexpr, GROUP: tl.constexpr,
+               BFLOAT16: tl.constexpr, SUBTRACT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     # acc[ROWS, TOKENS] plus a block's product.
     s0, s1, s2, s3, z0, z1, z2, z3 = groups
-    acc = _add_scaled(acc, _dots(words, x0, x1, x2, x3, GROUP, BFLOAT16, NATIVE), s0, s1, s2, s3, GROUP)
-    if zero is not None:
+    sums = _dots(words, groups, x0, x1, x2, x3, GROUP, BFLOAT16, SUBTRACT, NATIVE)
+    acc = _add_scaled(acc, sums, s0, s1, s2, s3, GROUP)
+    if SUMS:
         acc = _add_scaled(acc, x_sums, s0 * z0, s1 * z1, s2 * z2, s3 * z3, GROUP)
     return acc
 
@@ -176,10 +205,12 @@ def _linear4(
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     THREADS: tl.constexpr,
+    SUBTRACT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     # As triton_linear._linear with the weights as left operand; see there.
     BLOCK: tl.constexpr = 128
+    SUMS: tl.constexpr = zero is not None and not SUBTRACT
     token_blocks = tl.cdiv(tokens, TOKENS)
     row = tl.program_id(0) // token_blocks * ROWS
     token = tl.program_id(0) % token_blocks * TOKENS
@@ -197,10 +228,10 @@ def _linear4(
     columns = 2 * rows if GATED else rows
     inside = (t < tokens)[:, None]
     # A block ahead: these loads are not part of the loop's pipeline.
-    groups = _load_groups(scale, zero, first, n, everywhere, columns, GROUP)
+    groups = _load_groups(scale, zero, first, n, everywhere, columns, GROUP, BFLOAT16, SUBTRACT)
     up_groups = groups
     if GATED:
-        up_groups = _load_groups(scale, zero, first, rows + n, everywhere, columns, GROUP)
+        up_groups = _load_groups(scale, zero, first, rows + n, everywhere, columns, GROUP, BFLOAT16, SUBTRACT)
     if NATIVE:
         if EARLY:
             gdc_launch_dependents()
@@ -220,19 +251,23 @@ def _linear4(
         words = tl.load(word_cells + column // 4)
         next_groups = groups
         if GROUP < K:
-            next_groups = _load_groups(scale, zero, ahead, n, everywhere, columns, GROUP)
-        # Sums of x, for zero points: the tensor cores have time, and give every row of acc its own copy.
+            next_groups = _load_groups(scale, zero, ahead, n, everywhere, columns, GROUP, BFLOAT16, SUBTRACT)
+        # Sums of x, for zero points: the tensor cores have time, and each row of acc gets its copy.
         x_sums = acc
-        if zero is not None:
+        if SUMS:
             x_sums = _dots_of(ones, ones, ones, ones, x0, x1, x2, x3, GROUP)
-        acc = _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, zero, GROUP, BFLOAT16, NATIVE)
+        acc = _add_block(acc, words, groups, x_sums, x0, x1, x2, x3, SUMS, GROUP, BFLOAT16, SUBTRACT, NATIVE)
         groups = next_groups
         if GATED:
             words = tl.load(word_cells + rows * (K // 4) + column // 4)
             next_groups = up_groups
             if GROUP < K:
-                next_groups = _load_groups(scale, zero, ahead, rows + n, everywhere, columns, GROUP)
-            up = _add_block(up, words, up_groups, x_sums, x0, x1, x2, x3, zero, GROUP, BFLOAT16, NATIVE)
+                next_groups = _load_groups(
+                    scale, zero, ahead, rows + n, everywhere, columns, GROUP, BFLOAT16, SUBTRACT
+                )
+            up = _add_block(
+                up, words, up_groups, x_sums, x0, x1, x2, x3, SUMS, GROUP, BFLOAT16, SUBTRACT, NATIVE
+            )
             up_groups = next_groups
     if NATIVE and not EARLY:
         gdc_launch_dependents()
@@ -317,6 +352,7 @@ def linear(
         EARLY=tiling.early,
         STAGES=tiling.stages,
         THREADS=32 * tiling.warps,
+        SUBTRACT=zero is not None and tiling.tokens >= SUBTRACT_FROM,
         NATIVE=native,
         num_warps=tiling.warps,
         launch_pdl=native,
@@ -327,7 +363,8 @@ def linear(
 @triton.jit
 def _store_quarter(cells, words, scale, shift, mask, NIBBLE: tl.constexpr,
                    BFLOAT16: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    number = (_number(words, NIBBLE, BFLOAT16, NATIVE).to(tl.float32) + shift[:, None]) * scale[:, None]
+    number = _number(words, shift, NIBBLE, BFLOAT16, False, NATIVE).to(tl.float32)
+    number = (number + shift[:, None]) * scale[:, None]
     tl.store(cells, number.to(cells.dtype.element_ty), mask=mask)
 
 
@@ -343,7 +380,9 @@ def _dequantise(
     k = tl.arange(0, 32)
     place = n[:, None].to(tl.int64) * K + column
     words = tl.load(weight + place // 4 + k[None, :], mask=inside[:, None], other=0)
-    s0, s1, s2, s3, z0, z1, z2, z3 = _load_groups(scale, zero, column, n, inside, rows, GROUP)
+    s0, s1, s2, s3, z0, z1, z2, z3 = _load_groups(
+        scale, zero, column, n, inside, rows, GROUP, BFLOAT16, False
+    )
     if zero is None:
         z0, z1, z2, z3 = 0.0 * s0, 0.0 * s1, 0.0 * s2, 0.0 * s3
     mask = inside[:, None]
