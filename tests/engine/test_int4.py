@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import WeightsError, load_weights
+from flashinfer_backend.ops import torch_ops
 from int4_checkpoints import INT4_LAYOUTS, make_int4
 from quantised import PROMPTS, Quantised
 
@@ -23,10 +31,10 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
 ]
 
 
-def check(checkpoint: Quantised, run_dir: Path) -> None:
+def check(checkpoint: Quantised, core: Core, run_dir: Path) -> None:
     """Context logits of PROMPTS, in one batch, and eight tokens behind each."""
     params = SamplingParams(max_tokens=8, temperature=0.0, context_logits=True)
-    with serve(start_core(checkpoint.folder), run_dir) as client:
+    with serve(core, run_dir) as client:
         produced = client.generate(PROMPTS, params)
         sent = [client.reports[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
     for prompt, tokens, each in zip(PROMPTS, produced, sent, strict=True):
@@ -39,4 +47,28 @@ def check(checkpoint: Quantised, run_dir: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
-    check(make_int4(layout, kind, tmp_path / "model"), tmp_path / "run")
+    checkpoint = make_int4(layout, kind, tmp_path / "model")
+    check(checkpoint, start_core(checkpoint.folder), tmp_path / "run")
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq-zeros", "gptq-rows", "packed-zeros", "packed-rows"])
+def test_ranks_serve_4_bits(layout, tmp_path, monkeypatch):
+    checkpoint = make_int4(layout, "llama", tmp_path / "model")
+    core = start_ranks(checkpoint.folder, 2, monkeypatch)
+    check(checkpoint, core, tmp_path / "run")
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "problem"),
+    [
+        ("gptq-ordered", 2, "columns of several ranks into one group; set tensor_parallel_size=1"),
+        ("awq", 4, "down_proj have 32 columns on each of 4 ranks; .* multiple of 64"),
+    ],
+)
+def test_groups_that_ranks_would_cut_are_refused(layout, size, problem, tmp_path):
+    sizes = {"head_dim": 128, "intermediate_size": 128} if size == 4 else {}
+    folder = make_int4(layout, "llama", tmp_path, **sizes).folder
+    with pytest.raises((UnsupportedModelError, WeightsError), match=problem):
+        config = ModelConfig.from_pretrained(folder).local(Shard(1, size))
+        load_weights(Transformer(config, torch_ops, "float32", "cpu"), folder)

@@ -25,6 +25,7 @@ DUMMY_INPUT_SCALE = 1 / 16  # of random weights: activations up to 28
 
 
 ALL = slice(None)
+Reading = Callable[[Tensor], Tensor]  # of a tensor as it is stored
 
 
 class Stored(NamedTuple):
@@ -219,9 +220,11 @@ class Fp8Block:
         data = weight.data[rows]
         first, (blocks, _) = rows.start // fp8.BLOCK, self.scales(data.shape)
         scale = weight.scale[first : first + blocks]
-        cuts = (slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (part.rows, part.columns))
+        cut_rows, cut_columns = (
+            slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (part.rows, part.columns)
+        )
         shapes = (self.scales(part.whole),)
-        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found)), *cuts)
+        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found)), cut_rows, cut_columns)
         return {"weight": Stored.part_into(data, part, FP8), self._scale_name: take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
@@ -275,19 +278,19 @@ class Int4:
         own_groups = slice(part.columns.start // size, -(-part.columns.stop // size))
         row_words, column_words = (slice(cut.start // 8, cut.stop // 8) for cut in (part.rows, part.columns))
 
-        def values(shape: tuple[int, int], unpacked: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
+        def values(shape: tuple[int, int], unpacked: Reading, first: slice, second: slice) -> Stored:
             def take(found: Tensor) -> None:
                 data.copy_(int4.pack(unpacked(found.to(device))))
 
-            return Stored((shape,), ("I32",), take, *cuts)
+            return Stored((shape,), ("I32",), take, first, second)
 
-        def zeros(shape: tuple[int, int], unpacked: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
+        def zeros(shape: tuple[int, int], unpacked: Reading, first: slice, second: slice) -> Stored:
             assert weight.zero is not None
             zero = weight.zero[:, rows]
-            return Stored((shape,), ("I32",), lambda x: zero.copy_(unpacked(x.to(device))), *cuts)
+            return Stored((shape,), ("I32",), lambda x: zero.copy_(unpacked(x.to(device))), first, second)
 
-        def scales(shape: tuple[int, int], read: Callable[[Tensor], Tensor], *cuts: slice) -> Stored:
-            return Stored((shape,), FLOATS, lambda x: scale.copy_(_finite(read(x))), *cuts)
+        def scales(shape: tuple[int, int], read: Reading, first: slice, second: slice) -> Stored:
+            return Stored((shape,), FLOATS, lambda x: scale.copy_(_finite(read(x))), first, second)
 
         neighbours = torch.arange(weight.shape[1], device=device) // (weight.shape[1] // len(scale))
         weight.group_indices[rows.start] = neighbours

@@ -190,7 +190,7 @@ def _call_int4_product(
             norm_weight=empty(inner) if tiling.fuse_norm and role in ("qkv", "gate_up") else None,
             eps=model.rms_norm_eps if tiling.fuse_norm and role in ("qkv", "gate_up") else 0.0,
             bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
-            residual=empty(tokens, rows) if role in ("o", "down") else None,
+            residual=empty(tokens, rows) if role in ("o", "down") and model.shard.rank == 0 else None,
             gated=role == "gate_up",
         )
 
