@@ -181,6 +181,8 @@ def test_without_room_for_the_table_only_load_counts(
         ({"replicas": "2"}, "-1,0", [None, None]),
         ({"replicas": "2", "device": "cpu"}, "0", [None, None]),
         ({"gpu_device_ids": "3"}, None, ["3"]),
+        ({"replicas": "2", "tensor_parallel_size": "2"}, None, ["0,1", "2,3"]),
+        ({"gpu_device_ids": "2,0", "tensor_parallel_size": "2"}, "4,5,6", ["6,4"]),
         ({"replicas": "2", "gpu_device_ids": "1; 0"}, None, ["1", "0"]),
         ({"replicas": "2", "gpu_device_ids": "2;0"}, "4,5,6", ["6", "4"]),
     ],
@@ -204,6 +206,7 @@ def test_gpus_of_each_engine(settings: dict[str, str], shown: str | None, expect
             "4,5",
             "gpu_device_ids=0;2 needs 3 GPUs, and .* shows 2",
         ),
+        ({"replicas": "2", "tensor_parallel_size": "2"}, "4,5,6", "replicas=2 needs 4 GPUs, .* replicas=1"),
         ({"gpu_device_ids": "0;1"}, None, "has the GPUs of 2 engines, and replicas=1: set replicas=2"),
     ],
 )

@@ -385,8 +385,8 @@ def device_contradictions(config: EngineConfig) -> list[str]:
     if wrong := [group for group in groups if len(group) != each]:
         shown = ",".join(map(str, wrong[0]))
         problems.append(
-            f"gpu_device_ids={text} gives one engine the GPUs {shown}: it runs on {each}, so each group "
-            f"should have {each}"
+            f"gpu_device_ids={text} gives one engine the GPUs {shown}: with tensor_parallel_size={each} each "
+            f"group should have {each}"
         )
     if twice := sorted({number for number in ids if ids.count(number) > 1}):
         problems.append(
