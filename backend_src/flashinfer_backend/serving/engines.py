@@ -118,7 +118,7 @@ class Engines:
         tokens = np.frombuffer(prompt, "<i4")
         order, keys, cached = self._router.choose(tokens)
         down = EngineDown(ENGINE_DOWN)
-        for index in order:
+        for index in order or [0]:  # where none is up, a link says why
             try:
                 handle = self._endpoints[index].submit(sink, prompt, *rest, len(tokens) - cached[index])
             except EngineDown as error:  # since it was chosen
