@@ -76,7 +76,7 @@ REFUSALS = [
     (["gpu_device_ids=0;x"], "should be auto, or integers >= 0 separated by commas, and by semicolons"),
     (["replicas=0"], "replicas=0: should be an integer 1..64"),
     (["max_batch_size=64"], "set max_num_seqs (sequences that run at a time) or triton_max_batch_size"),
-    (["pipeline_parallel_size=2"], "tensor_parallel_size says on how many, replicas how many engines there are"),
+    (["pipeline_parallel_size=2"], "tensor_parallel_size says on how many, replicas how many engines there"),
     (["tensor_parallel_size=3"], "should be 1, 2, 4, 8"),
     (["tensor_parallel_size=8", "device=cpu"], "tensor_parallel_size=8 should divide num_attention_heads"),
     (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),

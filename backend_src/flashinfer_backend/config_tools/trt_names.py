@@ -38,8 +38,8 @@ _NO_MULTIMODAL = "multimodal models are not supported"
 _NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
 _NO_OFFLOAD = "the KV cache is not offloaded to host memory"
 _ONE_PROCESS = (
-    "an engine runs on GPUs of one host: tensor_parallel_size says on how many, replicas how many engines there"
-    " are, gpu_device_ids which GPUs they get"
+    "an engine runs on GPUs of one host: tensor_parallel_size says on how many, replicas how many engines"
+    " there are, gpu_device_ids which GPUs they get"
 )
 _FULL_ATTENTION = "every token attends to the whole sequence: bound it with max_seq_len"
 _GRAPHS = "set cuda_graph_batch_sizes to auto, none or a list of batch sizes"
