@@ -12,23 +12,20 @@ gets one text: --form says how the conversation is written in it.
 from __future__ import annotations
 
 import argparse
-import http.client
 import io
 import json
 import os
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from client.arguments import INT32, http_url, integer, json_object, seconds
+from client.events import ServerError, post_events
 from client.ready import first_model
-from client.wire import EventSplitter, error_message
 
 with suppress(ImportError):
     import readline  # noqa: F401 - input() then has a history and can be edited
@@ -42,10 +39,6 @@ HELP = """\
 /set NAME VALUE   a sampling option: temperature, top_p, max_tokens, seed ...; VALUE - unsets it
 /quit             leave, as Ctrl-D does
 A line that ends with \\ goes on in the next. Ctrl-C stops an answer."""
-
-
-class ChatError(RuntimeError):
-    """The server refused the request, failed during it, or was not reached; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -142,41 +135,21 @@ class Chat:
 
     def stream(self, answer: Answer) -> Generator[str, None, None]:
         """The answer's deltas; fills `answer` on the way. Closing it closes the connection, which cancels the
-        request. Raises ChatError."""
+        request. Raises ServerError."""
         url, body = self.request()
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
         began = time.monotonic()
-        try:
-            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                splitter = EventSplitter()
-                while data := response.read1(65536):
-                    for payload in splitter.feed(data):
-                        text = self._delta(payload, answer)
-                        if text is None:
-                            continue
-                        answer.chunks += 1
-                        answer.seconds = time.monotonic() - began
-                        answer.ttft = answer.ttft or answer.seconds
-                        answer.text += text
-                        yield text
-        except urllib.error.HTTPError as error:
-            message = error_message(error.read().decode(errors="replace"))
-            raise ChatError(f"HTTP {error.code}: {message}") from None
-        except http.client.HTTPException as error:
-            raise ChatError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
-        except OSError as error:
-            raise ChatError(f"{url}: {getattr(error, 'reason', error)}") from None
+        for event in post_events(url, body, self.timeout, self.api_key):
+            text = self._delta(event, answer)
+            if text is None:
+                continue
+            answer.chunks += 1
+            answer.seconds = time.monotonic() - began
+            answer.ttft = answer.ttft or answer.seconds
+            answer.text += text
+            yield text
 
-    def _delta(self, payload: bytes, answer: Answer) -> str | None:
+    def _delta(self, event: dict[str, Any], answer: Answer) -> str | None:
         """The text of an event, None where it holds none."""
-        if payload == b"[DONE]":
-            return None
-        event = json.loads(payload)
-        if "error" in event:
-            raise ChatError(error_message(payload.decode()))
         if self.backend == "openai-chat":
             if event.get("usage"):
                 answer.tokens = int(event["usage"]["completion_tokens"])
@@ -253,10 +226,10 @@ class Terminal:
         except KeyboardInterrupt:
             answer.stopped = True
             stream.close()
-        except (ChatError, KeyError, ValueError, TypeError) as error:
+        except (ServerError, KeyError, ValueError, TypeError) as error:
             chat.turns.pop()
             print(flush=True)
-            known = isinstance(error, ChatError)
+            known = isinstance(error, ServerError)
             print(
                 f"error: {error if known else f'an answer that is none: {error!r}'}",
                 file=sys.stderr,

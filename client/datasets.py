@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"
+Range = tuple[int, int]  # lowest and highest, both included
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Part:
     lengths."""
 
     weight: float
-    input_range: tuple[int, int]
-    output_range: tuple[int, int]
+    input_range: Range
+    output_range: Range
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -118,11 +119,7 @@ def _first_turns(row: Any) -> tuple[str, str] | None:
 
 
 def random_prompts(
-    tokenizer: Tokenizer,
-    num_prompts: int,
-    input_range: tuple[int, int],
-    output_range: tuple[int, int],
-    seed: int,
+    tokenizer: Tokenizer, num_prompts: int, input_range: Range, output_range: Range, seed: int
 ) -> list[Prompt]:
     """Prompts of random tokens; both lengths uniform in their inclusive range. Each text encodes to exactly
     its length, special tokens included. Raises ValueError for an empty range or one that leaves no room for a
@@ -199,8 +196,8 @@ def mixed_prompts(tokenizer: Tokenizer, num_prompts: int, parts: Sequence[Part],
 def shared_prefix_prompts(
     tokenizer: Tokenizer,
     num_prompts: int,
-    input_range: tuple[int, int],
-    output_range: tuple[int, int],
+    input_range: Range,
+    output_range: Range,
     seed: int,
     *,
     prefixes: int,
@@ -225,13 +222,7 @@ def shared_prefix_prompts(
 
 
 def conversation_prompts(
-    tokenizer: Tokenizer,
-    num_prompts: int,
-    input_range: tuple[int, int],
-    output_range: tuple[int, int],
-    seed: int,
-    *,
-    turns: int,
+    tokenizer: Tokenizer, num_prompts: int, input_range: Range, output_range: Range, seed: int, *, turns: int
 ) -> list[Prompt]:
     """num_prompts conversations of `turns` turns of random text; input_range is of each turn's own text."""
     if turns < 1:

@@ -9,21 +9,17 @@ echo "a long prompt" | python -m client.generate -
 from __future__ import annotations
 
 import argparse
-import http.client
 import io
-import json
 import os
 import queue
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from client.arguments import INT32, UINT64, http_url, integer, seconds
-from client.wire import EventSplitter, error_message
+from client.events import ServerError, post_events
 
 # option -> (tensor of the ensemble, Triton dtype)
 NUMBERS = {
@@ -36,10 +32,6 @@ NUMBERS = {
     "presence_penalty": ("presence_penalty", "FP32"),
     "frequency_penalty": ("frequency_penalty", "FP32"),
 }
-
-
-class ServerError(RuntimeError):
-    """The server refused the request, failed during it, or was not reached; the message says which."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,28 +94,10 @@ def stream_http(
 ) -> Generator[str, None, None]:
     """Text deltas over HTTP generate_stream; closing the iterator closes the connection, which cancels the
     request."""
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/v2/models/{model}/generate_stream",
-        data=json.dumps({name: value for name, (value, _) in fields.items()}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            splitter = EventSplitter()
-            while data := response.read1(65536):
-                for payload in splitter.feed(data):
-                    event = json.loads(payload)
-                    if "error" in event:
-                        raise ServerError(str(event["error"]))
-                    text = event["text_output"]
-                    yield text if isinstance(text, str) else "\n".join(text)
-    except urllib.error.HTTPError as error:
-        message = error_message(error.read().decode(errors="replace"))
-        raise ServerError(f"HTTP {error.code}: {message}") from None
-    except http.client.HTTPException as error:
-        raise ServerError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
-    except OSError as error:
-        raise ServerError(f"{url}: {error}") from None
+    body = {name: value for name, (value, _) in fields.items()}
+    for event in post_events(f"{url.rstrip('/')}/v2/models/{model}/generate_stream", body, timeout):
+        text = event["text_output"]
+        yield text if isinstance(text, str) else "\n".join(text)
 
 
 def stream_grpc(

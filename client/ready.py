@@ -10,9 +10,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from client.load import Load
+if TYPE_CHECKING:
+    from client.load import Load
+
 from client.wire import DEFAULT_MODELS, OPENAI, error_message
 
 LOOK_SECONDS = 2.0  # for one answer

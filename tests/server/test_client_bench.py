@@ -51,8 +51,13 @@ def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsy
 
 def test_sampling_and_refusals_over_grpc(server: Server, tmp_path: Path) -> None:
     url = f"http://{server.grpc}"
-    sampled, _ = measured(tmp_path, "triton-grpc", url, "--temperature", "2", "--top-p", "0.9")
+    (tmp_path / "greedy").mkdir()
+    greedy, greedy_line = measured(tmp_path / "greedy", "triton-grpc", url)
+    how = ["--temperature", "2", "--top-p", "0.9"]
+    sampled, line = measured(tmp_path, "triton-grpc", url, *how, "--extra-body", '{"seed": 1}')
     assert sampled["arguments"]["temperature"] == 2.0
+    assert sampled["prompts_sha256"] == greedy["prompts_sha256"]
+    assert line["generated_texts"] != greedy_line["generated_texts"]
     arguments = ["--backend", "triton-grpc", "--url", url, *LOAD, *SMALL]
     output = tmp_path / "refused.json"
     assert bench.main([*arguments, "--extra-body", '{"beam_width": 3}', "--output", str(output)]) == 1

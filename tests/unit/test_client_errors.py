@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from client.datasets import Prompt, arrival_times, load_sharegpt
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, request_columns
 
+ROOT = Path(__file__).parents[2]
 NO_END = "stream ended without its last chunk (no finish_reason)"
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
@@ -295,3 +297,11 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_generating_and_chatting_need_the_standard_library_alone(command):
+    # -S: no site-packages. The folder of an editable install is on no path of it either.
+    words = [sys.executable, "-S", "-E", "-m", "client", command, "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "--url" in done.stdout, done.stderr
