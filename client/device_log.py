@@ -64,7 +64,7 @@ def find_devices() -> Devices:
             for handle in handles
         )
     except pynvml.NVMLError as error:
-        return Devices((), list, f"NVML: {error}")
+        return Devices((), list, str(error))
 
     def read() -> list[Reading]:
         return [
@@ -78,7 +78,7 @@ def find_devices() -> Devices:
             for handle in handles
         ]
 
-    return Devices(gpus, read, "" if gpus else "NVML: no GPU")
+    return Devices(gpus, read, "" if gpus else "NVML finds no GPU")
 
 
 @dataclass

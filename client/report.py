@@ -44,6 +44,7 @@ class Measured:
     summary: dict[str, Any]
     requests: dict[str, list[Any]]
     devices: dict[str, Any] | None  # None where a file is older than that
+    repeat: int = 0  # which of several runs of the same point
 
     @property
     def load(self) -> str:
@@ -97,6 +98,7 @@ def _measured(run: dict[str, Any], machines: dict[str, Any], name: str | None) -
         summary=summary,
         requests=requests,
         devices=run.get("devices"),
+        repeat=run.get("repeat", 0),
     )
 
 
@@ -131,7 +133,8 @@ def table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
             for name in ("ttft", "tpot", "itl")
         ]
         count = f"{s['completed'] + s['failed']}" + (" (incomplete)" if run.interrupted else "")
-        row = [run.label, run.load, count, str(s["failed"]), number(s.get("requests_per_s"))]
+        load = f"{run.load}, run {run.repeat + 1}" if any(other.repeat for other in runs) else run.load
+        row = [run.label, load, count, str(s["failed"]), number(s.get("requests_per_s"))]
         row += [number(s["output_tokens_per_s"]), *times]
         if goodput:
             share = s.get("goodput_share")
@@ -160,7 +163,7 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         found.append(f"{failed} requests failed; their times are in no number.")
     by_load: dict[tuple[Any, ...], set[str]] = {}
     for run in runs:
-        by_load.setdefault((run.row, run.load), set()).add(run.prompts_sha256)
+        by_load.setdefault((run.row, run.load, run.repeat), set()).add(run.prompts_sha256)
     if any(len(prompts) > 1 for prompts in by_load.values()):
         found.append("Not all runs of the same load had the same prompts.")
     reasons = {run.devices["none"] for run in runs if run.devices and "none" in run.devices}

@@ -341,6 +341,9 @@ def _devices(document: Document) -> list[str]:
     ]
     if not rows:
         return []
+    reasons = {run["devices"].get("none") for run, _ in rows}
+    if None not in reasons:
+        return ["", "## Power and clocks", "", f"None: {', '.join(sorted(reasons))}."]
     lines = ["", "## Power and clocks", "", "| row | server | req/s offered | " + " | ".join(COLUMNS) + " |"]
     lines += ["|---|---|---:|---|---:|---:|---|"]
     for run, cells in rows:

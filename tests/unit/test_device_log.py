@@ -88,6 +88,14 @@ def test_reports_show_power_and_clocks(tmp_path: Path):
     assert "Power" not in report.markdown(report.read(path), "t")
 
 
+def test_repeats_are_told_apart(tmp_path: Path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"runs": [run(None), run(None) | {"repeat": 1, "prompts_sha256": "q"}]}))
+    text = report.markdown(report.read(path), "t")
+    assert "| ours | 2 req/s, run 1 |" in text and "| ours | 2 req/s, run 2 |" in text
+    assert "had the same prompts" not in text  # each repeat has its own
+
+
 def test_the_floor_counts_what_a_step_reads(tmp_path: Path):
     folder = make_checkpoint("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
