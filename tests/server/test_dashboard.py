@@ -114,6 +114,16 @@ def test_a_chosen_engine_and_instance_narrow_every_query(prometheus: str) -> Non
         assert not ask(prometheus, filled(query, engine="2")), query
 
 
+def test_the_engine_is_asked_of_the_families_that_have_its_label() -> None:
+    section = (ROOT / "docs/metrics.md").read_text().partition("\n## Engine\n")[2].partition("\n## ")[0]
+    labelled = set(re.findall(r"^\| ((?:nv|flashinfer)_\w+) \|", section, re.MULTILINE))
+    assert len(labelled) > 8
+    for query in queries():
+        for name, labels in re.findall(r"\b((?:nv|flashinfer)_\w+)\{(.*?)\}", query):
+            if "$model" in labels:  # autoscalers count all engines
+                assert ("$engine" in labels) == (name in labelled), query
+
+
 def test_the_variables_find_their_values(prometheus: str) -> None:
     for variable, values in (("instance", {"engines", "127"}), ("engine", {"1"})):
         (query,) = (v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["name"] == variable)
