@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     prompt = "word " * 3000
     assert door.error("/v1/completions", {"prompt": prompt})[3] == "context_length_exceeded"
     assert door.metric('errors_total{status="404"}') >= 3
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiServer) -> None:
+    longest = "é" * (1 << 19)
+    bodies: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
+        (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", lambda text: {"prompt": ["Once", text]}),
+        ("/v1/responses", lambda text: {"input": text}),
+        ("/tokenize", lambda text: {"prompt": text}),
+    ]
+    for path, body in bodies:
+        status, message, _, code = door.error(path, body(longest + "aaaa"))
+        assert (status, code) == (400, "context_length_exceeded") and "bytes; this server takes" in message
+    assert door.error("/v1/completions", {"prompt": longest})[1].endswith("takes at most 2047")
 
 
 def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:

@@ -69,6 +69,12 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-request-bytes", type=int, default=32 << 20, help="largest body (default: 32 MiB)"
     )
     parser.add_argument(
+        "--max-prompt-bytes",
+        type=int,
+        default=1 << 20,
+        help="longest text that is tokenized, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=int,
         default=30,
@@ -154,6 +160,7 @@ def _worker_options(options: Any, config: EngineConfig, folder: Path, server: in
         openai_defaults=options.default_sampling == "openai",
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
+        max_prompt_bytes=options.max_prompt_bytes,
         drain_s=options.drain_seconds,
         metrics_dir=str(metrics_dir()),
     )

@@ -40,6 +40,7 @@ class Model:
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     openai_defaults: bool = False  # instead of generation_config.json's
+    max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
 
 
 class Door:
@@ -96,7 +97,14 @@ class Door:
         return name or self.model.names[0]
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Ids of each text."""
+        """Ids of each text. Raises ApiError for one that is too long to be tokenized."""
+        most = self.model.max_prompt_bytes
+        for text in texts if most else ():
+            if (size := len(text.encode(errors="replace"))) > most:
+                raise ApiError(
+                    f"the prompt has {size} bytes; this server takes at most {most} (--max-prompt-bytes)",
+                    code="context_length_exceeded",
+                )
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)

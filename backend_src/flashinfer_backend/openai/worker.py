@@ -47,6 +47,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     openai_defaults: bool
     keys: list[str]
     max_body_bytes: int
+    max_prompt_bytes: int
     drain_s: int
     metrics_dir: str
 
@@ -90,6 +91,7 @@ async def _run(options: WorkerOptions) -> int:
         tool_format=options.tool_format,
         reasoning_format=options.reasoning_format,
         openai_defaults=options.openai_defaults,
+        max_prompt_bytes=options.max_prompt_bytes,
     )
     try:
         door = Door(model, Metrics(Path(options.metrics_dir)))

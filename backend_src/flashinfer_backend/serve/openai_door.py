@@ -26,6 +26,7 @@ PASSED_ON = {
     "reasoning-format": "how the model writes its reasoning",
     "default-sampling": "checkpoint or openai: values where a request is silent",
     "max-request-bytes": "largest body",
+    "max-prompt-bytes": "longest text that is tokenized",
 }
 DRAIN_S = 4  # of the time that the server has for ending
 
