@@ -281,6 +281,9 @@ class Soak:
                     self._compare(name, case, client.doors[name](case))
             except Exception as error:
                 self._note(f"{name}: {type(error).__name__}: {error}; {shown(case)}")
+                self._ending.wait(0.2)
+                client.close()  # a gRPC stream that had an error takes no more requests
+                client = Client(self.server)
             with self._lock:
                 self.counts[name] += 1
         client.close()
