@@ -145,10 +145,14 @@ class Attack:
     def _stream(self, door: str) -> None:
         body = json.dumps({"text_input": PROMPT, "max_tokens": 24, "stream": True, "temperature": 0}).encode()
         while not self._ending.is_set():
+            began = time.monotonic()
             outcome, text = attempt(self.ports[door], STREAMED[door], body_for(door, body))
             if outcome == "whole":
                 outcome = "whole" if text_of(door, text) == self._expected else "wrong"
             self._count(door, outcome)
+            if outcome in ("silent", "wrong"):
+                took = time.monotonic() - began
+                print(f"{outcome} after {took:.1f} s: {STREAMED[door]} {text[-300:]!r}", file=sys.stderr)
             if outcome != "whole":
                 self._ending.wait(0.2)  # as a client that tries again
 
@@ -228,7 +232,7 @@ class Attack:
                     print(f"hostile {outcome}: {path} {body[:60]!r}", file=sys.stderr)
         return "hostile inputs"
 
-    def stall(self, clients: int = 6, seconds: float = 5.0) -> str:
+    def stall(self, clients: int = 3, seconds: float = 5.0) -> str:
         """Clients that do not read their answers, or a byte a second; the server is looked at meanwhile. They
         stay until they are cut."""
         for number in range(clients):
