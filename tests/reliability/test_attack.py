@@ -24,7 +24,7 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
             return name
 
         harms = [stall, attack.hostile, lambda: attack.drop(100), lambda: attack.flood(100), attack.stop]
-        harms += [lambda: attack.kill("OpenAI API"), attack.kill, attack.kill]
+        harms += [lambda: attack.kill("OpenAI API"), attack.kill]
         try:
             for harm in harms:
                 attack.round(harm)
