@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny checkpoints with weights of 4 bits as quantising tools write them, and what they mean in float64.
 
-Nothing here is the package's own code. The layouts were read from AutoAWQ 0.2.9 (awq/modules/linear/gemm.py),
+Nothing here is the package's own code. The layouts were read from AutoAWQ (awq/modules/linear/gemm.py),
 from GPTQModel (nn_modules/qlinear, utils/model.py: convert_gptq_v2_to_v1_format) and from compressed-tensors
 0.20.0 (compressors/pack_quantized), and the last compared with what the library writes.
 """

@@ -317,7 +317,10 @@ def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
         asked.append(EngineConfig.from_parameters(parameters))
         config = resolve_limits(asked[-1], 512)
         return SimpleNamespace(
-            config=config, runner=SimpleNamespace(graphs=()), model_config=SimpleNamespace(vocab_size=9)
+            config=config,
+            runner=SimpleNamespace(graphs=()),
+            model_config=SimpleNamespace(vocab_size=9),
+            close=lambda: None,
         )
 
     monkeypatch.setattr(bench_engine, "start_on_gpu", fake_start)

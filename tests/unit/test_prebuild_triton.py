@@ -7,12 +7,14 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.tuned import Step, Tiling
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.ops import device
@@ -203,9 +205,13 @@ def fp8_products(model: ModelConfig, format: str, input_scales: dict[int, float]
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
 def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format):
     model = dataclasses.replace(LLAMA, quantization=Quantization(format))
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None and numbers.fp8_products
-    with device.use(numbers):
+    steps = Step(16, Tiling(16, 64, 256, split=2)), Step(64, Tiling(64, 64, 256, split=2))
+    gated = Step(16, Tiling(16, 64, 256, stages=3)), Step(64, Tiling(64, 64, 256, stages=3))
+    few = {"qkv": steps, "o": steps, "gate_up": gated, "down": steps}
+    products = {role: (tuned.Product(None, each),) for role, each in few.items()}
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
+    with device.use(msgspec.structs.replace(h200, fp8_products=products)):
         variants = prebuild_triton.collect(
             lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
         )
