@@ -117,7 +117,7 @@ def test_products_in_fp8_have_tilings_of_their_own():
     h200 = tuned.load("NVIDIA H200")
     assert h200 is not None
     guess = Product(None, (Step(16, Tiling(16, 64, 256, 4)),))
-    base = replace(h200, products={}, fp8_products={"o": (guess,)})
+    base = replace(h200, products={}, fp8_products={"o": (guess,), "qkv": (guess,)})
     start, better, best = Tiling(16, 64, 256, 4), Tiling(16, 64, 512, 4), Tiling(16, 64, 512, 8)
     times = {("o", start): 10.0, ("o", better): 9.0, ("o", best): 8.0}
     bench = RecordedFp8("rows", times, {})
