@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="KNOB=VALUE",
-        help="knobs as they will be served; dtype, quantization, attention_backend, tokens_per_block count",
+        help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"
+        " tokens_per_block and tensor_parallel_size count",
     )
     options = parser.parse_args(argv)
     if options.arch:

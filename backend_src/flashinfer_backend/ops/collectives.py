@@ -138,10 +138,15 @@ class CudaCollectives(TorchCollectives):
 
 
 def connect(
-    shard: Shard, rendezvous: str, device: torch.device, hidden_size: int, dtype: torch.dtype
+    shard: Shard,
+    rendezvous: str,
+    device: torch.device,
+    hidden_size: int,
+    dtype: torch.dtype,
+    plain_torch: bool = False,
 ) -> Collectives:
     """Join the ranks of one engine. rendezvous: a file that all of them name, in a folder that others cannot
-    write to. Waits until all of them are there."""
+    write to. plain_torch: without FlashInfer. Waits until all of them are there."""
     cuda = device.type == "cuda"
     store = dist.FileStore(rendezvous, shard.size)
     # Weights may take one rank much longer than another. One that ends ends all: nobody waits in vain.
@@ -159,4 +164,6 @@ def connect(
         timeout=timeout,
         device_id=device if cuda else None,
     )
-    return CudaCollectives(shard, device, hidden_size, dtype) if cuda else TorchCollectives(shard, device)
+    if cuda and not plain_torch:
+        return CudaCollectives(shard, device, hidden_size, dtype)
+    return TorchCollectives(shard, device)

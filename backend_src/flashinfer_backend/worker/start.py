@@ -70,7 +70,8 @@ def start_runner(
     stored, seconds = model_config.quantization.format, time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
     if shard.size > 1:
-        model.collectives = connect(shard, rendezvous, device, model_config.hidden_size, dtype)
+        hidden_size = model_config.hidden_size
+        model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks have found each other after %.1f s", shard.size, time.monotonic() - began)
 
     cache_format = _cache_format(config, model)
