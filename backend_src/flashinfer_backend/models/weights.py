@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, p
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 # Of keys' and values' scales: compressed-tensors', ModelOpt's, and older ones of compressed-tensors.
 KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 5.0  # between two lines of progress
 
 
 class WeightsError(ValueError):
@@ -150,9 +156,13 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     unexpected: list[str] = []
     loaded: set[str] = set()
     tied_head: Tensor | None = None
+    told = time.monotonic()
     for path in _files(model_dir):
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+                if time.monotonic() - told > PROGRESS_S:
+                    told = time.monotonic()
+                    log.info("read %d of %d tensors", len(loaded), len(targets))
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
                 is_tied_head = name == "lm_head.weight" and model.config.tie_word_embeddings

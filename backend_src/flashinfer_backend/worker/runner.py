@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import enum
 import gc
+import logging
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -26,6 +28,8 @@ from flashinfer_backend.worker.decode_graphs import DecodeGraphs
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.mixed_graphs import MixedGraphs
 from flashinfer_backend.worker.ranks import OtherRanks
+
+log = logging.getLogger(__name__)
 
 
 class Point(enum.Enum):
@@ -76,6 +80,7 @@ class Runner:
 
     def capture_graphs(self, sizes: list[int]) -> None:
         """Capture decode-only steps for the given numbers of rows, and small mixed steps."""
+        began = time.monotonic()
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         try:
@@ -86,6 +91,7 @@ class Runner:
             )
         finally:
             gc.enable()
+        log.info("captured the graphs in %.1f s", time.monotonic() - began)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Generator[Point, None, Launched]:
