@@ -44,10 +44,10 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def served(core: Core, run_dir: Path) -> tuple[Any, ...]:
+def served(core: Core, run_dir: Path, max_tokens: int) -> tuple[Any, ...]:
     """What a mixed batch comes to, and then two equal prompts, of which one takes the other's blocks; log
     probabilities, rounded; the logits of a prompt."""
-    params = [SamplingParams(**({"max_tokens": 48, "temperature": 0.0} | asked)) for asked in ASKED]
+    params = [SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | asked)) for asked in ASKED]
     with serve(core, run_dir) as client:
         first = client.generate(PROMPTS, params)
         log_probs = [round(p, 3) for report in client.reports[4] for p in [report.log_prob] if p is not None]
@@ -67,17 +67,18 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("llama3-rope", 2), ("llama-tied", 4), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)]
+    ("kind", "size", "max_tokens"),
+    [("llama3-rope", 2, 48), ("llama-tied", 4, 10), ("mistral", 2, 10), ("qwen2", 4, 10), ("qwen3", 2, 10)],
 )
-def test_ranks_give_the_answers_of_one(kind, size, tmp_path, monkeypatch):
-    """With so few blocks that sequences are preempted. 4 ranks hold 2 key and value heads, and a vocabulary
-    of 250 leaves the last rank fewer tokens."""
+def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):
+    """With so few blocks that long sequences are preempted. 4 ranks hold 2 key and value heads, and a
+    vocabulary of 250 leaves the last rank fewer tokens."""
     model = make_checkpoint(kind, tmp_path / "model", vocab_size=250)
     few = {"max_tokens_in_paged_kv_cache": 320}
     one = start_core(model, **few)
-    expected = served(one, tmp_path / "one")
-    assert one.scheduler.preemptions and one.scheduler.prompt_tokens_reused
-    agree(served(start_ranks(model, size, monkeypatch, **few), tmp_path / "more"), expected)
+    expected = served(one, tmp_path / "one", max_tokens)
+    assert bool(one.scheduler.preemptions) == (max_tokens == 48) and one.scheduler.prompt_tokens_reused
+    agree(served(start_ranks(model, size, monkeypatch, **few), tmp_path / "more", max_tokens), expected)
 
 
 SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole blocks of 128
