@@ -176,7 +176,7 @@ class World:
         self.scheduler = Scheduler(config, manager, END_IDS, numbers)
         model_config = SimpleNamespace(vocab_size=VOCABULARY)
         # What the loop asks of a runner, and of a socket.
-        self.device = SimpleNamespace(type="cpu")
+        self.device, self.others = SimpleNamespace(type="cpu"), None
         self.sampler = SimpleNamespace(grammars=SimpleNamespace(follower=SimpleNamespace(left_behind=0)))
         self.pid, self.closed = 1, False
         core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
