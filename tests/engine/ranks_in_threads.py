@@ -70,7 +70,8 @@ class ThreadCollectives(Collectives):
 class Threads:
     """In place of worker.ranks.OtherRanks: the same bytes, through queues."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, meeting: Meeting) -> None:
+        self.meeting = meeting
         self.plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size)]
         self.threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []
@@ -99,7 +100,8 @@ def start_ranks(
     **settings: Any,
 ) -> Core:
     """harness.start_core of `size` ranks. changed: what to do to each rank's runner."""
-    meeting, others = Meeting(size), Threads(size - 1)
+    meeting = Meeting(size)
+    others = Threads(size - 1, meeting)
     monkeypatch.setattr(start, "connect", lambda shard, *_: ThreadCollectives(shard, meeting))
     cores: list[Core] = []
     start_runner = start.start_runner

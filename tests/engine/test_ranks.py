@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -27,7 +29,9 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.weight import Stored
+from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.worker import ranks
+from flashinfer_backend.worker.start import _prompt_plan
 from quantised import make_quantised
 
 PROMPTS = make_prompts(8)
@@ -92,6 +96,28 @@ def test_ranks_serve_fp8(layout, tmp_path, monkeypatch):
     )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
     check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_logits_that_fail_on_one_rank_end_the_step(rank, tmp_path, monkeypatch):
+    """A rank that goes on without them takes the other's next exchange for another one."""
+    core = start_ranks(make_checkpoint("llama", tmp_path / "model"), 2, monkeypatch)
+
+    def failing(model: Transformer, hidden: torch.Tensor) -> np.ndarray:
+        if model.collectives.shard.rank == rank:
+            raise MemoryError("no room")
+        return context_logits(model, hidden)
+
+    monkeypatch.setattr("flashinfer_backend.worker.runner.context_logits", failing)
+    plan = _prompt_plan(slot=0, length=1)
+    plan.context_rows = np.zeros(1, np.int32)
+    others: Any = core.runner.others
+    with pytest.raises(threading.BrokenBarrierError if rank else MemoryError):
+        core.runner.run(plan)
+    if rank:
+        assert isinstance(others.errors[0], MemoryError)
+    else:
+        others.meeting.abort()
 
 
 def test_each_rank_reads_its_part_alone(tmp_path, monkeypatch):

@@ -237,6 +237,8 @@ class Runner:
                 chunk = hidden[ends[row] - plan.lengths[row] : ends[row]]
                 context.append((row, context_logits(self.state.model, chunk)))
             except Exception as error:
+                if self.state.model.collectives.shard.size > 1:
+                    raise  # the other ranks may wait for the rest of it
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # raises where the device, not the row, is what failed
                 failed.append((row, f"{type(error).__name__}: {error}"))
