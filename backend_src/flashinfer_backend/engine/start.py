@@ -39,7 +39,8 @@ def start(
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
     folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
-    a thread, when one of them has ended or hangs. Raises ValueError or OSError with what to change.
+    a thread, when one of them has ended or hangs; None: this process ends then. Raises
+    ValueError or OSError with what to change.
     """
     others = OtherRanks(config, folder, on_loss) if config.tensor_parallel_size > 1 else None
     try:

@@ -48,7 +48,8 @@ class RanksLostError(RuntimeError):
 
 class OtherRanks:
     """Ranks 1 to tensor_parallel_size - 1 of an engine, started here. `on_loss` is called once, in a thread,
-    with what has happened to one of them; afterwards `send` raises RanksLostError."""
+    with what has happened to one of them (None: this process ends, as it may wait for that rank in a call
+    that nothing else ends); afterwards `send` raises RanksLostError."""
 
     def __init__(
         self, config: EngineConfig, folder: Path | None, on_loss: Callable[[str], None] | None
@@ -58,7 +59,9 @@ class OtherRanks:
             self._own_folder = tempfile.TemporaryDirectory(prefix="flashinfer_backend-")
             folder = Path(self._own_folder.name)
         self.rendezvous = str(folder / f"ranks-{os.getpid()}")
-        self._on_loss = on_loss or (lambda _: None)
+        with contextlib.suppress(FileNotFoundError):  # of an engine that was killed, whose pid is used again
+            os.unlink(self.rendezvous)
+        self._on_loss = on_loss or _end
         self._lost = ""
         self._closed = False
         self._ready = threading.Event()  # all other ranks are
@@ -94,8 +97,11 @@ class OtherRanks:
             raise RanksLostError(self._lost)
         self._launched.append(time.monotonic())
         data = plan.to_bytes()
-        for other in self._sockets.values():
-            _send(other, data)
+        for rank, other in self._sockets.items():
+            try:
+                _send(other, data)
+            except OSError:
+                raise RanksLostError(f"rank {rank} has ended") from None
 
     def step_read(self) -> None:
         """The oldest of the steps sent has come to its end."""
@@ -105,9 +111,9 @@ class OtherRanks:
         """End the other ranks. leave: what this rank does while they leave the group, at most for END_S."""
         self._closed = True
         if not self._lost:
-            with contextlib.suppress(OSError):
-                for other in self._sockets.values():
-                    _send(other, b"")
+            for other in self._sockets.values():
+                with contextlib.suppress(OSError):  # one that hangs may have left no room
+                    other.send(LENGTH.pack(0), socket.MSG_DONTWAIT)
             thread = threading.Thread(target=leave, name="leave", daemon=True)
             thread.start()
             thread.join(END_S)
@@ -134,12 +140,13 @@ class OtherRanks:
     def _watch(self) -> None:
         ranks = {other: rank for rank, other in self._sockets.items()}
         seen: dict[socket.socket, float] = {}  # when those that are ready last showed life
+        now = resumed = time.monotonic()
         while not self._lost and not self._closed:
-            before = time.monotonic()
+            before = now
             readable, _, _ = select.select(list(ranks), [], [], WATCH_S)
             now = time.monotonic()
             if now - before > 2 * WATCH_S:  # it is this process that stood still
-                seen = dict.fromkeys(seen, now)
+                seen, resumed = dict.fromkeys(seen, now), now
             for other in readable:
                 beats = _received(other)
                 if not beats:
@@ -152,7 +159,7 @@ class OtherRanks:
             if len(seen) == len(ranks):
                 self._ready.set()
             with contextlib.suppress(IndexError):  # read meanwhile
-                if self._limits_steps and now - self._launched[0] > STEP_S:
+                if self._limits_steps and now - max(self._launched[0], resumed) > STEP_S:
                     self._lose(f"a step has not ended within {STEP_S:.0f} s: a rank hangs")
 
     def _lose(self, why: str) -> None:
@@ -160,6 +167,12 @@ class OtherRanks:
             self._lost = why
             self._ready.set()
             self._on_loss(why)
+
+
+def _end(why: str) -> None:
+    log.critical("%s; this process ends", why)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _received(other: socket.socket) -> bytes:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 0's hand on the other ranks, which are scripts here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.worker import ranks
+from flashinfer_backend.worker.ranks import OtherRanks, RanksLostError
+from flashinfer_backend.worker.start import _prompt_plan
+
+ENDS = "sleep 0.5; exit 1"
+READY = "printf '!' >&$6; "  # the socket is the sixth argument
+BEATS = READY + "while printf . >&$6; do sleep 0.2; done"
+HANGS = READY + "exec sleep 60"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: Any) -> Callable[..., OtherRanks]:
+    def start(script: str, on_loss: Callable[[str], None] | None) -> OtherRanks:
+        program = tmp_path / "rank"
+        program.write_text(f"#!/bin/bash\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(ranks.sys, "executable", str(program))
+        return OtherRanks(EngineConfig(model_dir="", tensor_parallel_size=2), tmp_path, on_loss)
+
+    return start
+
+
+def test_a_process_that_does_not_ask_ends_with_a_rank(start, monkeypatch):
+    """It may be waiting for that rank to load, or on the device, and nothing else would end this."""
+    ended: list[int] = []
+    monkeypatch.setattr(ranks.os, "_exit", ended.append)
+    others = start(ENDS, None)
+    with pytest.raises(RanksLostError, match="rank 1 has ended"):
+        others.serve(limits_steps=False)
+    deadline = time.monotonic() + 10
+    while not ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ended == [1]
+    others.close()
+
+
+def test_time_in_which_rank_0_stood_still_is_not_a_steps(start, monkeypatch):
+    lost: list[str] = []
+    away = 0.0
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + away))
+    others = start(BEATS, lost.append)
+    others.serve(limits_steps=True)
+    others.send(_prompt_plan(slot=0, length=1))
+    away = 100.0  # it was stopped, say
+    time.sleep(1.5)
+    assert not lost
+    others.step_read()
+    others.close()
+
+
+def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start, monkeypatch):
+    monkeypatch.setattr(ranks, "END_S", 0.5)
+    others = start(HANGS, None)
+    others.serve(limits_steps=False)
+    (other,) = others._sockets.values()
+    other.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            other.send(bytes(1 << 16))
+    with pytest.raises(BlockingIOError):
+        while True:
+            other.send(b".")
+    other.setblocking(True)
+    closing = threading.Thread(target=others.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_what_a_killed_engine_of_the_same_pid_left_is_not_read(start, tmp_path):
+    left = tmp_path / f"ranks-{os.getpid()}"
+    left.write_bytes(b"addresses of then")
+    others = start(ENDS, None)
+    assert not left.exists()
+    others.close()
