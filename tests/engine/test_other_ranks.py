@@ -65,6 +65,28 @@ def test_time_in_which_rank_0_stood_still_is_not_a_steps(start, monkeypatch):
     others.close()
 
 
+@pytest.mark.parametrize(
+    ("script", "limit", "why"),
+    [
+        (HANGS, "SILENT_S", "rank 1 has shown no life for 1 s"),
+        (BEATS, "STEP_S", "a step has not ended within 1 s: a rank hangs"),
+    ],
+)
+def test_a_rank_that_hangs_is_noticed(start, monkeypatch, script, limit, why):
+    """Its process, or the step that waits for it on the device."""
+    monkeypatch.setattr(ranks, limit, 1.0)
+    lost: list[str] = []
+    others = start(script, lost.append)
+    others.serve(limits_steps=True)
+    others.send(_prompt_plan(slot=0, length=1))
+    deadline = time.monotonic() + 20
+    while not lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert lost == [why]
+    others.close()
+
+
 def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start, monkeypatch):
     monkeypatch.setattr(ranks, "END_S", 0.5)
     others = start(HANGS, None)

@@ -35,7 +35,8 @@ def main() -> int:
     options = parser.parse_args()
     # Rank 0 may end while this process is in a call that no thread of it can interrupt.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; rank 0 ends this one
+        signal.signal(number, signal.SIG_IGN)
     link = RankLink(options.socket)
     link.beat()
     form = f"[engine rank {options.rank}] %(levelname)s %(message)s"
