@@ -31,6 +31,7 @@ def start(tmp_path: Path, monkeypatch: Any) -> Callable[..., OtherRanks]:
         program.write_text(f"#!/bin/bash\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setattr(ranks.sys, "executable", str(program))
+        monkeypatch.setattr(ranks, "END_S", 0.5)
         return OtherRanks(EngineConfig(model_dir="", tensor_parallel_size=2), tmp_path, on_loss)
 
     return start
@@ -87,8 +88,7 @@ def test_a_rank_that_hangs_is_noticed(start, monkeypatch, script, limit, why):
     others.close()
 
 
-def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start, monkeypatch):
-    monkeypatch.setattr(ranks, "END_S", 0.5)
+def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start):
     others = start(HANGS, None)
     others.serve(limits_steps=False)
     (other,) = others._sockets.values()
