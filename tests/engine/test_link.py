@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -87,8 +88,10 @@ def engines(run_dir: Path) -> list[int]:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / f"{os.getpid()}-llm"
+def run_dir() -> Iterator[Path]:
+    """Short: unix sockets take no long paths."""
+    with tempfile.TemporaryDirectory(prefix="runs-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder) / "runs" / f"{os.getpid()}-llm"
 
 
 @pytest.fixture
