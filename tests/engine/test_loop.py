@@ -126,11 +126,12 @@ def test_what_is_left_in_the_socket_comes_with_the_next_call(tmp_path):
         got: list[Any] = []
         calls = 0
         while not got or not isinstance(got[-1], protocol.Goodbye):
-            before, calls = len(got), calls + 1
+            before = len(got)
             for message in socket.receive(1000, until=0.0):
                 got.append(message)
                 time.sleep(2 * engine_socket.LEAST_RECEIVE_S)
-            assert len(got) == before + 1
+            assert len(got) <= before + 1
+            calls += len(got) > before  # on a busy machine the next one may not have come yet
         assert [protocol.split_handle(m.handle)[1] for m in got if isinstance(m, protocol.Submit)] == sent
         assert calls == len(sent) + 2, "and a greeting"
         assert not list(socket.receive(0, until=time.monotonic() + 60)), "which ends when nothing is left"
