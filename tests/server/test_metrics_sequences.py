@@ -191,7 +191,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_new_engine_shows_nothing_of_the_old_one(plain: Server) -> None:
     old = plain.engine_pid()
     with leaving(plain, 500):
-        before = shown_once(plain, lambda s: s.blocks("used") > 0, "a sequence")
+        # more steps than the new engine will have when it is looked at
+        before = shown_once(
+            plain, lambda s: s.blocks("used") > 0 and s.general("iteration_counter") > 20, "a sequence"
+        )
         os.kill(old, signal.SIGKILL)
     # The old engine's gauges go to 0 or vanish, unless the new one is there before we look.
     up = "flashinfer_backend_engine_up"
