@@ -267,7 +267,7 @@ def test_engine(layout, kind, tmp_path):
     those of the same engine in plain torch."""
     checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout == "modelopt", **SIZES)
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 300, (12,), generator=generator).tolist()
+    lengths = torch.randint(1, 230, (12,), generator=generator).tolist()  # of 256 positions
     prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
     def shortfalls(backend: str) -> torch.Tensor:
