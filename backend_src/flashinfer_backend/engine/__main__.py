@@ -57,7 +57,7 @@ def main() -> int:
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         check_gpus(config)
-        core = start(config, options.run_dir, _end_without_rank)
+        core = start(config, options.run_dir)
         socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
@@ -83,13 +83,6 @@ def main() -> int:
                 end_orphans_in_background(pid)
     log.info("ended after %d steps", loop.iteration)
     return 0
-
-
-def _end_without_rank(why: str) -> None:
-    """The other ranks end with this process."""
-    log.critical("%s; the engine ends, to be started again", why)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def check_gpus(config: EngineConfig) -> None:
