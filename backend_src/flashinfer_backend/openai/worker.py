@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
@@ -53,8 +53,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
 
 
 def main() -> int:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    end_with_parent()
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = options.metrics_dir
     import uvloop

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import signal
 import subprocess
 import sys
 from importlib import util as importlib_util
 from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.transport.addresses import Address
 
@@ -75,7 +74,7 @@ class OpenAiDoor:
         if self.port is not None:
             command = [sys.executable, "-m", "flashinfer_backend.openai", "--beside", str(server_pid)]
             self._process = subprocess.Popen(
-                [*command, *self._arguments], start_new_session=True, preexec_fn=_end_with_parent
+                [*command, *self._arguments], start_new_session=True, preexec_fn=end_with_parent
             )
 
     @property
@@ -119,8 +118,3 @@ def _has_engine(file: Path) -> bool:
         return "model_dir" in read_parameters(file)[1]
     except ValueError as error:
         raise ServeError(str(error)) from None
-
-
-def _end_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -10,7 +10,6 @@ started again. Between, a stand-in answers on the HTTP port.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
@@ -385,8 +385,7 @@ def _name(folder: Path) -> str:
 
 
 def _before_start() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    end_with_parent()
     os.umask(0o077)  # what the server and its processes write is for this user alone
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     unlimited = resource.RLIM_INFINITY

@@ -7,7 +7,6 @@ It runs its share of each step that rank 0 plans, and samples nothing.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -19,12 +18,11 @@ import msgspec
 import torch
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.worker.ranks import RankLink
 from flashinfer_backend.worker.start import start_runner
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -34,7 +32,7 @@ def main() -> int:
     parser.add_argument("--rendezvous", required=True, help="file by which the ranks find each other")
     options = parser.parse_args()
     # Rank 0 may end while this process is in a call that no thread of it can interrupt.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; rank 0 ends this one
         signal.signal(number, signal.SIG_IGN)
     link = RankLink(options.socket)

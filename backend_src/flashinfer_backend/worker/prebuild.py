@@ -13,7 +13,6 @@ An image can bring the libraries in a folder that is only read: $FLASHINFER_BACK
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib.util
 import logging
@@ -22,7 +21,6 @@ import re
 import select
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -35,6 +33,7 @@ from typing import Any, Literal
 import torch
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -69,8 +68,6 @@ HINTS = {
 }
 _STEP = "@step "  # begins the lines of ninja's that tell of a finished step
 _STATUS = {"NINJA_STATUS": _STEP}
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl  # looked up here: a child between fork and exec should not load anything
 
 
 class KernelBuildError(OSError):
@@ -392,7 +389,7 @@ def run_ninja(command: list[str], estimate: Estimate) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=os.environ | _STATUS,
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,  # ninja, and with it the compilers
     )
     assert process.stdout is not None
     began = shown = time.monotonic()
@@ -441,11 +438,6 @@ def describe_failure(lines: list[str], status: int) -> str:
     return "\n  ".join(
         [f"the GPU's kernels could not be compiled (ninja ended with {status}){advice}:", *told]
     )
-
-
-def _end_with_parent() -> None:
-    """In the child: ninja, and with it the compilers, ends when this process does."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _duration(seconds: float) -> str:

@@ -170,6 +170,7 @@ class OtherRanks:
 
 
 def _end(why: str) -> None:
+    """End this process, and with it the other ranks."""
     log.critical("%s; this process ends", why)
     sys.stderr.flush()
     os._exit(1)
