@@ -211,10 +211,13 @@ class Benchmark:
                 self.problems.append(f"{spec.label}: {error}")
 
     def _run_server(self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario]) -> None:
+        knobs = self.plan.knobs
+        if "tensor_parallel_size=" not in knobs:  # else the row's GPUs are cut up otherwise, with replicas
+            knobs = f"--set tensor_parallel_size={tensor_parallel_size} {knobs}"
         variables = {
             "MODEL_DIR": str(self.args.model_dir.resolve()),
             "PROFILE": str(self.plan.profile.resolve()),
-            "KNOBS": self.plan.knobs,
+            "KNOBS": knobs,
             "LOAD_FORMAT": self.args.load_format,
             "TENSOR_PARALLEL_SIZE": str(tensor_parallel_size),
         }

@@ -162,7 +162,7 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
 
     @contextmanager
     def fake_serve(spec, variables, *_):
-        seen.append((variables["TENSOR_PARALLEL_SIZE"], variables["LOAD_FORMAT"]))
+        seen.append((variables["TENSOR_PARALLEL_SIZE"], variables["LOAD_FORMAT"], variables["KNOBS"].strip()))
         if variables["TENSOR_PARALLEL_SIZE"] == "4":
             raise StartError("no such knob")
         yield Running("http://127.0.0.1:1", 1.0, "1")
@@ -172,8 +172,14 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
     rows = "flashinfer-70b-random,a,flashinfer-8b-random"
     found = benchmark(model_dir, tmp_path, "--rows", rows, "--load-format", "auto")
     found.run_server(read_servers()["ours"])
-    assert seen == [("4", "auto"), ("1", "auto"), "a", "flashinfer-8b-random"]
+    of = "--set tensor_parallel_size="
+    assert seen == [("4", "auto", f"{of}4"), ("1", "auto", f"{of}1"), "a", "flashinfer-8b-random"]
     assert found.problems == ["ours: no such knob"]
+    # The same GPUs cut up otherwise.
+    two = ["--knob", "tensor_parallel_size=2", "--knob", "replicas=2"]
+    seen.clear()
+    benchmark(model_dir, tmp_path, "--rows", "flashinfer-70b-random", *two).run_server(read_servers()["ours"])
+    assert seen == [("4", "dummy", f"{of}2 --set replicas=2")]
 
 
 @pytest.mark.parametrize(
