@@ -53,8 +53,6 @@ def start_runner(
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
         check_cuda_formats(config, model_config, dtype)
-        if untried := untried_on_gpus(config, model_config):
-            log.warning("%s: the kernels for it have not run on a GPU in this project's tests yet", untried)
     if device.type == "cuda":
         prebuild.prepare(config, model_config, dtype)
     if plain_torch:
@@ -174,15 +172,6 @@ def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: t
                 f"the {role} weights [{rows}, {inner}] in FP8 should have rows in multiples of 16 and columns"
                 f" in multiples of {grain} on a GPU; {slow}"
             )
-
-
-def untried_on_gpus(config: EngineConfig, model_config: ModelConfig) -> str:
-    """What of the settings has only run on CPUs and in Triton's interpreter so far; "" for nothing."""
-    formats = set().union(*model_config.weight_formats().values())
-    found = ["weights of 4 bits"] if any(format.startswith("int4") for format in formats) else []
-    if config.kv_cache_dtype != "auto":
-        found.append(f"kv_cache_dtype {config.kv_cache_dtype}")
-    return " and ".join(found)
 
 
 def _cache_format(config: EngineConfig, model: Transformer) -> KVCacheFormat:
