@@ -123,8 +123,10 @@ class SlowClient:
 class Attack:
     """One server under load at both doors, and what it has suffered."""
 
-    def __init__(self, server: BothDoors, seed: int, streams: int) -> None:
-        self.server, self.rng = server, random.Random(seed)
+    def __init__(self, server: BothDoors, seed: int, streams: int, exact: bool = True) -> None:
+        """exact: every stream's text is compared with what the server said before the attack. In 16 bits on a
+        GPU it can depend on what else is in the batch."""
+        self.server, self.rng, self._exact = server, random.Random(seed), exact
         self.ports = ports(server)
         self.slow: list[SlowClient] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
@@ -147,7 +149,7 @@ class Attack:
         while not self._ending.is_set():
             began = time.monotonic()
             outcome, text = attempt(self.ports[door], STREAMED[door], body_for(door, body))
-            if outcome == "whole":
+            if outcome == "whole" and self._exact:
                 outcome = "whole" if text_of(door, text) == self._expected else "wrong"
             self._count(door, outcome)
             if outcome in ("silent", "wrong"):
@@ -302,13 +304,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KNOB=VALUE",
+        help="knobs of the server, as of build.py: another model, a GPU; texts are not compared then",
+    )  # fmt: skip
     parser.add_argument("--report", type=Path, help="where to write the tables as well")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as folder:
-        repository = build_repository(Path(folder))
+        repository = build_repository(Path(folder), *options.set)
         with both_running(repository, Path(folder), ["--restarts", "0"]) as server:
-            attack = Attack(server, options.seed, options.streams)
+            attack = Attack(server, options.seed, options.streams, exact=not options.set)
             before = attack.memory()
             end = time.monotonic() + options.minutes * 60
             harms = [

@@ -36,8 +36,10 @@ TIMEOUT_S = 30
 
 
 def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:
-    """A model repository with the bundled model and a KV cache of so many tokens."""
+    """A model repository with the bundled model and a KV cache of so many tokens; knobs go before both."""
     defaults = ["device=cpu", f"max_tokens_in_paged_kv_cache={kv_tokens}"]
+    given = {knob.partition("=")[0] for knob in knobs}
+    defaults = [knob for knob in defaults if knob.partition("=")[0] not in given]
     arguments = ["--output", str(folder / "repository"), "--set", *defaults, *knobs]
     assert cli.main(ROOT / "model_repo", arguments) == 0
     return folder / "repository"
