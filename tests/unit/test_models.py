@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.models import upload
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
@@ -34,6 +36,29 @@ def load(model_dir: Path, dtype: str = "float32") -> Transformer:
 def attention_batch(q_lens, kv_lens, slots, table) -> AttentionBatch:
     host = [np.array(values, dtype=np.int32) for values in (q_lens, kv_lens, slots)]
     return AttentionBatch(*host, table)
+
+
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 20])
+def test_tensors_arrive_in_chunks_as_they_are(chunk, monkeypatch, tmp_path):
+    """Whole ones and slices of rows and columns, as ranks read them; the buffers take turns."""
+    monkeypatch.setattr(upload, "CHUNK", chunk)
+    monkeypatch.setattr(upload, "SMALL", 16)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "matrix": torch.randn(70, 129, generator=generator),
+        "fp8": torch.randn(300, 64, generator=generator).to(torch.float8_e4m3fn),
+        "vector": torch.randint(0, 1 << 30, (5000,), generator=generator),
+        "scalar": torch.tensor(3.0),
+    }
+    save_file(tensors, tmp_path / "some.safetensors")
+    send = upload.Uploader(torch.device("cpu"))
+    with safe_open(tmp_path / "some.safetensors", framework="pt") as file:
+        for name, whole in tensors.items():
+            found = send(file.get_tensor(name))
+            assert found.dtype == whole.dtype and torch.equal(found.float(), whole.float())
+            if whole.dim() == 2:
+                for cut in ((slice(3, 50), slice(None)), (slice(None), slice(16, 48))):
+                    assert torch.equal(send(file.get_slice(name)[cut]).float(), whole[cut].float())
 
 
 class Paged:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.models.transformer import Layer, Transformer
+from flashinfer_backend.models.upload import Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
@@ -156,13 +157,16 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     unexpected: list[str] = []
     loaded: set[str] = set()
     tied_head: Tensor | None = None
-    told = time.monotonic()
+    size, began = 0, time.monotonic()
+    told = began
+    # On a CPU a tensor of the file is copied where it belongs.
+    upload = Uploader(model.device) if model.device.type == "cuda" else None
     for path in _files(model_dir):
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if time.monotonic() - told > PROGRESS_S:
                     told = time.monotonic()
-                    log.info("read %d of %d tensors", len(loaded), len(targets))
+                    log.info("read %d of %d tensors, %.1f GB", len(loaded), len(targets), size / 1e9)
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
                 is_tied_head = name == "lm_head.weight" and model.config.tie_word_embeddings
@@ -192,10 +196,15 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                     tied_head = value
                 else:
                     try:
-                        target.take(value)
+                        target.take(upload(value) if upload else value)
                     except ValueError as error:
                         raise WeightsError(f"{path}: {name} {error}") from None
                 loaded.add(name)
+                size += value.nbytes
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    log.info("read %.2f GB in %.2f s, %.1f GB/s", size / 1e9, seconds, size / 1e9 / seconds)
     if unexpected:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"

@@ -206,6 +206,7 @@ def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheF
 def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) -> int:
     """Bytes free beside weights and the activations of a step of max_num_tokens."""
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # loading has peaks of its own
     hidden = torch.zeros(
         (config.max_num_tokens, model.config.hidden_size), dtype=model.dtype, device=model.device
     )
