@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
-from perf_configs.results import OURS
+from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
 PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
@@ -60,12 +60,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
             raise ValueError(
                 f"--model-dir {args.model_dir} has no {name}; it should name a checkpoint folder"
             )
-    if OURS in urls and (args.knob or args.profile):
+    if (args.knob or args.profile) and (running := [name for name in OWN if name in urls]):
         raise ValueError(
-            "--knob and --profile are for a server started here: use them without --url ours=URL"
+            f"--knob and --profile are for a server started here: use them without --url {running[0]}=URL"
         )
     profile = args.profile or PROFILE
-    if OURS in [spec.name for spec in chosen] and OURS not in urls:
+    if any(spec.name in OWN and spec.name not in urls for spec in chosen):
         _check_file("--profile", profile)
     if rows := [row for row, scenario in scenarios.items() if scenario.from_file]:
         if args.sharegpt is None:

@@ -7,11 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perf_configs.results import Document, points
+from perf_configs.results import OURS, OWN, Document, points
 
 SWEEP_ROW = "s"
 STEP_FIELDS = ("rows", "context", "step_us", "floor_us")
-COLOURS = {"ours": "tab:green", "vllm": "tab:blue", "sglang": "tab:orange", "trtllm": "tab:purple"}
+COLOURS = {
+    "ours": "tab:green",
+    "ours-openai": "tab:olive",
+    "vllm": "tab:blue",
+    "sglang": "tab:orange",
+    "trtllm": "tab:purple",
+}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 TIMES = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
 
@@ -62,8 +68,9 @@ def _measured_on(document: Document) -> str:
 
 def _label(run: dict[str, Any]) -> str:
     """Server and version. tritonserver's version says little of this backend: its commit does."""
-    if run["server"] == "ours":
-        return f"this backend, {run['commit']}"
+    if run["server"] in OWN:
+        door = "" if run["server"] == OURS else f", OpenAI API {run.get('variant', '')}".rstrip()
+        return f"this backend{door}, {run['commit']}"
     return f"{NAMES[run['server']]} {run['version']}" + (f" {run['variant']}" if run.get("variant") else "")
 
 

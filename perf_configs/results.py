@@ -25,6 +25,7 @@ from client.scenarios import Requirement, Scenario
 from perf_configs.servers import gpu_query
 
 OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares with
+OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
 Run = dict[str, Any]
 Document = dict[str, Any]
 
@@ -225,24 +226,30 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
     """Requirements with ratio and verdict, every run's numbers, power and clocks, machines, versions and
     commands."""
     found = points(document)
-    peers = sorted({run["server"] for run in document["runs"]} - {OURS}) or [PEER]
+    servers_seen = {run["server"] for run in document["runs"]}
+    peers = sorted(servers_seen - set(OWN)) or [PEER]
+    doors = sorted({label(run) for run in document["runs"] if run["server"] in OWN}) or [OURS]
     several = any(
         len(v.runs) > 1 for servers in found.values() for variants in servers.values() for v in variants
     )
     lines = ["# Benchmark results", "", "Ratio is ours / the peer's; lower is better for times."]
     if several:
         lines[-1] += " Several runs: their median (lowest to highest)."
-    for peer in peers:
+    for door, peer in ((door, peer) for door in doors for peer in peers):
         lines += [
             "",
-            f"## Against {peer}",
+            f"## Against {peer}" if door == OURS else f"## {door} against {peer}",
             "",
-            f"| row | scenario | metric | ours | {peer} | ratio | required | result |",
+            f"| row | scenario | metric | {door} | {peer} | ratio | required | result |",
         ]
         lines += ["|---|---|---|---:|---:|---:|---|---|"]
         for scenario in scenarios.values():
             servers = found.get((scenario.row, scenario.points[0].request_rate), {})
-            ours = next(iter(servers.get(OURS, ())), None)
+            if door != OURS and not {door.partition(":")[0], peer} & servers.keys():
+                continue
+            ours = next(
+                (each for each in servers.get(door.partition(":")[0], ()) if each.label == door), None
+            )
             for requirement in scenario.requirements:
                 other = best(requirement, servers.get(peer, ()))
                 ratio, word = verdict(requirement, ours, other)
@@ -269,12 +276,12 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
         floors = [run["floor"] for run in document["runs"] if run["machine"] == identity and run.get("floor")]
         for text in dict.fromkeys(map(describe_floor, floors)):
             lines.append(f"  * its own floor: {text}")
-    servers_seen = {(label(r), r["version"], r["commit"], r["start_seconds"], r["command"],
-                     r["knobs"] or r.get("flags", ""), _what(r)): None for r in document["runs"]}  # fmt: skip
-    for server, version, commit, seconds, command, knobs, what in servers_seen:
+    settings = {(label(r), r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
+                 r.get("flags", ""), _what(r)): None for r in document["runs"]}  # fmt: skip
+    for server, version, commit, seconds, command, knobs, flags, what in settings:
         started = "running already" if seconds is None else f"up in {seconds:.0f} s"
         lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
-                     f"`{' '.join(command.split())}` {knobs}".rstrip())  # fmt: skip
+                     f"`{' '.join(command.split())}` {f'{knobs} {flags}'.strip()}".rstrip())  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

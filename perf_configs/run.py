@@ -172,8 +172,8 @@ class Benchmark:
     def settings(self, scenario: Scenario, spec: ServerSpec, running: Running) -> dict[str, Any]:
         """What the server serves, and what it was started with: of one that ran already, only where."""
         started = running.start_seconds is not None
-        ours = started and spec.name == results.OURS
-        peer = started and spec.name != results.OURS
+        ours = started and spec.name in results.OWN
+        peer = started and spec.name not in results.OWN
         environment = os.environ | spec.settings.environment
         return {
             "checkpoint": provenance.checkpoint_identity(self.args.model_dir),
@@ -181,7 +181,7 @@ class Benchmark:
             "profile": provenance.file_identity(self.plan.profile) if ours else None,
             "knobs": self.plan.knobs if ours else "",
             "environment": provenance.peer_variables(spec.name, environment) if peer else {},
-            "flags": spec.settings.flags if peer else "",
+            "flags": spec.settings.flags if started else "",
             "load_format": self.args.load_format if started else None,
             "tensor_parallel_size": scenario.tensor_parallel_size if started else None,
             "start_seconds": running.start_seconds,

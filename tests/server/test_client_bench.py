@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai_server import OpenAiServer
-from running import ROOT, EngineWatch, Server, wait_for
+from running import ROOT, EngineWatch, Server, free_ports, wait_for
 from terminals import END_OF_FILE, INTERRUPT, terminal
 
 from client import bench, report
+from client.scenarios import Point
+from flashinfer_backend import __version__
 from flashinfer_backend.core.paths import resolve_model_dir
+from perf_configs import results
+from perf_configs.plan import make_plan
+from perf_configs.run import Benchmark, argument_parser
 
 LOAD = ["--tokenizer", str(resolve_model_dir("bundled")), "--workers", "1", "--warm-up", "0"]
 SMALL = ["--num-prompts", "6", "--input-len", "8:16", "--output-len", "4:8", "--max-concurrency", "3"]
@@ -116,6 +123,29 @@ def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None
     said = chat["requests"]["prompt_tokens"]
     assert all(second > first for first, second in zip(said[::2], said[1::2], strict=True))
     assert chat["requests"]["chunks"] and all(line["generated_texts"])
+
+
+def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> None:
+    model, bundled = tmp_path / "model", resolve_model_dir("bundled")
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_bytes((bundled / name).read_bytes())
+    profile = tmp_path / "cpu.toml"
+    profile.write_text('[knobs]\ndevice = "cpu"\nmax_num_seqs = 7\nmax_tokens_in_paged_kv_cache = 16384\n')
+    arguments = ["--model-dir", str(model), "--profile", str(profile), "--server", "ours-openai:workers-1"]
+    arguments += ["--rows", "small", "--knob", "max_queue_size=9", "--workers", "1", "--commit", "c"]
+    arguments += ["--port", str(free_ports(1)[0]), "--out", str(tmp_path / "out")]
+    args = argument_parser().parse_args(arguments)
+    plan = make_plan(args)
+    small = replace(plan.scenarios["small"], points=(Point(math.inf, 12),))
+    benchmark = Benchmark(args, replace(plan, scenarios={"small": small}))
+    benchmark.run_server(plan.servers[0])
+    assert benchmark.problems == [] and benchmark.failed_requests == 0
+    (found,) = benchmark.document["runs"]
+    assert results.label(found) == "ours-openai:workers-1" and found["flags"] == "--workers 1"
+    assert found["version"] == __version__ and found["warm_up"]["requests_with_checked_length"] == 4
+    assert found["summary"]["completed"] == 12 and found["knobs"] == "--set max_queue_size=9"
+    assert found["requests"]["reported_tokens"] == found["requests"]["output_tokens"]
 
 
 def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:

@@ -205,9 +205,36 @@ def test_each_peer_has_its_table():
     assert text.count("| a | 128 in, 256 out, 1 at a time |") == 2
 
 
+def test_each_door_of_ours_has_its_table():
+    def openai(variant, **values):
+        return measured("ours-openai", "a", **values) | {"variant": variant}
+
+    peers = [measured("vllm", "a", median_tpot_ms=8.0) | {"variant": v} for v in ("servers-1", "servers-4")]
+    own = [openai("workers-1", median_tpot_ms=6.0), openai("workers-4", median_tpot_ms=9.0)]
+    text = results.markdown(
+        document(measured("ours", "a", median_tpot_ms=4.0), *own, *peers), read_scenarios()
+    )
+    tables = dict(zip(*[iter(re.split("^## (.*)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    doors = ("Against vllm", "ours-openai:workers-1 against vllm", "ours-openai:workers-4 against vllm")
+    assert [name for name in tables if "gainst" in name] == list(doors)
+    for name, ratio, word in zip(doors, ("0.50", "0.75", "1.12"), ("pass", "pass", "**miss**"), strict=True):
+        (line,) = [x for x in tables[name].splitlines() if x.startswith("| a |")]
+        assert [cell.strip() for cell in line.split("|")][6:9] == [ratio, "ratio ≤ 0.90", word], name
+    assert "| b |" in tables[doors[0]] and "| b |" not in tables[doors[1]], "rows that nobody ran"
+    assert tables["All runs"].count("| a | ours-openai:workers-") == 2
+    alone = results.markdown(document(*own[:1], *peers), read_scenarios())
+    assert re.findall("^## (.*) against vllm", alone, re.MULTILINE) == ["ours-openai:workers-1"]
+
+
 def test_servers_are_chosen_with_their_variants():
     known = read_servers()
-    assert list(known) == ["ours", "vllm", "sglang", "trtllm"]
+    assert list(known) == ["ours", "ours-openai", "vllm", "sglang", "trtllm"]
+    assert {"servers-1", "servers-4"} <= set(known["vllm"].variants)
+    for name, count in (("servers-1", 1), ("servers-4", 4)):
+        (chosen,) = choose_servers(f"vllm:{name}", known)
+        assert f"--api-server-count {count} " in chosen.settings.flags
+        assert chosen.settings.environment == {"VLLM_USE_FLASHINFER_SAMPLER": "1"}
+    assert known["ours-openai"].prepare == known["ours"].prepare
     first, *others = known["vllm"].variants
     assert [s.label for s in choose_servers("ours, vllm,vllm", known)] == ["ours", f"vllm:{first}"]
     assert [s.variant for s in choose_servers("vllm:all", known)] == [first, *others]
@@ -215,7 +242,7 @@ def test_servers_are_chosen_with_their_variants():
     assert chosen.settings.flags == "--attention-backend flashinfer"
     assert known["sglang"].settings.flags == "--attention-backend fa3"
     for wrong, message in (
-        ("zz", "unknown server zz; servers are ours, vllm"),
+        ("zz", "unknown server zz; servers are ours, ours-openai, vllm"),
         ("vllm:zz", f"unknown variant zz of server vllm; variants are {first}"),
         ("ours:all", "unknown variant all of server ours; variants are none"),
     ):

@@ -95,6 +95,9 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     assert "VLLM_CACHE_ROOT" not in peer["environment"]
     assert not any(word in str(peer) for word in ("private", "secret", "/home/me"))
     assert "--api-server-count" in peer["flags"] and peer["environment"]["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    door = found.settings(row, servers["ours-openai"], started)
+    assert (door["knobs"], door["profile"]) == (ours["knobs"], ours["profile"])
+    assert door["flags"] == "--workers 4" and door["environment"] == {}
     assert ours["flags"] == "" and other["flags"] == "--attention-backend fa3" and other["environment"] == {}
     assert {each["load_format"] for each in (ours, peer, other)} == {"dummy"}
     running = found.settings(row, servers["ours"], Running("http://127.0.0.1:1", None, "1"))
@@ -193,7 +196,7 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
         (["--server", "vllm:defaults", "--url", "vllm=http://x"], "runs as it was started"),
         (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--rows", "zz"], "no scenario for row zz; rows are a,"),
-        (["--server", "zz"], "unknown server zz; servers are ours, vllm"),
+        (["--server", "zz"], "unknown server zz; servers are ours, ours-openai, vllm"),
         (["--url", "http://x"], "--url http://x should be SERVER=URL"),
         (["--url", "ours=127.0.0.1:8000"], "--url ours=127.0.0.1:8000 should be SERVER=URL"),
         (["--knob", "bad"], "knob 'bad' must have the form name=value"),

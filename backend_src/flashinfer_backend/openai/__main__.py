@@ -90,12 +90,18 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.openai", description=__doc__)
-    engine = parser.add_mutually_exclusive_group(required=True)
+    engine = parser.add_mutually_exclusive_group()
     engine.add_argument("--model", help=f"a checkpoint folder, or {BUNDLED!r} for the small one")
     engine.add_argument(
         "--beside", type=int, metavar="PID", help="use the engine of this tritonserver (needs --llm-config)"
     )
-    parser.add_argument("--llm-config", type=Path, help="config.pbtxt of the server's llm model")
+    parser.add_argument(
+        "--llm-config",
+        type=Path,
+        metavar="FILE",
+        help="llm/config.pbtxt of a model repository: that of the server with --beside, else the settings of"
+        " an engine to start, with build.py's checks behind them",
+    )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KNOB=VALUE", help="settings of the engine (docs/knobs.md)"
     )
@@ -124,10 +130,12 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
             raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")
         name, parameters = read_parameters(options.llm_config)
         return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
-    if options.llm_config is not None:
-        raise ValueError("--llm-config is for --beside; give settings by --set")
+    if (options.model is None) == (options.llm_config is None):
+        raise ValueError("give one of --model DIR, --llm-config FILE and --beside PID")
     known = {field.name for field in msgspec.structs.fields(EngineConfig)} - {"model_dir"}
-    parameters = {"model_dir": options.model}
+    parameters = (
+        read_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
+    )
     for assignment in options.set:
         name, equals, value = assignment.partition("=")
         if not equals or name not in known:

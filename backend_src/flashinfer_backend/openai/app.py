@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flashinfer_backend import __version__
 from flashinfer_backend.openai import requests
 from flashinfer_backend.openai.chat import chat
 from flashinfer_backend.openai.completions import completions
@@ -72,6 +73,10 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if door.ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
