@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ LLAMA = dataclasses.replace(
 )
 CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
 VOCAB = 1000
+SIZES = (1, 7, 64, 300, 4096)
 FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product", "_finish")
 
 
@@ -185,7 +187,9 @@ def test_what_products_in_fp8_compile(format, kernels):
     assert set(prebuild_triton.collect(lambda: fp8_products(model, format, different))) <= set(variants)
 
 
-def fp8_products(model: ModelConfig, format: str, input_scales: dict[int, float]) -> None:
+def fp8_products(
+    model: ModelConfig, format: str, input_scales: dict[int, float], sizes: Sequence[int] = SIZES
+) -> None:
     """As a layer has them, but for norms before blocks and parts, which are FlashInfer's."""
     from flashinfer_backend.ops import cuda_fp8
     from flashinfer_backend.ops.triton_fp8 import Norm
@@ -195,18 +199,24 @@ def fp8_products(model: ModelConfig, format: str, input_scales: dict[int, float]
         weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
         weight.input_scales = input_scales
         normed = role in ("qkv", "gate_up") and (format == "fp8_token" or len(input_scales) == 1)
-        for tokens in (1, 7, 64, 300, 4096):
+        for tokens in sizes:
             x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
             residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
             norm = Norm(x.new_empty(x.shape[1]), model.rms_norm_eps) if normed else None
             cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
 
 
+@pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
-def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format):
+def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format, quantise):
+    """Those that quantise do so where scales of activations are computed; stored ones keep their kernel."""
     model = dataclasses.replace(LLAMA, quantization=Quantization(format))
-    steps = Step(16, Tiling(16, 64, 256, split=2)), Step(64, Tiling(64, 64, 256, split=2))
-    gated = Step(16, Tiling(16, 64, 256, stages=3)), Step(64, Tiling(64, 64, 256, stages=3))
+
+    def make(split: int) -> tuple[Step, ...]:
+        few = [Tiling(tokens, 64, 256, split, 3, quantise=quantise) for tokens in (1, 16)]
+        return *(Step(tiling.tokens, tiling) for tiling in few), Step(64, Tiling(64, 64, 256, split, 3))
+
+    steps, gated = make(2), make(1)
     few = {"qkv": steps, "o": steps, "gate_up": gated, "down": steps}
     products = {role: (tuned.Product(None, each),) for role, each in few.items()}
     h200 = tuned.load("NVIDIA H200")
@@ -216,9 +226,12 @@ def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format):
             lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
         )
         used = prebuild_triton.collect(lambda: fp8_products(model, format, {0: 0.5}))
-    # Of each role: for one and seven tokens, and for 64.
-    assert names(used)["_linear"] == 8
+        few = prebuild_triton.collect(lambda: fp8_products(model, format, {0: 0.5}, (1, 7)))
+    # Of each role: for one, for seven and for 64.
+    assert names(used)["_linear"] == 12
     assert set(used) <= set(variants)
+    inside = quantise and format == "fp8_token"
+    assert names(few) == ({"_linear": 8} if inside else {"_linear": 8, "_quantise_rows": 3})
 
 
 def test_what_products_of_4_bits_compile():

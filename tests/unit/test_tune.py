@@ -118,7 +118,8 @@ def test_products_in_fp8_have_tilings_of_their_own():
     assert h200 is not None
     guess = Product(None, (Step(16, Tiling(16, 64, 256, 4)),))
     base = replace(h200, products={}, fp8_products={"o": (guess,), "qkv": (guess,)})
-    start, better, best = Tiling(16, 64, 256, 4), Tiling(16, 64, 512, 4), Tiling(16, 64, 512, 8)
+    start, better = Tiling(16, 64, 256, 4), Tiling(16, 64, 512, 4)
+    best = Tiling(16, 64, 512, 4, quantise=True)
     times = {("o", start): 10.0, ("o", better): 9.0, ("o", best): 8.0}
     bench = RecordedFp8("rows", times, {})
     lines: list[str] = []
@@ -132,8 +133,22 @@ def test_products_in_fp8_have_tilings_of_their_own():
         assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8) and (tiling.fuse_norm or role == "head")
         assert tiling.split == 1 or role != "gate_up"
     assert any(tiling.split > 1 for role, tiling in bench.asked if role == "qkv")
+    assert {tiling.quantise for role, tiling in bench.asked if role == "down"} == {False, True}
+    assert not s.possible(best, "o", LLAMA_8B["o"], 64, fp8=True)
     changed = s.changes(base, found, LLAMA_8B, bench.kinds)
     assert any(line.startswith("o, 1..8 tokens: (16, 64, 256, 4") for line in changed)
+
+
+def test_one_token_in_fp8_has_a_tile_of_its_own():
+    alone = Tiling(1, 64, 128, quantise=True)
+    bench = RecordedFp8("rows", {("down", alone): 20.0}, {})
+    found = s.search(tuned.fallback(), bench, replace_tokens(PLAN, (1, 8)), quiet)
+    assert found.tiling("down", 1, LLAMA_8B["down"], fp8=True) == alone
+    assert found.tiling("down", 2, LLAMA_8B["down"], fp8=True) is None
+
+
+def replace_tokens(plan: s.Plan, tokens: tuple[int, ...]) -> s.Plan:
+    return s.Plan(tokens, plan.interface_tokens, plan.rounds)
 
 
 def test_blocks_have_tiles_by_role_and_tokens():
@@ -169,7 +184,7 @@ def test_only_tilings_that_the_kernel_can_have_are_tried():
     assert len(bench.asked) > 50
     for role, tiling in bench.asked:
         assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8)
-        assert tiling.split == 1 or role in ("o", "down") or (role != "gate_up" and not tiling.fuse_norm)
+        assert (tiling.split == 1 or role != "gate_up") and not tiling.quantise
     head = Tiling(64, 64, 128, split=4, fuse_norm=False)  # 33 million sums, and there is room for 17
     assert not s.possible(head, "head", LLAMA_8B["head"], 64) and s.possible(head, "qkv", (6144, 4096), 64)
 

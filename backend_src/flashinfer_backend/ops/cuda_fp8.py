@@ -3,7 +3,8 @@
 multiplied by Triton kernels or cuBLAS.
 
 Few tokens, with a scale for each row of the weight, take triton_linear where tilings.py has an entry: scales
-and what follows the product are part of it. Else cuBLAS multiplies elements without scales, and those are
+and what follows the product are part of it, and what comes before, norm and quantising, if the tiling says
+so. Else cuBLAS multiplies elements without scales, and those are
 applied with what follows the product anyway: residual, activation. Its own scales of tokens and rows were no
 faster than bfloat16 for few tokens, and save a pass over the result for many where nothing follows (measured:
 docs/formats.md). Weights with blocks have a Triton kernel of their own.
@@ -56,8 +57,20 @@ def product(
     if len(parts) > 1:  # x is quantised for each
         results = [_scaled(x, weight, *part) for part in parts]
         return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
-    elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
     tiling = choose(weight.role, len(x), weight.data)
+    if tiling is not None and tiling.quantise and parts[0][1] is None:
+        return linear(
+            x,
+            weight.data,
+            tiling,
+            norm.weight if norm else None,
+            norm.eps if norm else 0.0,
+            bias=bias,
+            residual=residual,
+            gated=gated,
+            scales=(None, weight.scale),
+        )
+    elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
     if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():
         return torch._scaled_mm(
             elements,

@@ -2,10 +2,10 @@
 """Triton matrix products for few tokens, where a step is bound by reading the weights once.
 
 One kernel serves all four products of a decoder layer. What makes it faster than a library call is around
-the product: the norm of the input (with elements of e4m3: their scales), the activation and the residual are
-part of it, the inner dimension is split so that every SM reads weights, and the launch overlaps the previous
-kernel (programmatic dependent launch): weights do not depend on that kernel, so a program pulls its first
-ones into L2 before it waits.
+the product: the norm of the input (with weights of e4m3: quantising it, or its scales), the activation and
+the residual are part of it, the inner dimension is split so that every SM reads weights, and the launch
+overlaps the previous kernel (programmatic dependent launch): weights do not depend on that kernel, so a
+program pulls its first ones into L2 before it waits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashinfer_backend.core.tuned import PARTIAL_SUMS, SPLIT_BLOCKS, Tiling
+from flashinfer_backend.ops.fp8 import E4M3, LARGEST, SMALLEST_PEAK
+
+_LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
 
 @triton.jit
@@ -38,6 +41,29 @@ def _prefetch_rows(
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _quantise(x):
+    # x[TOKENS, INNER] float32 -> e4m3, each row by the scale of its largest magnitude; the scales [TOKENS].
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), _SMALLEST_PEAK) * (1 / _LARGEST)
+    return (x * (1.0 / scale)[:, None]).to(tl.float8e4nv), scale  # the largest number is where it saturates
+
+
+@triton.jit
+def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, QUANTISE: tl.constexpr):
+    # acc plus x[TOKENS, INNER] times block[ROWS, INNER]. With a scale for each row of x, which the next chunk
+    # has others of, the sums of a chunk are apart.
+    if QUANTISE:
+        if SWAP:
+            acc += tl.dot(block, x.T) * x_scale[None, :]
+        else:
+            acc += tl.dot(x, block.T) * x_scale[:, None]
+    elif SWAP:
+        acc = tl.dot(block, x.T, acc)
+    else:
+        acc = tl.dot(x, block.T, acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -69,6 +95,8 @@ def _linear(
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     THREADS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time.
     token_blocks = tl.cdiv(tokens, TOKENS)
@@ -83,20 +111,31 @@ def _linear(
         _prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
         if GATED:
             _prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
+    # One token alone is multiplied as COLUMNS equal ones: tensor cores take no fewer.
+    COLUMNS: tl.constexpr = TOKENS if TOKENS > 1 else 16
     t = token + tl.arange(0, TOKENS)
     n = row + tl.arange(0, ROWS)
     k = tl.arange(0, INNER)
     inside = (t < tokens)[:, None]
-    if EARLY:
-        gdc_launch_dependents()
-    gdc_wait()
+    row_scale, up_scale = n, n
+    if scales is not None:  # weights, too: they need no wait
+        row_scale = tl.load(scales + n)
+        if GATED:
+            up_scale = tl.load(scales + rows + n)
+    if NATIVE:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+    if QUANTISE and residual is not None:
+        # Here its way is covered by the product, and such products have registers left.
+        added = tl.load(residual + t[:, None].to(tl.int64) * rows + n[None, :], mask=inside, other=0.0)
     x_cells = x + t[:, None] * K + column + k[None, :]
     if SWAP:
-        acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        up = tl.zeros([ROWS, TOKENS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
     else:
-        acc = tl.zeros([TOKENS, ROWS], tl.float32)
-        up = tl.zeros([TOKENS, ROWS], tl.float32)
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+        up = tl.zeros([COLUMNS, ROWS], tl.float32)
     square = tl.zeros([TOKENS, INNER], tl.float32)
     for i in tl.range(0, SHARE // INNER, num_stages=STAGES):
         if x_blocks is None:
@@ -109,28 +148,38 @@ def _linear(
             wide = x_block.to(tl.float32)
             square += wide * wide
             scale = tl.load(norm_weight + column + i * INNER + k).to(tl.float32)
-            x_block = (wide * scale[None, :]).to(x.dtype.element_ty)
-        if SWAP:
-            acc = tl.dot(block, x_block.T, acc)
-        else:
-            acc = tl.dot(x_block, block.T, acc)
+            x_block = wide * scale[None, :]
+            if not QUANTISE:
+                x_block = x_block.to(x.dtype.element_ty)
+        x_scale = None
+        if QUANTISE:
+            x_block, x_scale = _quantise(x_block.to(tl.float32))
+        if COLUMNS > TOKENS:
+            x_block = tl.broadcast_to(x_block, [COLUMNS, INNER])
+            if QUANTISE:
+                x_scale = tl.broadcast_to(x_scale, [COLUMNS])
+        acc = _add_product(acc, x_block, block, x_scale, SWAP, QUANTISE)
         if GATED:
             up_block = weight_blocks.load([rows + row, column + i * INNER])
-            if SWAP:
-                up = tl.dot(up_block, x_block.T, up)
-            else:
-                up = tl.dot(x_block, up_block.T, up)
-    if not EARLY:
+            up = _add_product(up, x_block, up_block, x_scale, SWAP, QUANTISE)
+    if NATIVE and not EARLY:
         gdc_launch_dependents()
     if SWAP:
         acc = acc.T
         up = up.T
+    if COLUMNS > TOKENS:
+        acc = tl.max(acc, axis=0, keep_dims=True)
+        up = tl.max(up, axis=0, keep_dims=True)
     cells = t[:, None].to(tl.int64) * rows + n[None, :]
+    squares = tl.sum(square, axis=1)
     last = True
     if SPLIT > 1:
         # The program that arrives last adds the parts in index order: the sum never depends on timing.
         plane = tokens.to(tl.int64) * rows
         tl.store(partial + split * plane + cells, acc, mask=inside)
+        square_cells = partial + SPLIT * plane + tl.program_id(0) * (SPLIT * TOKENS) + tl.arange(0, TOKENS)
+        if NORM:
+            tl.store(square_cells + split * TOKENS, squares)
         tl.debug_barrier()
         last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
         if last:
@@ -138,19 +187,28 @@ def _linear(
             acc = tl.zeros([TOKENS, ROWS], tl.float32)
             for part in tl.static_range(SPLIT):
                 acc += tl.load(partial + part * plane + cells, mask=inside, other=0.0, cache_modifier=".cg")
+            if NORM:
+                squares = tl.zeros([TOKENS], tl.float32)
+                for part in tl.static_range(SPLIT):
+                    squares += tl.load(square_cells + part * TOKENS, cache_modifier=".cg")
     if last:
         if NORM:
-            scale = tl.rsqrt(tl.sum(square, axis=1) / K + eps)[:, None]
+            scale = tl.rsqrt(squares / K + eps)[:, None]
+            acc = acc * scale
+            up = up * scale
+        if x_scales is not None:
+            scale = tl.load(x_scales + t, mask=t < tokens, other=0.0)[:, None]
             acc = acc * scale
             up = up * scale
         if scales is not None:
-            x_scale = tl.load(x_scales + t, mask=t < tokens, other=0.0)[:, None]
-            acc = acc * (x_scale * tl.load(scales + n)[None, :])
+            acc = acc * row_scale[None, :]
             if GATED:
-                up = up * (x_scale * tl.load(scales + rows + n)[None, :])
+                up = up * up_scale[None, :]
         if GATED:
             acc = acc * tl.sigmoid(acc) * up
-        if residual is not None:
+        if QUANTISE and residual is not None:
+            acc += added.to(tl.float32)
+        elif residual is not None:
             acc += tl.load(residual + cells, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             acc += tl.load(bias + n).to(tl.float32)[None, :]
@@ -185,23 +243,30 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor | None, Tensor] | None = None,
+    native: bool = True,
 ) -> Tensor:
     """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N], in `out` when given.
 
-    norm_weight[K]: x is RMS-normed first (not with split > 1). bias[N], residual[T, N]: added. gated: weight
-    holds gate and up rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are
-    contiguous and of one 16-bit dtype; with scales (of x's rows [T, 1] and of weight's [N], float32) x and
-    weight are of e4m3, no norm is part of it, and the rest is bfloat16. tiling.fits says which weights it can
-    take.
+    norm_weight[K]: x is RMS-normed first. bias[N], residual[T, N]: added. gated: weight holds gate and up
+    rows, the result is silu(gate) * up [T, N / 2] (not with split > 1). All operands are contiguous and of
+    one 16-bit dtype. tiling.fits says which weights it can take.
+
+    scales, float32, of x's rows [T, 1] and of weight's [N]: weight is of e4m3. So is x, no norm is part of
+    it, and the rest is bfloat16. With None for those of x, x is of 16 bits and quantised here: tiling.inner
+    columns of a row at a time by their largest magnitude, after the norm's weight and before its factor of
+    the row. That is never coarser than a scale for the row, but not the same bits.
+
+    native: with what a GPU alone has, and Triton's interpreter does not know.
     """
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
-        dtype = torch.bfloat16 if scales else x.dtype
+        dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
         out = torch.empty(tokens, rows, dtype=dtype, device=x.device)
     space = workspace(x.device) if tiling.split > 1 else None
-    x_blocks = norm_weight is None  # else x passes through registers on its way
+    quantise = scales is not None and scales[0] is None
+    x_blocks = norm_weight is None and not quantise  # else x passes through registers on its way
     _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
         x,
         TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if x_blocks else None,
@@ -225,11 +290,13 @@ def linear(
         NORM=norm_weight is not None,
         GATED=gated,
         SWAP=tiling.swap,
-        PREFETCH=tiling.prefetch,
+        PREFETCH=tiling.prefetch if native else 0,
         EARLY=tiling.early,
         STAGES=tiling.stages,
         THREADS=32 * tiling.warps,
+        QUANTISE=quantise,
+        NATIVE=native,
         num_warps=tiling.warps,
-        launch_pdl=True,
+        launch_pdl=native,
     )
     return out

@@ -34,8 +34,14 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "prefetch": (0, 32768, 65536, 131072),
     "fuse_norm": (False, True),
 }
-# The same of products in e4m3, whose norm is never part of them: as many bytes are twice the numbers.
-FP8_FIELDS = FIELDS | {"inner": (128, 256, 512), "split": (1, 2, 4, 8), "fuse_norm": (True,)}
+# The same of products in e4m3: as many bytes are twice the numbers, and a norm goes with quantising.
+FP8_FIELDS = FIELDS | {
+    "inner": (128, 256, 512, 1024),
+    "split": (1, 2, 4, 8),
+    "fuse_norm": (True,),
+    "quantise": (False, True),
+}
+FEW = 16  # tokens, up to which a product in e4m3 may begin with quantising
 
 
 class Bench(Protocol):
@@ -77,7 +83,7 @@ class Plan:
 
 
 FULL = Plan(
-    (8, 16, 32, 64, 128, 256),
+    (1, 8, 16, 32, 64, 128, 256),
     (*range(80, 513, 16), *range(544, 1025, 32)),
     rounds=3,
     blocks=(16, 32, 64, 256, 1024, 4096),
@@ -243,20 +249,25 @@ def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool 
 
 def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> bool:
     """Whether ops.triton_linear can compute a product of so many tokens so."""
-    normed = role in NORMED and not fp8
-    gated, fused = role == "gate_up", normed and tiling.fuse_norm
+    normed, gated = role in NORMED and not fp8, role == "gate_up"
     if not normed and not tiling.fuse_norm:  # without a norm the field means nothing
         return False
-    return tiling.fits(shape, gated, tokens) and (tiling.split == 1 or not (gated or fused))
+    if tiling.quantise and not (fp8 and tokens <= FEW):
+        return False
+    return tiling.fits(shape, gated, tokens) and (tiling.split == 1 or not gated)
 
 
 def _seeds(role: Role, tokens: int, fp8: bool) -> list[Tiling]:
-    """What other devices take for so many tokens, and a plain tiling."""
+    """What other devices take for so many tokens, and a plain tiling; in e4m3 with quantising in it, too."""
     files = [tuned.read(path) for path in sorted(tuned.FOLDER.glob("*.json"))]
     by_role = [file.fp8_products if fp8 else file.products for file in files]
     steps = [step for products in by_role for product in products.get(role, ()) for step in product.steps]
     known = [step.tiling for step in steps if step.tokens == tokens and step.tiling]
-    return [*known, Tiling(min(max(tokens, 16), 128), 64, 128)]
+    known.append(Tiling(min(max(tokens, 16), 128), 64, 128))
+    if fp8 and tokens <= FEW:
+        tile = 1 if tokens == 1 else 16
+        known += [replace(tiling, tokens=tile, quantise=True) for tiling in known]
+    return known
 
 
 def with_tiling(

@@ -154,8 +154,21 @@ def _call_fp8_product(
         weight = empty(rows, inner, of=torch.float8_e4m3fn)
         for step in device.active().steps(role, (rows, inner), fp8=True):
             tiling = device.active().tiling(role, step.tokens, (rows, inner), fp8=True)
-            if tiling is not None:
-                elements, x_scales = triton_fp8.quantise_rows(empty(step.tokens, inner), static, norm)
+            if tiling is None:
+                continue
+            few = empty(step.tokens, inner)
+            if tiling.quantise and static is None:
+                linear(
+                    few,
+                    weight,
+                    tiling,
+                    norm.weight if norm else None,
+                    norm.eps if norm else 0.0,
+                    scales=(None, scales),
+                    **behind(step.tokens),
+                )
+            else:
+                elements, x_scales = triton_fp8.quantise_rows(few, static, norm)
                 linear(elements, weight, tiling, scales=(x_scales, scales), **behind(step.tokens))
         if format == "fp8_static":  # where parts have input scales of their own
             triton_fp8.quantise_rows(empty(1, inner), static)

@@ -37,12 +37,14 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     """How ops.triton_linear cuts up one product.
 
     tokens, rows, inner: the block of x rows, weight rows and inner dimension that a program multiplies at a
-    time; tokens is 16 or more. split: programs that share the inner dimension of one output block.
+    time; tokens is 1, or 16 or more. split: programs that share the inner dimension of one output block.
     stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
     operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
     program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
     (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
-    product; else it is a kernel of its own.
+    product; else it is a kernel of its own. quantise, of weights in e4m3 with scales by row: x comes in 16
+    bits, and its norm and its scales, computed for each block of `inner` columns, are part of the product;
+    else they are a kernel of its own, as always where scales of x are stored.
     """
 
     tokens: int
@@ -55,15 +57,17 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     prefetch: int = 32768
     early: bool = True
     fuse_norm: bool = True
+    quantise: bool = False
 
     def fits(self, shape: Shape, gated: bool, tokens: int) -> bool:
-        """Whether weight[N, K] divides into these blocks, and the parts of a split product of so many tokens
-        have room. gated: the weight's rows are two halves."""
+        """Whether weight[N, K] divides into these blocks, and the parts of a split product of so many tokens,
+        with the squares that a norm adds up, have room. gated: the weight's rows are two halves."""
         rows = shape[0] // 2 if gated else shape[0]
         if rows % self.rows or shape[1] % (self.inner * self.split):
             return False
         blocks = rows // self.rows * -(-tokens // self.tokens)
-        return self.split == 1 or (tokens * rows * self.split <= PARTIAL_SUMS and blocks <= SPLIT_BLOCKS)
+        sums = (tokens * rows + blocks * self.tokens) * self.split
+        return self.split == 1 or (sums <= PARTIAL_SUMS and blocks <= SPLIT_BLOCKS)
 
 
 class BlockTile(_Data, frozen=True, omit_defaults=True):
@@ -202,7 +206,8 @@ class Scheduling(_Data, frozen=True):
 class Tuned(_Data, frozen=True, omit_defaults=True):
     """What was measured on one device. measured: with what, as name -> version or remark, for readers.
 
-    fp8_products: as products, of weights in e4m3 with scales by row, whose norm is never part of a product.
+    fp8_products: as products, of weights in e4m3 with scales by row, whose norm is part of those that
+    quantise.
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
     activation nor residual behind them; None: never.
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.

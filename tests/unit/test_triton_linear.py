@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton products with weights in e4m3, in Triton's interpreter, without a GPU: which element goes where,
+and how well quantising x inside the product does. tests/gpu/test_fp8.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashinfer_backend.ops import fp8
+
+ROWS, INNER = 128, 512
+# Whether x is quantised inside, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual.
+CASES = [
+    (True, 1, 1, 64, 128, 1, True, False, True, True, False),
+    (True, 1, 1, 64, 128, 2, True, False, True, False, False),
+    (True, 1, 1, 32, 128, 4, False, False, False, False, True),
+    (True, 1, 1, 64, 256, 1, True, True, True, False, False),
+    (True, 3, 1, 64, 256, 2, True, False, False, False, True),
+    (True, 1, 16, 64, 128, 2, True, False, False, False, True),
+    (True, 7, 16, 64, 128, 1, True, False, True, True, False),
+    (True, 7, 16, 128, 128, 4, True, False, True, False, True),
+    (True, 7, 16, 64, 128, 1, True, True, True, False, False),
+    (True, 16, 16, 64, 256, 2, True, False, False, False, True),
+    (True, 16, 16, 32, 512, 1, False, True, True, False, False),
+    (True, 20, 16, 64, 128, 2, False, False, True, True, True),
+    (False, 1, 1, 64, 128, 2, True, False, False, False, True),
+    (False, 7, 16, 64, 128, 1, True, True, False, False, False),
+]
+
+
+def run_case(inside, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual) -> None:
+    from flashinfer_backend.core.tuned import Tiling
+    from flashinfer_backend.ops.triton_linear import linear
+
+    torch.manual_seed(0)
+    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=inside)
+    assert tiling.fits((2 * ROWS if gated else ROWS, INNER), gated, tokens)
+    weight, scale = fp8.quantise_rows(torch.randn(2 * ROWS if gated else ROWS, INNER) * INNER**-0.5)
+    x = (torch.randn(tokens, INNER) * torch.logspace(0, 2, tokens)[:, None]).bfloat16()
+    x[-1, 5] = 40 * x[-1].abs().max()  # far beyond the others
+    norm_weight = (torch.rand(INNER) + 0.5).bfloat16() if norm else None
+    beside = {
+        "bias": torch.randn(ROWS).bfloat16() if bias else None,
+        "residual": torch.randn(tokens, ROWS).bfloat16() if residual else None,
+    }
+
+    def finished(product: torch.Tensor) -> torch.Tensor:
+        if gated:
+            gate, up = product.chunk(2, -1)
+            product = torch.nn.functional.silu(gate) * up
+        return product + sum(more.double() for more in beside.values() if more is not None)
+
+    wide = x.double()
+    if norm_weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    matrix = (weight.double() * scale).t()
+    exact = finished(wide @ matrix)
+    elements, scales = fp8.quantise_rows(wide.bfloat16())  # of the norm
+    by_row = finished((elements.double() * scales) @ matrix)
+    found = linear(
+        x if inside else elements,
+        weight,
+        tiling,
+        norm_weight if inside else None,
+        1e-5,
+        gated=gated,
+        scales=(None if inside else scales, scale[:, 0].contiguous()),
+        native=False,
+        **beside,
+    )
+    assert found.dtype == torch.bfloat16
+    error, allowed = ((each.double() - exact).norm(dim=1) / exact.norm(dim=1) for each in (found, by_row))
+    # A row's own scale is the same or a coarser one; rounding goes either way, and bfloat16 adds to it.
+    assert (error < 1.3 * allowed + 4e-3).all(), f"{tiling}: {error.tolist()}, by row {allowed.tolist()}"
+
+
+def exact_conversions() -> None:
+    """The interpreter cuts off where a GPU rounds to the nearest: torch's rounding takes its place."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    kinds = {tl.float8e4nv: (torch.float8_e4m3fn, np.uint8), tl.bfloat16: (torch.bfloat16, np.uint16)}
+    plain = interpreter._convert_float
+
+    def convert(data, source, target, mode):
+        if source != tl.float32 or target not in kinds:
+            return plain(data, source, target, mode)
+        dtype, bits = kinds[target]
+        rounded = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(dtype)
+        return rounded.view(getattr(torch, bits.__name__)).numpy().reshape(data.shape)
+
+    interpreter._convert_float = convert
+
+
+def test_products_in_the_interpreter():
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    exact_conversions()
+    for case in CASES:
+        run_case(*case)
