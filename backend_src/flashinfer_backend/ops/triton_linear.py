@@ -142,7 +142,8 @@ def _linear(
             x_block = tl.load(x_cells + i * INNER, mask=inside, other=0.0)
         else:
             x_block = x_blocks.load([token, column + i * INNER])
-        block = weight_blocks.load([row, column + i * INNER])
+        if not QUANTISE:
+            block = weight_blocks.load([row, column + i * INNER])
         if NORM:
             # The norm's scale is a factor of each output row: only its weight enters the product.
             wide = x_block.to(tl.float32)
@@ -154,6 +155,8 @@ def _linear(
         x_scale = None
         if QUANTISE:
             x_block, x_scale = _quantise(x_block.to(tl.float32))
+            # Only here, so that the scales are there when the weights come.
+            block = weight_blocks.load([row, column + i * INNER])
         if COLUMNS > TOKENS:
             x_block = tl.broadcast_to(x_block, [COLUMNS, INNER])
             if QUANTISE:
