@@ -213,6 +213,18 @@ def test_products_that_quantise_are_as_good_as_the_format(tiling, role, tokens):
     assert (error < 1.25 * allowed + 5e-3).all(), f"{error.tolist()}, by row {allowed.tolist()}"
 
 
+@pytest.mark.parametrize("role", ["o", "gate_up", "down"])
+@pytest.mark.parametrize("tiling", QUANTISING, ids=str)
+def test_activations_with_stored_scales_are_quantised_before(tiling, role):
+    from flashinfer_backend.ops import cuda_fp8
+
+    weight = make_weight(role, "fp8_static", SHAPES[role])
+    with device.use(quantising(tiling)):
+        for tokens in (1, 7):
+            x = randn(tokens, SHAPES[role][1], scale=2.0)
+            assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 2e-2)
+
+
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
 @pytest.mark.parametrize("role", SHAPES)
 def test_few_tokens_without_tilings_are_cublas(role, format):
