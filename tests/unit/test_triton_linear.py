@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton products with weights in e4m3, in Triton's interpreter, without a GPU: which element goes where,
-and how well quantising x inside the product does. tests/gpu/test_fp8.py runs the real ones.
+"""The Triton products, mostly with weights in e4m3, in Triton's interpreter, without a GPU: which element
+goes where, and how well quantising x inside the product does. tests/gpu/test_fp8.py runs the real ones.
 """
 
 from __future__ import annotations
@@ -15,39 +15,47 @@ import torch
 from flashinfer_backend.ops import fp8
 
 ROWS, INNER = 128, 512
-# Whether x is quantised inside, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual.
+# Where x is quantised, or weights in 16 bits; tokens, tile, rows, inner, split, swap, gated, norm, bias,
+# residual.
 CASES = [
-    (True, 1, 1, 64, 128, 1, True, False, True, True, False),
-    (True, 1, 1, 64, 128, 2, True, False, True, False, False),
-    (True, 1, 1, 32, 128, 4, False, False, False, False, True),
-    (True, 1, 1, 64, 256, 1, True, True, True, False, False),
-    (True, 3, 1, 64, 256, 2, True, False, False, False, True),
-    (True, 1, 16, 64, 128, 2, True, False, False, False, True),
-    (True, 7, 16, 64, 128, 1, True, False, True, True, False),
-    (True, 7, 16, 128, 128, 4, True, False, True, False, True),
-    (True, 7, 16, 64, 128, 1, True, True, True, False, False),
-    (True, 16, 16, 64, 256, 2, True, False, False, False, True),
-    (True, 16, 16, 32, 512, 1, False, True, True, False, False),
-    (True, 20, 16, 64, 128, 2, False, False, True, True, True),
-    (False, 1, 1, 64, 128, 2, True, False, False, False, True),
-    (False, 7, 16, 64, 128, 1, True, True, False, False, False),
+    ("inside", 1, 1, 64, 128, 1, True, False, True, True, False),
+    ("inside", 1, 1, 64, 128, 2, True, False, True, False, False),
+    ("inside", 1, 1, 32, 128, 4, False, False, False, False, True),
+    ("inside", 1, 1, 64, 256, 1, True, True, True, False, False),
+    ("inside", 3, 1, 64, 256, 2, True, False, False, False, True),
+    ("inside", 1, 16, 64, 128, 2, True, False, False, False, True),
+    ("inside", 7, 16, 64, 128, 1, True, False, True, True, False),
+    ("inside", 7, 16, 128, 128, 4, True, False, True, False, True),
+    ("inside", 7, 16, 64, 128, 1, True, True, True, False, False),
+    ("inside", 16, 16, 64, 256, 2, True, False, False, False, True),
+    ("inside", 16, 16, 32, 512, 1, False, True, True, False, False),
+    ("inside", 20, 16, 64, 128, 2, False, False, True, True, True),
+    ("before", 1, 1, 64, 128, 2, True, False, False, False, True),
+    ("before", 7, 16, 64, 128, 1, True, True, False, False, False),
+    ("dense", 1, 1, 64, 128, 1, True, True, True, False, False),
+    ("dense", 7, 16, 64, 128, 2, True, False, True, True, False),
 ]
 
 
-def run_case(inside, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual) -> None:
+def run_case(kind, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual) -> None:
     from flashinfer_backend.core.tuned import Tiling
     from flashinfer_backend.ops.triton_linear import linear
 
     torch.manual_seed(0)
-    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=inside)
+    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=kind == "inside")
     assert tiling.fits((2 * ROWS if gated else ROWS, INNER), gated, tokens)
-    weight, scale = fp8.quantise_rows(torch.randn(2 * ROWS if gated else ROWS, INNER) * INNER**-0.5)
-    x = (torch.randn(tokens, INNER) * torch.logspace(0, 2, tokens)[:, None]).bfloat16()
+    dtype = torch.float16 if kind == "dense" else torch.bfloat16  # the interpreter multiplies no bfloat16
+    weight = torch.randn(2 * ROWS if gated else ROWS, INNER) * INNER**-0.5
+    if kind == "dense":
+        weight, scale = weight.to(dtype), torch.ones(len(weight), 1)
+    else:
+        weight, scale = fp8.quantise_rows(weight)
+    x = (torch.randn(tokens, INNER) * torch.logspace(0, 2, tokens)[:, None]).to(dtype)
     x[-1, 5] = 40 * x[-1].abs().max()  # far beyond the others
-    norm_weight = (torch.rand(INNER) + 0.5).bfloat16() if norm else None
+    norm_weight = (torch.rand(INNER) + 0.5).to(dtype) if norm else None
     beside = {
-        "bias": torch.randn(ROWS).bfloat16() if bias else None,
-        "residual": torch.randn(tokens, ROWS).bfloat16() if residual else None,
+        "bias": torch.randn(ROWS).to(dtype) if bias else None,
+        "residual": torch.randn(tokens, ROWS).to(dtype) if residual else None,
     }
 
     def finished(product: torch.Tensor) -> torch.Tensor:
@@ -62,19 +70,20 @@ def run_case(inside, tokens, tile, rows, inner, split, swap, gated, norm, bias, 
     matrix = (weight.double() * scale).t()
     exact = finished(wide @ matrix)
     elements, scales = fp8.quantise_rows(wide.bfloat16())  # of the norm
-    by_row = finished((elements.double() * scales) @ matrix)
+    by_row = exact if kind == "dense" else finished((elements.double() * scales) @ matrix)
+    x_scales = scales if kind == "before" else None
     found = linear(
-        x if inside else elements,
+        elements if kind == "before" else x,
         weight,
         tiling,
-        norm_weight if inside else None,
+        None if kind == "before" else norm_weight,
         1e-5,
         gated=gated,
-        scales=(None if inside else scales, scale[:, 0].contiguous()),
+        scales=None if kind == "dense" else (x_scales, scale[:, 0].contiguous()),
         native=False,
         **beside,
     )
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == dtype
     error, allowed = ((each.double() - exact).norm(dim=1) / exact.norm(dim=1) for each in (found, by_row))
     # A row's own scale is the same or a coarser one; rounding goes either way, and bfloat16 adds to it.
     assert (error < 1.3 * allowed + 4e-3).all(), f"{tiling}: {error.tolist()}, by row {allowed.tolist()}"

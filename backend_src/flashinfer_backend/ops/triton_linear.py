@@ -170,7 +170,7 @@ def _linear(
     if SWAP:
         acc = acc.T
         up = up.T
-    if COLUMNS > TOKENS:
+    if COLUMNS > TOKENS:  # of equal ones
         acc = tl.max(acc, axis=0, keep_dims=True)
         up = tl.max(up, axis=0, keep_dims=True)
     cells = t[:, None].to(tl.int64) * rows + n[None, :]
