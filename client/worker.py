@@ -134,6 +134,7 @@ def worker_main(plan: WorkerPlan, pipe: Connection) -> None:
     finally:
         loop.close()
     records = [_record(plan, exchange, sender.start) for exchange in sender.exchanges]
+    os.set_blocking(pipe.fileno(), True)  # the loop that watched it had it otherwise, and results are long
     pipe.send((records, cpu))
     pipe.close()
 

@@ -42,6 +42,13 @@ def test_whole_streams_are_timed_and_counted(server, backend):
     assert result.summary["client_workers"] == 2
 
 
+def test_results_longer_than_a_pipe_holds_arrive(server):
+    """A worker's records of 18 000 tokens with their text take some 270 kB."""
+    result = send(server, "triton", ["plain"] * 18, tokens=1000, workers=1, keep_text=True)
+    assert [r.error for r in result.records] == [None] * 18
+    assert [len(r.itl) for r in result.records] == [999] * 18
+
+
 def test_bodies_are_what_the_servers_expect(server):
     send(server, "triton", ["a"], check_tokens=True)
     send(server, "openai", ["a"], model="m", extra_body={"top_k": 1})
