@@ -47,8 +47,8 @@ SETTINGS = {
 # Of products that quantise x themselves; of gate and up none is split.
 QUANTISING = [
     Tiling(1, 64, 512, split=2, stages=3),
-    Tiling(1, 128, 256, stages=4, warps=8),
-    Tiling(16, 64, 512, stages=3, warps=8),
+    Tiling(1, 128, 256, stages=3, warps=8),
+    Tiling(16, 64, 512, stages=2, warps=8),
     Tiling(16, 64, 256, split=4, prefetch=131072),
     Tiling(16, 32, 256, split=2, stages=5, early=False),
     Tiling(16, 64, 128, swap=False, prefetch=0),
