@@ -23,6 +23,7 @@ from running import START_S, TIMEOUT_S, files_below, free_ports, wait_for
 
 from flashinfer_backend.core.paths import resolve_model_dir
 
+CALL_TOKEN = 2  # of model_with_template
 # Shows tools, reasoning and a system prompt to the bundled model in its own form of questions and answers.
 TEMPLATE = """\
 {{ bos_token }}\
@@ -48,9 +49,15 @@ def model_with_template(folder: Path) -> Path:
     shutil.copytree(resolve_model_dir("bundled"), copy)
     file = copy / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    del config["chat_template"]
+    del config["chat_template"], config["pad_token"]
     file.write_text(json.dumps(config))
     (copy / "chat_template.jinja").write_text(TEMPLATE)
+    # As in Qwen's and Hermes' vocabularies, a token opens a call: CALL_TOKEN.
+    found = json.loads((copy / "tokenizer.json").read_text())
+    added, vocab = found["added_tokens"][CALL_TOKEN], found["model"]["vocab"]
+    vocab["<tool_call>"] = vocab.pop(added["content"])
+    added |= {"content": "<tool_call>", "special": False}
+    (copy / "tokenizer.json").write_text(json.dumps(found))
     return copy
 
 

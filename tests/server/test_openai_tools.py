@@ -10,7 +10,7 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from openai_server import OpenAiServer
+from openai_server import CALL_TOKEN, OpenAiServer
 
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 CITIES = ["Paris", "Ulm", "Rome"]
@@ -29,8 +29,13 @@ WEATHER: Any = {
         },
     },
 }
+PLACE = {"parameters": WEATHER["function"]["parameters"]}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+def strictly(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
 class Animal(pydantic.BaseModel):
@@ -115,6 +120,40 @@ def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
     assert gathered(one) == ("Let me see.", [weather], "tool_calls")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> None:
+    """The bias has the model, which writes anything else after it, open a call."""
+    opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
+    now = {"type": "function", "function": {"name": "now", "strict": True}}
+    more: dict[str, Any] = {"tools": [now, WEATHER], "temperature": 1.0, "seed": seed, **opening}
+    answer = ask(client, **more)
+    ((name, arguments),) = calls_of(answer)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+    if name == "weather":
+        check_weather(arguments)
+    else:
+        assert (name, json.loads(arguments)) == ("now", {})
+    assert gathered(ask(client, **more, stream=True)) == ("", [(name, arguments)], "tool_calls")
+    loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
+    assert not ask(client, **{**more, "tools": [NOW, loose]}).choices[0].message.tool_calls
+
+
+def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, door: OpenAiServer) -> None:
+    loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
+    free, strict = (ask(client, tools=[tool], max_tokens=40) for tool in (loose, WEATHER))
+    assert strict.choices[0].message.content == free.choices[0].message.content
+    tool = {"type": "function", "name": "weather", "strict": True, **PLACE}
+    body = {
+        "input": "Paris?",
+        "tools": [tool],
+        "logit_bias": {str(CALL_TOKEN): 100},
+        "max_output_tokens": 400,
+    }
+    found = door.call("/v1/responses", {**body, "parallel_tool_calls": False})[2]["output"]
+    assert [item["type"] for item in found] == ["function_call"]
+    check_weather(found[0]["arguments"])
+
+
 def test_tools_that_may_not_be_called(client: openai.OpenAI, door: OpenAiServer) -> None:
     """The model is not told of them, so the prompt is another one, and its text is content."""
     answer = ask(client, tools=[WEATHER], tool_choice="none", extra_body=saying(CALL))
@@ -182,6 +221,9 @@ def test_any_json_object(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "only functions"),
         ({"tools": [WEATHER, WEATHER]}, "same name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "true or false"),
+        ({"tools": [strictly({"oneOf": [{}]})]}, "schema of type object"),
+        ({"tools": [strictly({"type": "object", "not": {}})]}, "the parameters of f: "),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "the tools are",

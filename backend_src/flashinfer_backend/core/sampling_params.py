@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 GRAMMAR_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+CALLS_GUIDE = "calls"  # made by the OpenAI API: free text, and calls that match their schemas
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -31,6 +31,7 @@ from flashinfer_backend.openai.formats.reasoning import OPEN
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, guide_of, sampling_params
+from flashinfer_backend.openai.strict import calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
@@ -70,6 +71,8 @@ class Turn:
         # Forced calls are plain JSON, whatever the model's own format.
         self.tool_format = door.tool_format if self.tools.choice == AUTO else "none"
         self.reasoning_format = door.reasoning_format if self.guide == NO_GUIDE else "none"
+        # An answer that follows a guide of the request's own follows no other.
+        self.bound = self.tools.bound if self.guide == NO_GUIDE else {}
         self.prompt: list[int] = []
         self.inside = False  # the prompt opens the reasoning
         self.streams: Streams
@@ -86,6 +89,14 @@ class Turn:
         if not self.prompt:
             raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
         self.inside = self.reasoning_format == "think" and text.rstrip().endswith(OPEN)
+        if self.bound:
+            if not limits.guided_decoding:
+                raise ApiError(
+                    "strict functions need guided decoding, which is switched off on this server"
+                    " (guided_decoding_backend none); leave strict out",
+                    param="tools",
+                )
+            self.guide = calls_guide(self.bound, self.tool_format, self.reasoning_format, self.inside)
         marks = formats.WITH_SPECIAL_TOKENS
         special = self.tool_format in marks or self.reasoning_format in marks
         self.skip_special_tokens = request.skip_special_tokens and not special
@@ -109,7 +120,8 @@ class Turn:
             return NamedReader(self.tools.named)
         if self.tools.guide != NO_GUIDE:
             return ListReader()
-        return formats.make_reader(self.tool_format, self.reasoning_format, self.tools.schemas, self.inside)
+        schemas, whole = self.tools.schemas, bool(self.bound)
+        return formats.make_reader(self.tool_format, self.reasoning_format, schemas, self.inside, whole)
 
 
 def render(door: Door, conversation: Conversation) -> str:

@@ -26,11 +26,20 @@ class Tools:
     shown: list[dict[str, Any]] = field(default_factory=list)
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)  # of parameters, by function
     parallel: bool = True
+    strict: frozenset[str] = frozenset()  # functions whose calls have to match their schemas
 
     @property
     def named(self) -> str | None:
         """The one function that has to be called."""
         return self.choice if self.choice not in (AUTO, NONE, REQUIRED) else None
+
+    @property
+    def bound(self) -> dict[str, dict[str, Any] | None]:
+        """The functions, if calls that the model chooses have to match a schema of theirs: the schemas of the
+        strict ones."""
+        if self.choice != AUTO or not self.strict & self.schemas.keys():
+            return {}
+        return {name: schema if name in self.strict else None for name, schema in self.schemas.items()}
 
     @property
     def guide(self) -> Guide:
@@ -76,6 +85,7 @@ def read_tools(
         [{"type": "function", "function": function} for function in taken],
         {function["name"]: function.get("parameters") or NO_PARAMETERS for function in taken},
         parallel is not False,
+        frozenset(name for name, tool in zip(names, tools, strict=True) if tool["function"].get("strict")),
     )
 
 
@@ -100,6 +110,11 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(f"{place}.function.parameters should be a JSON schema", param="tools")
+    if function.get("strict") not in (None, True, False):
+        raise ApiError(
+            f"{place}.function.strict is {shown(function['strict'])}; it should be true or false",
+            param="tools",
+        )
     # How strict a call is read is for the server; the model is not told.
     return {key: value for key, value in function.items() if key != "strict" and value is not None}
 

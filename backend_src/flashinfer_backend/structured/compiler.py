@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE, GRAMMAR_TYPES
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import prepare_schema
 from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, check_regex
@@ -40,6 +40,13 @@ class GrammarCompiler:
         """An xgrammar.CompiledGrammar; or GrammarError, which says what is wrong with the guide."""
         compiler = self.load()
         try:
+            if grammar_type == CALLS_GUIDE:
+                tag = json.loads(text)
+                if tag["special_tokens"]:
+                    with self._loading:
+                        compiler = self._with_special_tokens
+                compiled = {"type": "structural_tag", "format": _prepared(tag["format"])}
+                return compiler.compile_structural_tag(json.dumps(compiled))
             if grammar_type == "json":
                 return compiler.compile_builtin_json_grammar()
             if grammar_type == "json_schema":
@@ -54,6 +61,10 @@ class GrammarCompiler:
             reason = re.sub(SOURCE_POSITION, "", str(error)[: 2 * MOST_REASON].strip())
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
+            if grammar_type == CALLS_GUIDE:
+                raise GrammarError(
+                    f"strict functions: {reason}; leave such keywords or strict out"
+                ) from error
             raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
         raise GrammarError(
             f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
@@ -62,6 +73,13 @@ class GrammarCompiler:
 
     @cached_property
     def _compiler(self) -> Any:
+        return self._make(special=False)
+
+    @cached_property
+    def _with_special_tokens(self) -> Any:
+        return self._make(special=True)
+
+    def _make(self, special: bool) -> Any:
         try:
             import xgrammar
         except ImportError as error:
@@ -70,10 +88,30 @@ class GrammarCompiler:
                 " guided_decoding_backend none"
             ) from error
         try:
-            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size)
+            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size, special)
         except (OSError, ValueError) as error:
             raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _prepared(tag: dict[str, Any]) -> dict[str, Any]:
+    """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. Raises GrammarError."""
+    found = dict(tag)
+    function = found.pop("function", None)
+    if function is not None:
+        try:
+            schema = prepare_schema(json.dumps(found["json_schema"]), is_safe_pattern)
+        except ValueError as error:
+            raise GrammarError(f"the parameters of {function}: {error}") from error
+        return found | {"json_schema": json.loads(schema), "max_whitespace_cnt": MOST_BLANKS}
+    for key in ("elements", "rules"):
+        if key in found:
+            found[key] = [
+                _prepared(one) if isinstance(one, dict) else [one[0], _prepared(one[1])] for one in found[key]
+            ]
+    if isinstance(found.get("content"), dict):
+        found["content"] = _prepared(found["content"])
+    return found
 
 
 def is_safe_pattern(pattern: str) -> bool:
@@ -87,12 +125,15 @@ def is_safe_pattern(pattern: str) -> bool:
     )
 
 
-def tokenizer_info(folder: Path, vocab_size: int) -> Any:
-    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens."""
+def tokenizer_info(folder: Path, vocab_size: int, with_special_tokens: bool = False) -> Any:
+    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens. with_special_tokens:
+    they count as their text."""
     import xgrammar
 
     tokenizer = TextTokenizer(folder)
     special = {t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special}
+    if with_special_tokens:
+        special = set()
     # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
     vocab = [""] * vocab_size
     for token, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():

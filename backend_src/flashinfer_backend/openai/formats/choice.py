@@ -40,11 +40,13 @@ def detect_reasoning(template: str) -> str:
     return "think" if "</think>" in template else "none"
 
 
-def make_reader(tools: str, reasoning: str, schemas: Schemas, inside: bool) -> Reader:
+def make_reader(
+    tools: str, reasoning: str, schemas: Schemas, inside: bool, whole_arguments: bool = False
+) -> Reader:
     """tools: the format of calls, "none" where none can come. schemas: of the functions' parameters. inside:
-    the prompt opens the reasoning."""
+    the prompt opens the reasoning. whole_arguments: a guide sees to it that arguments are whole JSON."""
     if "harmony" in (tools, reasoning):
-        return HarmonyReader()
+        return HarmonyReader(whole_arguments)
     reader: Reader
     if tools == "hermes":
         reader = HermesReader()

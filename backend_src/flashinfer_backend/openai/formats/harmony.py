@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event, held
+from flashinfer_backend.openai.formats.json_scan import ValueScanner
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -18,7 +19,10 @@ class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
     tokens as text. A message to a function is a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole_arguments: bool = False) -> None:
+        """whole_arguments: arguments are whole JSON, so that marks in their strings end no message."""
+        self._whole = whole_arguments
+        self._value: ValueScanner | None = None
         self._state = "begin"
         self._text = ""
         self._kind = CONTENT
@@ -56,6 +60,7 @@ class HarmonyReader:
         recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
         if recipient:
             self._kind = ARGUMENTS
+            self._value = ValueScanner() if self._whole else None
             events.append(Event(CALL, recipient.removeprefix("functions.")))
         elif channel == "analysis":
             self._kind = REASONING
@@ -66,6 +71,14 @@ class HarmonyReader:
             self._kind = CONTENT
 
     def _in_body(self, events: list[Event]) -> None:
+        if self._value is not None:
+            at = self._value.feed(self._text, 0)
+            if self._text[:at]:
+                events.append(Event(self._kind, self._text[:at]))
+            self._text = self._text[at:]
+            if not self._value.complete:
+                return
+            self._value = None
         found = _ENDS.search(self._text)
         if found is None:
             cut = len(self._text) - held(self._text, *ENDS)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guides for answers that may call functions by themselves: text is free, and calls match their schemas.
+
+A guide is a structural tag of xgrammar (structured/compiler.py). It reads the text as the format's reader
+does (formats/): what the reader takes for a call, the guide holds to one of the functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats.calls import HermesReader, Llama3Reader, MistralReader
+from flashinfer_backend.openai.formats.choice import WITH_SPECIAL_TOKENS
+from flashinfer_backend.openai.formats.harmony import ENDS, MESSAGE
+from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
+from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
+
+Format = dict[str, Any]
+Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
+BLANKS = r"[ \n\r\t]{0,8}"
+
+
+def calls_guide(functions: Functions, tool_format: str, reasoning: str, inside: bool) -> Guide:
+    """functions: all that may be called, with the schemas of strict ones. inside: the prompt opens the
+    reasoning. Raises ApiError for a format that this cannot be done for, and for parameters that are not an
+    object's."""
+    for name, schema in functions.items():
+        if schema is not None and schema.get("type") != "object":
+            raise ApiError(
+                f"the function {name} is strict, so its parameters should be a schema of type object",
+                param="tools",
+            )
+    if reasoning == "harmony":  # then all of the text is read as Harmony
+        tool_format = reasoning
+    make = _FORMATS.get(tool_format)
+    if make is None:
+        raise ApiError(
+            f"strict functions with tool_choice auto are not supported for the format {tool_format}, where"
+            " arguments get their types from the schema after they are written; leave strict out, or force"
+            " the call by tool_choice",
+            param="tools",
+        )
+    answer = make(functions)
+    if reasoning == "think":
+        answer = _after_thinking(answer, inside)
+    tag = {"special_tokens": tool_format in WITH_SPECIAL_TOKENS, "format": answer}
+    return CALLS_GUIDE, msgspec.json.encode(tag).decode()
+
+
+def _after_thinking(answer: Format, inside: bool) -> Format:
+    """What the model thinks is free, also where it looks like a call."""
+    rest = _sequence(_text(CLOSE), _optional(_sequence(_const(CLOSE), answer)))
+    if inside:
+        return rest
+    return _either(_sequence(_regex(r"\s*"), _const(OPEN), rest), answer)
+
+
+def _hermes(functions: Functions) -> Format:
+    call = _sequence(
+        _regex(BLANKS), _json_call(functions, "arguments"), _regex(BLANKS), _const(HermesReader.close)
+    )
+    return _free_until(HermesReader.mark, call)
+
+
+def _mistral(functions: Functions) -> Format:
+    call = _json_call(functions, "arguments")
+    more = _repeated(_sequence(_regex(f"{BLANKS},{BLANKS}"), call))
+    listed = _sequence(_regex(rf"\[{BLANKS}"), call, more, _regex(rf"{BLANKS}\]"))
+    call_id, arguments, _ = MistralReader.parts
+    named = [
+        _sequence(
+            _const(name),
+            _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]{1,64}"))),
+            _optional(_const(arguments)),
+            _parameters(name, schema),
+        )
+        for name, schema in functions.items()
+    ]
+    return _free_until(MistralReader.mark, _sequence(_regex(BLANKS), _either(listed, *named)))
+
+
+def _llama3(functions: Functions) -> Format:
+    """The answer is calls, or text that begins with neither a brace nor the mark."""
+    call, text = _json_call(functions, "parameters"), _text()
+    rest = _optional(_sequence(_regex(r"[^{; \t\r\n]"), text))
+    calls = _sequence(call, _repeated(_sequence(_regex(r"[; \t\r\n]*"), call)), _regex(r"[; \t\r\n]*"), rest)
+    mark, rest_of_mark = Llama3Reader.mark, Llama3Reader.mark[1:]
+    marked = _sequence(_regex(r"[ \t\r\n]*"), _either(calls, _sequence(_regex(r"[^{ \t\r\n]"), text)))
+    return _sequence(
+        _regex(r"[ \t\r\n]*"),
+        _optional(
+            _either(
+                calls,
+                _sequence(_const(mark), _optional(marked)),
+                _sequence(_regex(r"[^{< \t\r\n]"), text),
+                _sequence(_const(mark[0]), _text(rest_of_mark)),
+            )
+        ),
+    )
+
+
+def _harmony(functions: Functions) -> Format:
+    """Messages: a header, which names a function or none, and a body."""
+    header = _text("to=", MESSAGE, *ENDS)
+    # What follows a function's name in the header; `<|message|>` ends it at once.
+    to_body = _either(
+        _const(MESSAGE),
+        _sequence(_const(" "), _text("to=", MESSAGE, *ENDS), _const(MESSAGE)),
+        _sequence(_const("<|"), _text("to=", MESSAGE, MESSAGE[2:], *ENDS), _const(MESSAGE)),
+    )
+    calls = [
+        _sequence(_const(name), to_body, _parameters(name, schema), _regex(BLANKS))
+        for name, schema in functions.items()
+    ]
+    message = _sequence(
+        header,
+        _optional(
+            _either(
+                _sequence(_const(MESSAGE), _text(*ENDS)),
+                _sequence(_const("to=functions."), _either(*calls)),
+            )
+        ),
+    )
+    return _sequence(message, _repeated(_sequence(_either(*map(_const, ENDS)), message)))
+
+
+_FORMATS: dict[str, Callable[[Functions], Format]] = {
+    "hermes": _hermes,
+    "mistral": _mistral,
+    "llama3_json": _llama3,
+    "harmony": _harmony,
+}
+
+
+def _json_call(functions: Functions, key: str) -> Format:
+    """{"name": ..., key: ...} of one of the functions."""
+    calls = []
+    for name, schema in functions.items():
+        head = [r"\{", '"name"', ":", f'"{re.escape(name)}"', ",", f'"{key}"', ":", ""]
+        calls.append(_sequence(_regex(BLANKS.join(head)), _parameters(name, schema), _regex(BLANKS + r"\}")))
+    return _either(*calls)
+
+
+def _parameters(name: str, schema: Mapping[str, Any] | None) -> Format:
+    return {"type": "json_schema", "json_schema": ANY_OBJECT if schema is None else schema, "function": name}
+
+
+def _free_until(mark: str, call: Format) -> Format:
+    return {"type": "dispatch", "rules": [[mark, call]], "loop": True}
+
+
+def _text(*without: str) -> Format:
+    return {"type": "any_text", "excludes": list(without)}
+
+
+def _const(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _regex(pattern: str) -> Format:
+    return {"type": "regex", "pattern": pattern}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _either(*elements: Format) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def _repeated(content: Format) -> Format:
+    return {"type": "star", "content": content}
