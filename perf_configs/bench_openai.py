@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many streamed chunks the OpenAI API carries, without a model: an engine that only counts feeds it.
 
-    python -m perf_configs.bench_openai --workers 4 --streams 256 --steps-per-second 120
+    python -m perf_configs.bench_openai --workers 4 --clients 4 --streams 512 --steps-per-second 20,40,60,80
 
-Every step is a token for every stream. What the processes cannot carry as a chunk of its own they send
-together with the next, so chunks/s below tokens/s shows the limit. Door, engine and clients share this
-machine's cores.
+Every step is a token for every stream, and a stream that ends is followed by another one. What the processes
+cannot carry as a chunk of its own they send together with the next, so chunks/s below tokens/s shows the
+limit. API, engine and clients share this machine's cores; the table says what each of them used.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
+import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
 import socket
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ctypes import c_double, c_longlong
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
-import psutil
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.parent import Parent
@@ -34,10 +41,15 @@ from flashinfer_backend.transport.supervisor import EngineRecord
 
 VOCABULARY = 2048
 FIRST_TEXT_ID = 300  # ids from here on write something in the bundled model's vocabulary
+TEXT, END = b'"text":"', b"data: [DONE]\n\n"  # marks in a stream
+WARM_UP_S = 1.0
+READY_S = 120.0
+PACKAGES = ("numpy", "pyzmq", "uvicorn", "uvloop", "httptools", "starlette")
 
 
-def engine(run_dir: Path, server_pid: int, steps_per_second: float) -> None:
-    """Answers every sequence with tokens of its own, one a step, until it has as many as it asked for."""
+def engine(run_dir: Path, server_pid: int, rate: Any, sent: Any) -> None:
+    """Answers every sequence with tokens of its own, one a step, until it has as many as it asked for. rate:
+    shared, steps/s. sent: shared, tokens so far."""
     record = EngineRecord(
         os.getpid(), rundir.start_ticks(os.getpid()) or 0, time.monotonic(), ready=True, ever_ready=True
     )
@@ -62,7 +74,7 @@ def engine(run_dir: Path, server_pid: int, steps_per_second: float) -> None:
                 sock.forget(message.pid)
         if time.monotonic() < due:
             continue
-        due = max(due + 1 / steps_per_second, time.monotonic() - 0.1)
+        due = max(due + 1 / rate.value, time.monotonic() - 0.1)
         for pid, rows in left.items():
             if not rows:
                 continue
@@ -70,33 +82,62 @@ def engine(run_dir: Path, server_pid: int, steps_per_second: float) -> None:
             tokens = rng.integers(FIRST_TEXT_ID, VOCABULARY, len(ids), dtype=np.int32)
             codes = np.array([protocol.FINISHED_LENGTH * (n == 1) for n in rows.values()], np.int32)
             sock.send_tokens(pid, protocol.pack_tokens(ids, tokens, codes), None)
+            sent.value += len(ids)
             left[pid] = {local_id: n - 1 for local_id, n in rows.items() if n > 1}
     sock.close()
 
 
-def client(port: int, streams: int, tokens: int, results: multiprocessing.Queue[tuple[int, float]]) -> None:
-    """Reads streams to their ends; puts (chunks with text, when the last one came)."""
+class Reader(asyncio.Protocol):
+    """Asks for one stream after the other on a connection and counts chunks with text."""
+
+    def __init__(self, request: bytes, count: Callable[[int], None], broken: asyncio.Future[None]) -> None:
+        self._request, self._count, self._broken = request, count, broken
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            self._fail(f"the API answered {data[:200]!r}")
+        # A mark may be cut in two. What is kept before a piece is shorter than the mark: none counts twice.
+        self._count((self._tail[1 - len(TEXT) :] + data).count(TEXT))
+        held = self._tail + data
+        self._tail = held[1 - len(END) :]
+        if END in held:
+            self._tail = b""
+            self._transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(f"a stream broke off: {exc}")
+
+    def _fail(self, words: str) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(RuntimeError(words))
+
+
+def client(port: int, streams: int, tokens: int, received: Any) -> None:
+    """Reads streams until it is ended. received: shared, chunks with text so far."""
+    import uvloop
+
     body = {"prompt": "Once upon a time", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    request = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+    )
 
-    async def one() -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head + data)
-        chunks, held = 0, b""
-        while b"[DONE]" not in held:
-            part = await reader.read(1 << 16)
-            assert part, "the stream broke off"
-            held = held[-16:] + part
-            chunks += part.count(b'"text":"')
-        writer.close()
-        return chunks
+    def count(chunks: int) -> None:
+        received.value += chunks
 
-    async def run() -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(streams))))
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        broken = loop.create_future()
+        for _ in range(streams):
+            await loop.create_connection(lambda: Reader(request, count, broken), "127.0.0.1", port)
+        await broken
 
-    chunks = asyncio.run(run())
-    results.put((chunks, time.monotonic()))
+    uvloop.run(run())
 
 
 def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
@@ -116,28 +157,69 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
         openai_defaults=False,
         keys=[],
         max_body_bytes=1 << 20,
+        max_prompt_bytes=1 << 20,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
     )
-    Parent(options, resolve("127.0.0.1"), port, workers).run()
+    Parent(options, resolve("127.0.0.1"), port, workers, stalled_s=0).run()
 
 
-def cpu_seconds(parent: int) -> float:
-    """CPU time of a process's children."""
-    times = [child.cpu_times() for child in psutil.Process(parent).children()]
-    return sum(each.user + each.system for each in times)
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
+def children(pid: int) -> list[int]:
+    """Processes that a process started and that still run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def machine() -> str:
+    """Date, cores and versions in one line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    cores = len(os.sched_getaffinity(0))
+    today = datetime.date.today().isoformat()
+    return f"{today}, {cores} cores of {model}, Python {platform.python_version()}, {', '.join(packages)}"
+
+
+def rates(text: str) -> list[float]:
+    """A comma list of numbers above 0."""
+    found = [float(word) for word in text.split(",")]
+    if not found or min(found) <= 0:
+        raise ValueError
+    return found
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m perf_configs.bench_openai",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1, help="processes of the API")
     parser.add_argument("--clients", type=int, default=1, help="processes that read")
-    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=64, help="at a time, of all clients together")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--steps-per-second", type=float, default=100.0)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--steps-per-second", type=rates, default=[100.0], metavar="N,...", help="one line of the table each"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="measured for each line, after 1 s")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments()
+    options = parser.parse_args(argv)
+    if min(options.workers, options.clients, options.tokens) < 1 or options.streams < options.clients:
+        parser.error("--workers, --clients, --tokens should be at least 1, --streams at least --clients")
     spawn = multiprocessing.get_context("spawn")
     base = Path(tempfile.mkdtemp(prefix="bench-openai-"))
     run_dir = base / "user" / f"{os.getpid()}-llm"
@@ -145,42 +227,72 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    fake = spawn.Process(target=engine, args=(run_dir, os.getpid(), options.steps_per_second))
+    rate, sent = spawn.Value(c_double, options.steps_per_second[0]), spawn.Value(c_longlong, 0)
+    received = [spawn.Value(c_longlong, 0) for _ in range(options.clients)]
+    feeder = spawn.Process(target=engine, args=(run_dir, os.getpid(), rate, sent), daemon=True)
     api = spawn.Process(target=door, args=(run_dir, os.getpid(), port, options.workers))
-    fake.start()
+    share, rest = divmod(options.streams, options.clients)
+    readers = [
+        spawn.Process(target=client, args=(port, share + (n < rest), options.tokens, each), daemon=True)
+        for n, each in enumerate(received)
+    ]
+    print(f"{machine()}; {options.workers} workers, {options.clients} clients, {options.streams} streams")
+    print("steps/s  tokens/s  chunks/s  CPU us/chunk  of a core: API's processes; engine; clients")
+    feeder.start()
     api.start()
     try:
-        wait_ready(port, options.workers)
         assert api.pid is not None
-        results: multiprocessing.Queue[tuple[int, float]] = spawn.Queue()
-        each = options.streams // options.clients
-        readers = [
-            spawn.Process(target=client, args=(port, each, options.tokens, results))
-            for _ in range(options.clients)
-        ]
-        before, began = cpu_seconds(api.pid), time.monotonic()
+        wait_ready(port, api, options.workers)
         for reader in readers:
             reader.start()
-        found = [results.get(timeout=600) for _ in readers]
-        seconds, used = max(end for _, end in found) - began, cpu_seconds(api.pid) - before
-        chunks, tokens = sum(count for count, _ in found), each * options.clients * options.tokens
-        print(
-            f"{options.workers} workers, {options.streams} streams: {tokens / seconds:.0f} tokens/s as"
-            f" {chunks / seconds:.0f} chunks/s in {seconds:.1f} s;"
-            f" {used / chunks * 1e6:.0f} us of the API's CPU time for a chunk"
-        )
+        wait_for_chunks(received, readers)
+        workers = children(api.pid)
+        groups = [workers, [feeder.pid or 0], [reader.pid or 0 for reader in readers]]
+
+        def now() -> tuple[float, int, int, list[list[float]]]:
+            used = [[cpu_seconds(pid) for pid in group] for group in groups]
+            return time.monotonic(), sent.value, sum(each.value for each in received), used
+
+        for steps in options.steps_per_second:
+            rate.value = steps
+            time.sleep(WARM_UP_S)
+            began = now()
+            time.sleep(options.seconds)
+            ended = now()
+            dead = [process for process in (feeder, api, *readers) if not process.is_alive()]
+            if dead or children(api.pid) != workers:
+                print("a process ended meanwhile; its message is above", file=sys.stderr)
+                return 1
+            print(line(steps, began, ended), flush=True)
+        return 0
     finally:
-        api.terminate()
-        api.join(10)
-        fake.terminate()
+        for process in (*readers, api):
+            if process.pid is not None:
+                process.terminate()
+                process.join(10)
+        feeder.terminate()
+        feeder.join(10)
         rundir.remove(run_dir)
 
 
-def wait_ready(port: int, workers: int) -> None:
+def line(steps: float, began: Any, ended: Any) -> str:
+    """A line of the table."""
+    seconds, tokens, chunks = (after - before for before, after in zip(began[:3], ended[:3], strict=True))
+    shares = [
+        [(after - before) / seconds for before, after in zip(*group, strict=True)]
+        for group in zip(began[3], ended[3], strict=True)
+    ]
+    used = "; ".join(" ".join(f"{share:.0%}" for share in group) for group in shares)
+    cost = sum(shares[0]) * seconds / max(chunks, 1) * 1e6
+    return f"{steps:7g}  {tokens / seconds:8.0f}  {chunks / seconds:8.0f}  {cost:12.1f}  {used}"
+
+
+def wait_ready(port: int, api: Any, workers: int) -> None:
     """Until each process has answered; which one does is up to the kernel."""
-    deadline, good = time.monotonic() + 60, 0
+    deadline, good = time.monotonic() + READY_S, 0
     while good < 8 * workers:
-        assert time.monotonic() < deadline, "the API did not become ready"
+        if time.monotonic() > deadline or not api.is_alive():
+            raise SystemExit("the API did not become ready; its message is above")
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -191,5 +303,14 @@ def wait_ready(port: int, workers: int) -> None:
         time.sleep(0 if ready else 0.2)
 
 
+def wait_for_chunks(received: Sequence[Any], readers: Sequence[Any]) -> None:
+    """Until every client reads."""
+    deadline = time.monotonic() + READY_S
+    while not all(each.value for each in received):
+        if time.monotonic() > deadline or not all(reader.is_alive() for reader in readers):
+            raise SystemExit("the clients got no chunks")
+        time.sleep(0.05)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from openai_server import OpenAiServer
@@ -23,7 +24,7 @@ from client import bench, report
 from client.scenarios import Point
 from flashinfer_backend import __version__
 from flashinfer_backend.core.paths import resolve_model_dir
-from perf_configs import results
+from perf_configs import bench_openai, results
 from perf_configs.plan import make_plan
 from perf_configs.run import Benchmark, argument_parser
 
@@ -146,6 +147,30 @@ def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> No
     assert found["version"] == __version__ and found["warm_up"]["requests_with_checked_length"] == 4
     assert found["summary"]["completed"] == 12 and found["knobs"] == "--set max_queue_size=9"
     assert found["requests"]["reported_tokens"] == found["requests"]["output_tokens"]
+
+
+def test_the_openai_door_is_measured_without_a_model(capfd: Any) -> None:
+    arguments = ["--streams", "8", "--tokens", "30", "--steps-per-second", "40,60", "--seconds", "0.5"]
+    assert bench_openai.main(arguments) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line and "API ready" not in line]
+    assert len(lines) == 4 and "cores" in lines[0] and lines[1].startswith("steps/s")
+    for line in lines[2:]:
+        _, tokens, chunks, cost, *used = line.replace(";", "").split()
+        # A stream's last chunk has no text of its own if its token came with the one before.
+        assert 0 < float(chunks) <= 1.1 * float(tokens) and float(cost) > 0 and len(used) == 3
+
+
+def test_what_a_stream_holds_is_counted_however_it_is_cut() -> None:
+    counted: list[int] = []
+    event = b'data: {"text":"a"}\n\n'
+    stream = b"HTTP/1.1 200 OK\r\n\r\n" + 3 * event + bench_openai.END
+    for size in (1, 2, 5, 8, 13, len(stream)):
+        counted.clear()
+        reader, sent = bench_openai.Reader(b"again", counted.append, Mock()), Mock()
+        reader.connection_made(sent)
+        for at in range(0, len(stream), size):
+            reader.data_received(stream[at : at + size])
+        assert sum(counted) == 3 and sent.write.call_count == 2, size
 
 
 def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
