@@ -120,7 +120,7 @@ def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
     assert gathered(one) == ("Let me see.", [weather], "tool_calls")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> None:
     """The bias has the model, which writes anything else after it, open a call."""
     opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
@@ -135,12 +135,13 @@ def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> 
         assert (name, json.loads(arguments)) == ("now", {})
     assert gathered(ask(client, **more, stream=True)) == ("", [(name, arguments)], "tool_calls")
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
-    assert not ask(client, **{**more, "tools": [NOW, loose]}).choices[0].message.tool_calls
+    free = ask(client, **{**more, "tools": [NOW, loose], "max_tokens": 12})
+    assert not free.choices[0].message.tool_calls
 
 
 def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, door: OpenAiServer) -> None:
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
-    free, strict = (ask(client, tools=[tool], max_tokens=40) for tool in (loose, WEATHER))
+    free, strict = (ask(client, tools=[tool], max_tokens=16) for tool in (loose, WEATHER))
     assert strict.choices[0].message.content == free.choices[0].message.content
     tool = {"type": "function", "name": "weather", "strict": True, **PLACE}
     body = {
