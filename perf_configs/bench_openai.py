@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import socket
 import sys
 import tempfile
@@ -184,7 +185,10 @@ def machine() -> str:
     """Date, cores and versions in one line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    packages = []
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # unpacked without its metadata
+            packages.append(f"{name} {importlib.metadata.version(name)}")
     cores = len(os.sched_getaffinity(0))
     today = datetime.date.today().isoformat()
     return f"{today}, {cores} cores of {model}, Python {platform.python_version()}, {', '.join(packages)}"
@@ -272,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 process.join(10)
         feeder.terminate()
         feeder.join(10)
-        rundir.remove(run_dir)
+        shutil.rmtree(base, ignore_errors=True)
 
 
 def line(steps: float, began: Any, ended: Any) -> str:
