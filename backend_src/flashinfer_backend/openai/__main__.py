@@ -29,6 +29,7 @@ from flashinfer_backend.transport.gpus import visible_devices
 
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 AUTO = "auto"
+RECEIVE_S = 60
 
 
 def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +76,18 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest text that is tokenized, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
     )
     parser.add_argument(
+        "--receive-seconds",
+        type=stalled_seconds,
+        default=RECEIVE_S,
+        help="cut a client whose request is not whole after so long, 0: never (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=_count,
+        default=0,
+        help="of each process, 0: as many as it may open files (default)",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=int,
         default=30,
@@ -86,6 +99,12 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         default=STALLED_S,
         help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,6 +189,8 @@ def _worker_options(options: Any, config: EngineConfig, folder: Path, server: in
         max_body_bytes=options.max_request_bytes,
         max_prompt_bytes=options.max_prompt_bytes,
         drain_s=options.drain_seconds,
+        receive_s=options.receive_seconds,
+        max_connections=options.max_connections,
         metrics_dir=str(metrics_dir()),
     )
 

@@ -23,15 +23,20 @@ import msgspec
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.transport.addresses import raise_open_files
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
 READY = b"ready\n"
+RESERVED_FILES = (
+    128  # descriptors that are not for connections: sockets of the engines' links, libraries' files
+)
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """listener, notify: inherited file descriptors; the second is told when the engine is there. follow: the
-    engine is another server's."""
+    engine is another server's. receive_s, max_connections: of ConnectionLimits; 0 connections: as many as
+    there are descriptors for."""
 
     engine: EngineConfig
     run_dir: str
@@ -49,6 +54,8 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     max_body_bytes: int
     max_prompt_bytes: int
     drain_s: int
+    receive_s: int
+    max_connections: int
     metrics_dir: str
 
 
@@ -65,6 +72,7 @@ async def _run(options: WorkerOptions) -> int:
     import uvicorn
 
     from flashinfer_backend.openai.app import Access, make_app
+    from flashinfer_backend.openai.connection import ConnectionLimits, limited
     from flashinfer_backend.openai.door import Door, Model
     from flashinfer_backend.openai.link import EngineLink, Follower
     from flashinfer_backend.openai.metrics import Metrics
@@ -98,10 +106,13 @@ async def _run(options: WorkerOptions) -> int:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_ENGINE
     app = make_app(door, Access(options.keys, options.max_body_bytes))
+    limits = ConnectionLimits(
+        options.receive_s, options.max_connections or raise_open_files() - RESERVED_FILES
+    )
     server = Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=limited(limits, door.metrics.error),
             ws="none",
             lifespan="off",
             log_level="warning",

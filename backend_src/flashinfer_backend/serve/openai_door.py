@@ -26,6 +26,8 @@ PASSED_ON = {
     "default-sampling": "checkpoint or openai: values where a request is silent",
     "max-request-bytes": "largest body",
     "max-prompt-bytes": "longest text that is tokenized",
+    "receive-seconds": "how long a request may take to arrive",
+    "max-connections": "of each process",
 }
 DRAIN_S = 4  # of the time that the server has for ending
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import resource
 import socket
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 STALLED_S = 60  # by default
+MOST_FILES = 1 << 16  # containers often allow a thousand million, which some programs walk through
 
 
 class AddressError(ValueError):
@@ -56,6 +58,18 @@ def stalled_seconds(text: str) -> int:
     if not text.isdigit() or int(text) > 86400:
         raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 whole seconds")
     return int(text)
+
+
+def raise_open_files() -> int:
+    """Lets this process, and those that it starts, have as many files and connections open as the system
+    allows, up to MOST_FILES; how many that is. Shells and service managers commonly give 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = MOST_FILES if hard == unlimited else min(MOST_FILES, hard)
+    if soft == unlimited or soft >= wanted:
+        return MOST_FILES if soft == unlimited else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def reachable_at(address: Address, port: int) -> str:

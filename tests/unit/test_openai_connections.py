@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of the OpenAI API's connections: uvicorn and real sockets, an application that only reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited
+
+WHOLE = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
+LONG_S = 600.0  # a limit that no test reaches
+
+
+class Running:
+    """A server; `release` lets requests to /wait be answered."""
+
+    def __init__(self, receive_s: float, connections: int) -> None:
+        self.errors: list[int] = []
+        self.release = threading.Event()
+        protocol = limited(ConnectionLimits(receive_s, connections), self.errors.append)
+        config = uvicorn.Config(
+            self._app,
+            http=protocol,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            timeout_keep_alive=int(LONG_S),
+        )
+        self.server = uvicorn.Server(config)
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve(sockets=[self.listener])), daemon=True
+        )
+
+    async def _app(self, scope: Any, receive: Callable, send: Callable) -> None:
+        body, more = b"", scope["path"] != "/early"
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        while scope["path"] == "/wait" and not self.release.is_set():
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        sock = socket.create_connection(self.listener.getsockname(), timeout=20)
+        sock.sendall(data)
+        return sock
+
+
+@contextlib.contextmanager
+def running(receive_s: float = LONG_S, connections: int = 100) -> Iterator[Running]:
+    server = Running(receive_s, connections)
+    server.thread.start()
+    try:
+        yield server
+    finally:
+        server.release.set()
+        server.server.should_exit = server.server.force_exit = True
+        server.thread.join(20)
+        server.listener.close()
+
+
+def answer(sock: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            data += part
+    return data
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"POST / HT", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbo", b"HTTP/1.1 408 "),
+        (b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbo", b"HTTP/1.1 200 "),
+        (WHOLE + WHOLE[:20], b"HTTP/1.1 200 "),
+    ],
+)
+def test_a_request_that_does_not_arrive_is_cut(sent: bytes, status: bytes) -> None:
+    with running(receive_s=0.2) as server, server.connect(sent) as sock:
+        got = answer(sock)
+        assert got.startswith(status) and bool(got) == bool(status)
+        if status.endswith(b"408 "):
+            body = json.loads(got.partition(b"\r\n\r\n")[2])
+            assert "had not arrived after 0.2 s" in body["error"]["message"] and server.errors == [408]
+        wait_until(lambda: not server.server.server_state.connections)
+
+
+def test_a_byte_at_a_time_does_not_start_the_clock_again() -> None:
+    with running(receive_s=0.5) as server, server.connect() as sock, contextlib.suppress(OSError):
+        for byte in b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 100:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.02)
+        raise AssertionError("it was never cut")
+
+
+def test_lines_that_begin_no_request_are_cut() -> None:
+    """Any byte stops the clock that uvicorn has for connections that are kept open."""
+    with running(receive_s=0.2) as server, server.connect(WHOLE) as sock:
+        while not sock.recv(4096).endswith(b"done"):
+            pass
+        sock.sendall(b"\r\n")
+        assert answer(sock) == b""
+
+
+def test_an_answer_may_take_longer_than_its_request() -> None:
+    with running(receive_s=0.2) as server:
+        waits = WHOLE.replace(b"/ ", b"/wait ", 1)
+        # A second request behind it, half of it there, is not read while the first is answered.
+        with server.connect(waits) as alone, server.connect(waits + WHOLE[:20]) as two:
+            time.sleep(0.6)
+            server.release.set()
+            assert alone.recv(4096).startswith(b"HTTP/1.1 200 ")
+            assert two.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_silent_connections_make_room_for_those_that_ask() -> None:
+    with running(connections=8) as server, contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(server.connect(b"POST"[: n % 5])) for n in range(30)]
+        for _ in range(10):
+            with server.connect(WHOLE) as sock:
+                assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert all(answer(sock) == b"" for sock in silent[:22])  # the oldest were closed
+        assert server.errors == []
+
+
+def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_cut() -> None:
+    with running(connections=3) as server, contextlib.ExitStack() as opened:
+        waits = WHOLE.replace(b"/ ", b"/wait ", 1)
+        busy = [opened.enter_context(server.connect(waits)) for _ in range(3)]
+        wait_until(lambda: len(server.server.server_state.tasks) == 3)
+        with server.connect(WHOLE) as sock:
+            got = answer(sock)
+        assert got.startswith(b"HTTP/1.1 503 ") and b"retry-after" in got and server.errors == [503]
+        server.release.set()
+        assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 ") for sock in busy)
+        with server.connect(WHOLE) as sock:  # an answered one that is kept open makes room
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_endless_headers_are_refused() -> None:
+    with running() as server, server.connect(b"POST / HTTP/1.1\r\n") as sock:
+        with contextlib.suppress(OSError):
+            for _ in range(20 * MOST_HEADER_BYTES // 1000):  # more than is read at once
+                sock.sendall(b"x: " + b"y" * 995 + b"\r\n")
+        wait_until(lambda: server.errors == [431])
+    with (
+        running() as server,
+        server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock,
+    ):
+        sock.sendall(b"x" * 300_000)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
