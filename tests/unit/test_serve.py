@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `serve` does to the server's process, on stand-in processes."""
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +11,13 @@ import time
 import pytest
 
 from flashinfer_backend.serve import launcher as serve
-from flashinfer_backend.serve.server_sockets import limit_stalled_clients, widen_thread_pipes
+from flashinfer_backend.serve.server_log import ServerLog
+from flashinfer_backend.serve.server_sockets import (
+    FRESH_MS,
+    close_silent_clients,
+    limit_stalled_clients,
+    widen_thread_pipes,
+)
 from flashinfer_backend.transport import addresses
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.
@@ -90,6 +98,104 @@ def test_a_client_that_does_not_read_is_cut(reads):
             child.stdout.readline().strip()
             in ((b"TimeoutError",), (b"BrokenPipeError", b"ConnectionResetError"))[reads]
         )
+
+
+# Accepts connections and reads from them, with few descriptors.
+ACCEPTING = """
+import asyncio, resource
+async def hold(reader, writer):
+    while await reader.read(1000):
+        pass
+    writer.close()
+async def main():
+    server = await asyncio.start_server(hold, "127.0.0.1", 0, backlog=200)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+asyncio.run(main())
+"""
+
+
+def test_silent_clients_are_closed_where_no_descriptors_are_left():
+    child = subprocess.Popen([sys.executable, "-c", ACCEPTING], stdout=subprocess.PIPE)
+    with child, contextlib.ExitStack() as stack:
+        stack.callback(child.kill)
+        address = ("127.0.0.1", int(child.stdout.readline()))
+
+        def connect(data):
+            sock = stack.enter_context(socket.create_connection(address, timeout=20))
+            sock.sendall(data)
+            return sock
+
+        def is_open(sock):
+            sock.setblocking(False)
+            try:
+                return sock.recv(1) != b""
+            except BlockingIOError:
+                return True
+
+        asked = [connect(b"x" * 100) for _ in range(10)]
+        silent = [connect(b"x" * (n % 8)) for n in range(10)]
+        assert close_silent_clients(child.pid) == 0, "there are descriptors"
+        late = connect(b"y" * 100)
+        until = time.monotonic() + 20
+        while (used := len(os.listdir(f"/proc/{child.pid}/fd"))) < 62 and time.monotonic() < until:
+            silent.append(connect(b""))
+            time.sleep(0.01)
+        time.sleep(FRESH_MS / 1000)
+        for sock in asked:
+            sock.sendall(b"more")  # these are not silent
+        closed = close_silent_clients(child.pid)
+        if not closed:
+            pytest.skip("this system does not let a process take over descriptors of its children")
+        assert closed == used - 48, "a quarter is free, and no more"
+        assert all(is_open(sock) for sock in [*asked, late])
+        assert sum(not is_open(sock) for sock in silent) == closed
+        assert not any(is_open(sock) for sock in silent[:8]), "the oldest go first"
+
+
+def test_an_endless_complaint_is_shown_seldom():
+    command = "import sys; print('[warn] accept: Too many open files\\n' * 50_000 + 'other')"
+    read, write = os.pipe()
+    saved = os.dup(1)
+    os.dup2(write, 1)
+    try:
+        log = ServerLog()
+        log.ready()
+        log.popen([sys.executable, "-c", command]).wait(20)
+        log.summary()
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(write)
+    with os.fdopen(read) as shown:
+        assert shown.read() == "[warn] accept: Too many open files\nother\n"
+
+
+def test_a_quarter_of_the_memory_that_a_container_has(tmp_path):
+    assert serve.quarter_of_memory(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
+    assert serve.quarter_of_memory(tmp_path) == 4096
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    for text, expected in (("max\n", 4096), (f"{2 << 30}\n", 512)):
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(text)
+        assert serve.quarter_of_memory(tmp_path) == expected
+    assert serve.quarter_of_memory() == serve._parser().get_default("restart_after_growth") > 0
+
+
+def test_the_server_may_open_as_many_files_as_the_system_allows():
+    code = """if True:
+        import resource
+        from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        assert raise_open_files() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+        assert raise_open_files() == 90
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_hosts_are_resolved_as_the_server_takes_addresses_only():

@@ -28,7 +28,7 @@ from flashinfer_backend.serve.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.serve.watchdog import DRAIN_S, RESTARTS, Policy, Watchdog
+from flashinfer_backend.serve.watchdog import DRAIN_S, MIB, RESTARTS, Policy, Watchdog
 from flashinfer_backend.transport.addresses import (
     STALLED_S,
     Address,
@@ -129,10 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart-after-growth",
         type=_count,
-        default=0,
+        default=quarter_of_memory(),
         metavar="MIB",
         help="start tritonserver again, which takes some seconds, when its memory has grown by so much since"
-        " it was ready; 0: never (default; docs/reliability.md tells why it grows)",
+        " it was ready; 0: never (default: a quarter of the memory there is, %(default)s;"
+        " docs/reliability.md tells why it grows)",
     )
     parser.add_argument(
         "--stalled-client-seconds",
@@ -150,6 +151,24 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(parser)
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")
     return parser
+
+
+def quarter_of_memory(root: Path = Path("/")) -> int:
+    """In MiB, of the machine's memory, or of its container's where that has less; 0 where nothing says so."""
+    limits = []
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            limits.append(int(line.split()[1]) << 10)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
+        limits += [int(line) for line in _lines(root / "sys/fs/cgroup" / name) if line.isdigit()]
+    return min(limits, default=0) // 4 // MIB
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _seconds(text: str) -> float:

@@ -36,6 +36,9 @@ _ENDING = re.compile(
 _STOPPING = re.compile(
     _ENDING.pattern + r"|^Signal \(\d+\) received|Exit timeout expired|Non-graceful termination detected"
 )
+# Without a free descriptor the server says so 200 000 times a second.
+_NO_DESCRIPTOR = "Too many open files"
+AGAIN_S = 10.0  # between two such lines that are shown
 _IN_FLIGHT = re.compile(r"\"Timeout \d+: Found ([1-9]\d*) model versions that have in-flight")
 
 
@@ -48,6 +51,8 @@ class ServerLog:
         self._fatal = ""
         self._last = ""  # line that is not of the server's own log
         self._ready = self._stopping = self._told_of_requests = False
+        self._said_at = -AGAIN_S  # when the last line of _NO_DESCRIPTOR was shown
+        self._left_out = 0  # such lines since then
         self._threads: list[threading.Thread] = []
         self._ended_stubs: dict[int, float] = {}  # when each was first seen
 
@@ -106,6 +111,8 @@ class ServerLog:
 
     def _shown(self, line: str) -> str | None:
         """What becomes of a line: "" as it is, None for nothing, or another text."""
+        if _NO_DESCRIPTOR in line:
+            return self._seldom(line)
         if self._stopping:
             if (found := _IN_FLIGHT.search(line)) and not self._told_of_requests:
                 self._told_of_requests = True
@@ -128,6 +135,15 @@ class ServerLog:
         if line and not re.match(_STAMP, line):
             self._last = line
         return ""
+
+    def _seldom(self, line: str) -> str | None:
+        now = time.monotonic()
+        if now < self._said_at + AGAIN_S:
+            self._left_out += 1
+            return None
+        more = f" (and {self._left_out} such lines before)" if self._left_out else ""
+        self._said_at, self._left_out = now, 0
+        return line + more
 
 
 def _reason(text: str) -> str:

@@ -27,10 +27,14 @@ from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
-from flashinfer_backend.serve.server_sockets import limit_stalled_clients, widen_thread_pipes
+from flashinfer_backend.serve.server_sockets import (
+    close_silent_clients,
+    limit_stalled_clients,
+    widen_thread_pipes,
+)
 from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.transport import peers, rundir, supervisor
-from flashinfer_backend.transport.addresses import STALLED_S, Address, reachable_at
+from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
 
 TICK_S = 0.1
@@ -235,6 +239,8 @@ class _Run:
         if now < self._next_look:
             return ""
         self._next_look = now + LOOK_EVERY_S
+        if closed := close_silent_clients(self._child.pid):
+            _say(f"tritonserver had hardly a descriptor left; closed {closed} connections that were silent")
         engines = {pid: folder for folder, pid in self._engines.items() if pid}
         for pid in [self._child.pid, *engines, *(stub.pid for stub in self._seen)]:
             if not rundir.is_stopped(pid):
@@ -386,6 +392,7 @@ def _name(folder: Path) -> str:
 
 def _before_start() -> None:
     end_with_parent()
+    raise_open_files()
     os.umask(0o077)  # what the server and its processes write is for this user alone
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     unlimited = resource.RLIM_INFINITY
