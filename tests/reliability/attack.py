@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -247,6 +248,31 @@ class Attack:
             time.sleep(0.2)
         return f"{2 * clients} clients that do not read"
 
+    def hold(self, connections: int = 300) -> str:
+        """Clients that send nothing, or a few bytes, more than tritonserver has descriptors for; others are
+        answered meanwhile."""
+        held: list[socket.socket] = []
+        limited: dict[int, tuple[int, int]] = {}
+        for process in self.server.matching(PARTS["tritonserver"]):
+            with contextlib.suppress(psutil.Error, OSError):
+                most = process.num_fds() + connections // 2
+                _, hard = limited[process.pid] = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+                resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, hard))
+        try:
+            for port in [*self.ports.values(), int(self.server.grpc.rpartition(":")[2])]:
+                for number in range(connections):
+                    with contextlib.suppress(OSError):
+                        held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                        held[-1].sendall(b"POST"[: number % 5])
+            wait_for(self.answers, "answers while connections are held", BACK_S)
+        finally:
+            for sock in held:
+                sock.close()
+            for pid, limit in limited.items():
+                with contextlib.suppress(OSError):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+        return f"{3 * connections} silent connections"
+
     def look_at_slow_clients(self) -> None:
         """Counts and forgets those that were cut; the others read."""
         for client in list(self.slow):
@@ -326,6 +352,7 @@ def main() -> int:
                 attack.flood,
                 attack.hostile,
                 attack.stall,
+                attack.hold,
             ]
             try:
                 while time.monotonic() < end:

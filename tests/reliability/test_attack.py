@@ -13,7 +13,7 @@ from watching import PARTS
 
 @pytest.mark.timeout(600)
 def test_every_harm_is_survived(tmp_path: Path) -> None:
-    options = ["--restarts", "0", "--stalled-client-seconds", "2"]
+    options = ["--restarts", "0", "--stalled-client-seconds", "2", "--openai-max-connections", "64"]
     with both_running(build_repository(tmp_path), tmp_path, options) as server:
         attack = Attack(server, seed=3, streams=8)
 
@@ -23,7 +23,24 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
             wait_for(lambda: attack.look_at_slow_clients() or not attack.slow, "the end of slow clients", 90)
             return name
 
-        harms = [stall, attack.hostile, lambda: attack.drop(100), lambda: attack.flood(100), attack.stop]
+        def hold() -> str:
+            """Nobody else is harmed, and the server is the same."""
+            (before,) = server.matching(PARTS["tritonserver"])
+            counted = {name: count for name, count in attack.outcomes.items() if not name.endswith("whole")}
+            name = attack.hold(150)
+            assert server.matching(PARTS["tritonserver"]) == [before]
+            assert counted == {n: c for n, c in attack.outcomes.items() if not n.endswith("whole")}, counted
+            wait_for(lambda: "connections that were silent" in server.log, "serve to say so")
+            return name
+
+        harms = [
+            hold,
+            stall,
+            attack.hostile,
+            lambda: attack.drop(100),
+            lambda: attack.flood(100),
+            attack.stop,
+        ]
         harms += [lambda: attack.kill("OpenAI API"), attack.kill]
         try:
             for harm in harms:

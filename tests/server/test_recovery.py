@@ -178,11 +178,23 @@ def test_stopped_postprocessing_does_not_stop_the_service(
 
 @pytest.mark.timeout(400)
 def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_path: Path) -> None:
-    """What is open has its time; the engine stays."""
-    options = ["--restart-after-growth", "1", "--drain-seconds", "60"]
-    with running(repository, tmp_path, options=options) as server:
+    """By what a gRPC client has asked for and does not read. What is open has its time; the engine stays."""
+    options = ["--restart-after-growth", "40", "--drain-seconds", "10"]
+    with (
+        running(repository, tmp_path, options=options) as server,
+        grpcclient.InferenceServerClient(server.grpc) as client,
+        contextlib.ExitStack() as stack,
+    ):
         engine, servers = server.engine_pid(), server.matching("bin/tritonserver")
-        streams = start_streams(server, 2, max_tokens=400)
+        reads = threading.Event()
+        client.start_stream(lambda result, error: reads.wait())
+        stack.callback(client.stop_stream, cancel_requests=True)
+        stack.callback(reads.set)
+        large = {"text_input": strings("Once upon a time " * 110), "max_tokens": int32(1)}
+        large["return_context_logits"] = np.array([[True]])
+        for _ in range(20):
+            client.async_stream_infer("ensemble", inputs(large))
+        streams = start_streams(server, 2, max_tokens=150)
         wait_for(lambda: "memory has grown by" in server.log, "growth")
         for events in streams.join():
             assert isinstance(events, list), events

@@ -17,6 +17,9 @@ from flashinfer_backend.openai.errors import RETRY_S, ApiError
 
 MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, beside what came with their first byte
 
+# A client's request has this long to follow its connection, however many others come at the same time.
+ARRIVES_S = 0.05
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -56,13 +59,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
-            oldest = next(iter(self.waiting), None)
-            if oldest is None:
-                most = self.limits.connections
-                self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
-                return
-            oldest.drop()
+        over = len(self.connections) - self.limits.connections
+        if over > len(self.waiting):
+            most = self.limits.connections
+            self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
+            return
+        if over > 0:
+            self.loop.call_later(ARRIVES_S, self._make_room)
         self.waiting[self] = None
         self._start_clock()
 
@@ -109,6 +112,10 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self.connections.discard(self)
         self.transport.abort()
+
+    def _make_room(self) -> None:
+        while len(self.connections) > self.limits.connections and self.waiting:
+            next(iter(self.waiting)).drop()
 
     def _start_clock(self) -> None:
         if self._deadline is None and self.limits.receive_s:
