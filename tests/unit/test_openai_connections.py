@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.requests import Request
 
+from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited
+from flashinfer_backend.openai.errors import ApiError
 
 WHOLE = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 LONG_S = 600.0  # a limit that no test reaches
@@ -167,6 +170,37 @@ def test_endless_headers_are_refused() -> None:
     ):
         sock.sendall(b"x" * 300_000)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"
+
+
+def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:
+    async def arriving(size: int, go_on: asyncio.Event, bodies: Bodies) -> bytes:
+        async def receive() -> dict[str, Any]:
+            if sent:
+                await go_on.wait()
+            sent.append(0)
+            return {"type": "http.request", "body": b"x" * size, "more_body": len(sent) == 1}
+
+        sent: list[int] = []
+        return await bodies.read(Request({"type": "http", "headers": []}, receive))
+
+    async def main() -> None:
+        bodies, go_on = Bodies(1000), asyncio.Event()
+        slow = [asyncio.ensure_future(arriving(450, go_on, bodies)) for _ in range(2 * MANY_BODIES)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="try again") as error:
+            await arriving(900, go_on, bodies)
+        assert error.value.status == 503
+        slow[0].cancel()  # a client that has left counts no more
+        await asyncio.wait([slow[0]])
+        go_on.set()
+        assert await arriving(450, go_on, bodies) == b"x" * 900
+        with pytest.raises(ApiError, match="larger than 1000 bytes"):
+            await arriving(501, go_on, bodies)
+        for one in slow[1:]:
+            assert await one == b"x" * 900
+        assert await arriving(500, go_on, bodies) == b"x" * 1000
+
+    asyncio.run(main())
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -30,6 +30,7 @@ from flashinfer_backend.openai.tokens import detokenize, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
+MANY_BODIES = 8  # of the largest size, at the same time
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -44,10 +45,11 @@ class Access:
 def make_app(door: Door, access: Access) -> ASGIApp:
     """The ASGI application of one process."""
     app = FastAPI(openapi_url=None)
+    bodies = Bodies(access.max_body_bytes)
 
     def post(path: str, kind: type[Any], handle: Callable[[Door, Any], Awaitable[Any]]) -> None:
         async def endpoint(request: Request) -> Response:
-            body = requests.decode(kind, await _read(request, access.max_body_bytes))
+            body = requests.decode(kind, await bodies.read(request))
             answer = await handle(door, body)
             return answer if isinstance(answer, Response) else _json(answer)
 
@@ -144,18 +146,32 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read(request: Request, most: int) -> bytes:
-    """A request's body. Raises ApiError where it is too large, before all of it is read."""
-    parts, size = [], 0
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > most:
-        raise _too_large(most)
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    return b"".join(parts)
+class Bodies:
+    """Bodies of requests that are arriving at one process, and what they hold together."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of one body; together they may have MANY_BODIES times as many."""
+        self._most, self._held = most, 0
+
+    async def read(self, request: Request) -> bytes:
+        """A request's body. Raises ApiError where it is too large, or too much with the others, before all of
+        it is read."""
+        parts, size = [], 0
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > self._most:
+            raise _too_large(self._most)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._held += len(part)
+                if size > self._most:
+                    raise _too_large(self._most)
+                if self._held > MANY_BODIES * self._most:
+                    raise ApiError("too many large requests are arriving at the same time; try again", 503)
+                parts.append(part)
+            return b"".join(parts)
+        finally:
+            self._held -= size
 
 
 def _too_large(most: int) -> ApiError:
