@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import urllib.error
@@ -24,8 +26,8 @@ Ask = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Asks the proxy: (path, body, headers) to status and text."""
+def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, ssl.SSLContext]]:
+    """Its port, and whom its clients trust. It waits 2 s for slow senders, a fifth of the time."""
     folder = tmp_path_factory.mktemp("proxy")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -48,6 +50,9 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     }
     for name, value in values.items():
         text = text.replace(name, str(value))
+    for name in ("client_body_timeout", "client_header_timeout"):
+        assert f"{name} 10s;" in text
+        text = text.replace(f"{name} 10s;", f"{name} 2s;")
     for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"):
         text = text.replace(
             "    access_log off;", f"    access_log off;\n    {kind}_temp_path {folder}/{kind};", 1
@@ -67,6 +72,27 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     process = subprocess.Popen(command)
     trusted = ssl.create_default_context(cafile=str(certificate))
 
+    try:
+        wait_for(lambda: is_up(port, trusted), "nginx")
+        yield port, trusted
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def is_up(port: int, trusted: ssl.SSLContext) -> bool:
+    with contextlib.suppress(OSError):
+        url = f"https://127.0.0.1:{port}/v2/health/live"
+        with urllib.request.urlopen(url, timeout=30, context=trusted) as answer:
+            return bool(answer.status == 200)
+    return False
+
+
+@pytest.fixture
+def proxy(nginx: tuple[int, ssl.SSLContext]) -> Ask:
+    """Asks the proxy: (path, body, headers) to status and text."""
+    port, trusted = nginx
+
     def ask(path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
         request = urllib.request.Request(f"https://127.0.0.1:{port}/{path}", body, headers)
         try:
@@ -75,18 +101,7 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def up() -> bool:
-        try:
-            return ask("v2/health/live")[0] == 200
-        except OSError:
-            return False
-
-    try:
-        wait_for(up, "nginx")
-        yield ask
-    finally:
-        process.terminate()
-        process.wait(10)
+    return ask
 
 
 def generate(proxy: Ask, **headers: str) -> tuple[int, str]:
@@ -125,3 +140,24 @@ def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server:
     status, text = proxy("v2/models/ensemble/generate", deep, **KEY)
     assert status == 400 and "error" in text, (status, text)
     assert server.text(PROMPT, 4)
+
+
+def test_slow_senders_wait_in_nginx_and_are_cut(
+    proxy: Ask, nginx: tuple[int, ssl.SSLContext], server: Server
+) -> None:
+    port, trusted = nginx
+    (tritonserver,) = server.matching("bin/tritonserver")
+    before = tritonserver.num_fds()
+    line = b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: x\r\n"
+    head = line + b"Authorization: Bearer a-key\r\nContent-Length: 100\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for number in range(60):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            slow.append(stack.enter_context(trusted.wrap_socket(plain, server_hostname="127.0.0.1")))
+            slow[-1].sendall((b"", line, head, head + b"{")[number % 4])
+        assert generate(proxy, **KEY)[0] == 200
+        assert tritonserver.num_fds() < before + 10, "tritonserver has none of them"
+        for sock in slow:
+            with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+                assert sock.recv(4096)[9:12] in (b"", b"408")
