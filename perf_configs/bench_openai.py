@@ -159,6 +159,8 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
         keys=[],
         max_body_bytes=1 << 20,
         max_prompt_bytes=1 << 20,
+        receive_s=60,
+        max_connections=0,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
     )
