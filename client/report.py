@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from client import report_plots
+from client import configurations, report_plots
 from client.device_log import COLUMNS, describe
 from client.metrics import percentile_name
 
@@ -65,16 +65,22 @@ def read(path: Path, name: str | None = None) -> list[Measured]:
         document = json.loads(path.read_text(encoding="utf-8"))
         runs = document.get("runs", [document])
         machines = document.get("machines", {})
-        return [_measured(run, machines, name) for run in runs]
+        labels = configurations.labels(run for run in runs if "row" in run)
+        return [_measured(run, machines, labels, name) for run in runs]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no results of client bench or perf_configs.run") from None
 
 
-def _measured(run: dict[str, Any], machines: dict[str, Any], name: str | None) -> Measured:
+def _measured(
+    run: dict[str, Any],
+    machines: dict[str, Any],
+    labels: dict[tuple[str, configurations.Configuration], str],
+    name: str | None,
+) -> Measured:
     if "row" in run:  # of perf_configs.run
-        label = f"{run['server']}:{run['variant']}" if run.get("variant") else run["server"]
+        label = labels[configurations.base_label(run), configurations.configuration(run)]
         server = f"{run['server']} {run['version']}, commit {run['commit']}"
         facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
     else:

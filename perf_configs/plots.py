@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perf_configs.results import OURS, OWN, Document, points
+from client.configurations import base_label
+from perf_configs.results import OURS, OWN, Document, Repeats, points
 
 SWEEP_ROW = "s"
 STEP_FIELDS = ("rows", "context", "step_us", "floor_us")
@@ -66,12 +67,16 @@ def _measured_on(document: Document) -> str:
     return ", ".join([*sorted(gpus), *sorted(models)])
 
 
-def _label(run: dict[str, Any]) -> str:
-    """Server and version. tritonserver's version says little of this backend: its commit does."""
+def _label(each: Repeats) -> str:
+    """Server, version and what tells its configuration from others. tritonserver's version says little of
+    this backend: its commit does."""
+    run = each.runs[-1]
+    how = each.label.removeprefix(base_label(run))
     if run["server"] in OWN:
         door = "" if run["server"] == OURS else f", OpenAI API {run.get('variant', '')}".rstrip()
-        return f"this backend{door}, {run['commit']}"
-    return f"{NAMES[run['server']]} {run['version']}" + (f" {run['variant']}" if run.get("variant") else "")
+        return f"this backend{door}, {run['commit']}{how}"
+    variant = f" {run['variant']}" if run.get("variant") else ""
+    return f"{NAMES[run['server']]} {run['version']}{variant}{how}"
 
 
 def _draw_sweep(document: Document, path: Path) -> None:
@@ -80,21 +85,17 @@ def _draw_sweep(document: Document, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
     by_rate = sorted((rate, servers) for (row, rate), servers in points(document).items() if row == SWEEP_ROW)
     sweep = [each for _, servers in by_rate for variants in servers.values() for each in variants]
-    variants = [(each.runs[0]["server"], each.runs[0].get("variant")) for each in sweep]
+    labels = list(dict.fromkeys((each.runs[0]["server"], each.label) for each in sweep))
     for axis, name in zip(axes, ("ttft", "tpot"), strict=True):
-        for server, variant in dict.fromkeys(variants):
-            mine = [
-                each
-                for each in sweep
-                if (each.runs[0]["server"], each.runs[0].get("variant")) == (server, variant)
-            ]
+        for server, label in labels:
+            mine = [each for each in sweep if each.label == label]
             rates = [each.runs[0]["request_rate"] for each in mine]
             for which, style in (("median", "-o"), ("p99", "--^")):
                 values = [each.median(f"{which}_{name}_ms") for each in mine]
-                label = f"{_label(mine[-1].runs[0])}: {'median' if which == 'median' else 'P99'}"
-                # Variants of one server share its colour and differ in strength.
-                alpha = 1.0 / (1 + [v for s, v in dict.fromkeys(variants) if s == server].index(variant))
-                axis.plot(rates, values, style, color=COLOURS[server], alpha=alpha, label=label)
+                text = f"{_label(mine[-1])}: {'median' if which == 'median' else 'P99'}"
+                # Variants and configurations of one server share its colour and differ in strength.
+                alpha = 1.0 / (1 + [v for s, v in labels if s == server].index(label))
+                axis.plot(rates, values, style, color=COLOURS[server], alpha=alpha, label=text)
         axis.set_xlabel("requests/s")
         axis.set_ylabel(TIMES[name])
         axis.set_ylim(bottom=0)

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from client.configurations import Configuration, base_label, configuration, labels
 from client.device_log import COLUMNS, describe
 from client.scenarios import Requirement, Scenario
 from perf_configs.servers import gpu_query
@@ -28,6 +29,7 @@ OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares wi
 OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
 Run = dict[str, Any]
 Document = dict[str, Any]
+Key = tuple[str, str, Configuration, str, float, int]
 
 # What a run must have to be merged and reported. checkpoint, profile, environment, variant, repeat, devices
 # and floor came later: files without them stay readable.
@@ -58,22 +60,33 @@ def machine() -> tuple[str, dict[str, Any]]:
     }
 
 
-def run_key(run: Run) -> tuple[str, str, str, float, int]:
-    """What a run measures; a later run with the same key replaces an earlier one."""
-    rate = math.inf if run["request_rate"] is None else float(run["request_rate"])
-    return run["server"], run.get("variant", ""), run["row"], rate, run.get("repeat", 0)
+def run_key(run: Run) -> Key:
+    """What a run measures, by which server and how that was set; a later run with the same key replaces an
+    earlier one."""
+    variant, repeat = run.get("variant", ""), run.get("repeat", 0)
+    return run["server"], variant, configuration(run), run["row"], _rate(run), repeat
 
 
-def label(run: Run) -> str:
-    """Server and variant."""
-    return f"{run['server']}:{run['variant']}" if run.get("variant") else str(run["server"])
+def _rate(run: Run) -> float:
+    return math.inf if run["request_rate"] is None else float(run["request_rate"])
+
+
+class Labels:
+    """Short names of a document's servers: no two configurations of one have the same."""
+
+    def __init__(self, document: Document) -> None:
+        self._labels = labels(document["runs"])
+
+    def of(self, run: Run) -> str:
+        """Server, variant and what tells its configuration from the document's others."""
+        return self._labels[base_label(run), configuration(run)]
 
 
 def merge(documents: Iterable[Document]) -> Document:
     """One document of all runs; of runs with the same key the one started last stays, and of equal ones the
     last given. A run without failures stays before any with failures, which is said on stderr."""
     machines: dict[str, Any] = {}
-    runs: dict[tuple[str, str, str, float, int], Run] = {}
+    runs: dict[Key, Run] = {}
     for document in documents:
         machines |= document["machines"]
         for run in document["runs"]:
@@ -82,11 +95,14 @@ def merge(documents: Iterable[Document]) -> Document:
             dropped, runs[key] = sorted((runs.get(key, run), run), key=_rank)
             if dropped["started"] > runs[key]["started"]:
                 print(
-                    f"row {run['row']} of {run['server']}: {failures(dropped)} requests of the run of "
+                    f"row {run['row']} of {base_label(run)}: {failures(dropped)} requests of the run of "
                     f"{dropped['started']} failed; the one of {runs[key]['started']} is kept",
                     file=sys.stderr,
                 )
-    ordered = sorted(runs.values(), key=lambda r: (r["row"], run_key(r)[3], label(r), run_key(r)[4]))
+    named = Labels({"runs": list(runs.values())})
+    ordered = sorted(
+        runs.values(), key=lambda r: (r["row"], _rate(r), base_label(r), named.of(r), r.get("repeat", 0))
+    )
     used = {run["machine"] for run in ordered}
     return {"machines": {k: v for k, v in machines.items() if k in used}, "runs": ordered}
 
@@ -133,14 +149,10 @@ def save(document: Document, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The runs of one point by one variant of a server, in order."""
+    """The runs of one point by one configuration of a server's variant, in order; label names it."""
 
     runs: tuple[Run, ...]
-
-    @property
-    def label(self) -> str:
-        """Server and variant."""
-        return label(self.runs[0])
+    label: str = ""
 
     def values(self, metric: str) -> list[float]:
         """The metric of each run that has it."""
@@ -160,13 +172,15 @@ class Repeats:
 
 
 def points(document: Document) -> dict[tuple[str, float], dict[str, list[Repeats]]]:
-    """(row, rate) -> server -> its variants, each with its repeats."""
-    by_variant: dict[tuple[str, str, str, float], list[Run]] = {}
+    """(row, rate) -> server -> its variants in each of their configurations, each with its repeats."""
+    by_key: dict[tuple[Any, ...], list[Run]] = {}
     for run in document["runs"]:
-        by_variant.setdefault(run_key(run)[:4], []).append(run)
+        by_key.setdefault(run_key(run)[:-1], []).append(run)
+    named = Labels(document)
     found: dict[tuple[str, float], dict[str, list[Repeats]]] = {}
-    for (server, _, row, rate), runs in by_variant.items():
-        found.setdefault((row, rate), {}).setdefault(server, []).append(Repeats(tuple(runs)))
+    for (server, _, _, row, rate), runs in by_key.items():
+        variants = found.setdefault((row, rate), {}).setdefault(server, [])
+        variants.append(Repeats(tuple(runs), named.of(runs[0])))
     return found
 
 
@@ -191,6 +205,8 @@ def verdict(requirement: Requirement, ours: Repeats | None, peer: Repeats | None
         runs = [*ours.runs, *peer.runs]
         if len({run["checkpoint"]["config_sha256"] for run in runs if run.get("checkpoint")}) > 1:
             return None, "invalid: different checkpoints"
+        if len({form for run in runs if (form := run.get("load_format")) is not None}) > 1:
+            return None, "invalid: different weights"
         if [run["prompts_sha256"] for run in ours.runs] != [run["prompts_sha256"] for run in peer.runs]:
             return None, "invalid: different prompts"
         if len({size for run in runs if (size := run.get("tensor_parallel_size")) is not None}) > 1:
@@ -222,52 +238,47 @@ def best(requirement: Requirement, variants: Sequence[Repeats]) -> Repeats | Non
     return choose(whole, key=lambda v: v.median(requirement.metric) or 0.0)
 
 
+def _of_the_same_model(variants: Sequence[Repeats], ours: Repeats | None) -> Sequence[Repeats]:
+    """Those of a peer's variants that served what ours did, or all where none is known to."""
+
+    def served(each: Repeats) -> tuple[str | None, str | None]:
+        checkpoint = each.runs[0].get("checkpoint") or {}
+        return checkpoint.get("config_sha256"), each.runs[0].get("load_format")
+
+    def agree(each: Repeats) -> bool:
+        pairs = zip(served(each), served(ours), strict=True) if ours else ()
+        return all(one is None or other is None or one == other for one, other in pairs)
+
+    return [each for each in variants if agree(each)] or variants
+
+
 def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
     """Requirements with ratio and verdict, every run's numbers, power and clocks, machines, versions and
     commands."""
-    found = points(document)
+    found, named = points(document), Labels(document)
     servers_seen = {run["server"] for run in document["runs"]}
     peers = sorted(servers_seen - set(OWN)) or [PEER]
-    doors = sorted({label(run) for run in document["runs"] if run["server"] in OWN}) or [OURS]
+    doors = {named.of(run): run for run in document["runs"] if run["server"] in OWN}
     several = any(
         len(v.runs) > 1 for servers in found.values() for variants in servers.values() for v in variants
     )
     lines = ["# Benchmark results", "", "Ratio is ours / the peer's; lower is better for times."]
     if several:
         lines[-1] += " Several runs: their median (lowest to highest)."
-    for door, peer in ((door, peer) for door in doors for peer in peers):
-        lines += [
-            "",
-            f"## Against {peer}" if door == OURS else f"## {door} against {peer}",
-            "",
-            f"| row | scenario | metric | {door} | {peer} | ratio | required | result |",
-        ]
-        lines += ["|---|---|---|---:|---:|---:|---|---|"]
-        for scenario in scenarios.values():
-            servers = found.get((scenario.row, scenario.points[0].request_rate), {})
-            if door != OURS and not {door.partition(":")[0], peer} & servers.keys():
-                continue
-            ours = next(
-                (each for each in servers.get(door.partition(":")[0], ()) if each.label == door), None
-            )
-            for requirement in scenario.requirements:
-                other = best(requirement, servers.get(peer, ()))
-                ratio, word = verdict(requirement, ours, other)
-                values = [each.text(requirement.metric) if each else "-" for each in (ours, other)]
-                if other is not None and (variant := other.runs[0].get("variant")):
-                    values[1] += f" {variant}"
-                ratio_text = "-" if ratio is None else f"{ratio:.2f}"
-                bounds = str(requirement)
-                cells = [scenario.row, scenario.title, requirement.metric, *values, ratio_text, bounds, word]
-                lines.append("| " + " | ".join(cells) + " |")
+    for door, peer in ((door, peer) for door in sorted(doors) or [OURS] for peer in peers):
+        table = _comparison(found, scenarios, door, doors.get(door, {"server": OURS}), peer)
+        if table:
+            title = f"## Against {peer}" if door == OURS else f"## {door} against {peer}"
+            head = f"| row | scenario | metric | {door} | {peer} | ratio | required | result |"
+            lines += ["", title, "", head, "|---|---|---|---:|---:|---:|---|---|", *table]
     if several:
         lines += _medians(found)
-    lines += _all_runs(document, several)
+    lines += _all_runs(document, several, named)
     lines += ["", "## Failures", ""] if any(run["summary"]["failed"] for run in document["runs"]) else []
     for run in document["runs"]:
         for message, count in run["summary"]["errors"].items():
-            lines.append(f"* row {run['row']}, {label(run)}: {count} x {message}")
-    lines += _devices(document)
+            lines.append(f"* row {run['row']}, {named.of(run)}: {count} x {message}")
+    lines += _devices(document, named)
     lines += ["", "## Machines and servers", ""]
     for identity, facts in document["machines"].items():
         packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
@@ -276,13 +287,43 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
         floors = [run["floor"] for run in document["runs"] if run["machine"] == identity and run.get("floor")]
         for text in dict.fromkeys(map(describe_floor, floors)):
             lines.append(f"  * its own floor: {text}")
-    settings = {(label(r), r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
+    settings = {(named.of(r), r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
                  r.get("flags", ""), _what(r)): None for r in document["runs"]}  # fmt: skip
     for server, version, commit, seconds, command, knobs, flags, what in settings:
         started = "running already" if seconds is None else f"up in {seconds:.0f} s"
         lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
                      f"`{' '.join(command.split())}` {f'{knobs} {flags}'.strip()}".rstrip())  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _comparison(
+    found: dict[tuple[str, float], dict[str, list[Repeats]]],
+    scenarios: dict[str, Scenario],
+    door: str,
+    of: Run,
+    peer: str,
+) -> list[str]:
+    """A line for each requirement on a row that this door ran (its label, and one of its runs), or that the
+    peer ran and no other configuration of this door."""
+    lines = []
+    for scenario in scenarios.values():
+        servers = found.get((scenario.row, scenario.points[0].request_rate), {})
+        mine = [each for each in servers.get(of["server"], ()) if base_label(each.runs[0]) == base_label(of)]
+        ours = next((each for each in mine if each.label == door), None)
+        theirs = servers.get(peer, ())
+        if ours is None and (mine or not theirs):
+            continue
+        for requirement in scenario.requirements:
+            other = best(requirement, _of_the_same_model(theirs, ours))
+            ratio, word = verdict(requirement, ours, other)
+            values = [each.text(requirement.metric) if each else "-" for each in (ours, other)]
+            if other is not None and (variant := other.label.removeprefix(peer).removeprefix(":").strip()):
+                values[1] += f" {variant}"
+            ratio_text = "-" if ratio is None else f"{ratio:.2f}"
+            bounds = str(requirement)
+            cells = [scenario.row, scenario.title, requirement.metric, *values, ratio_text, bounds, word]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def describe_floor(floor: dict[str, Any]) -> str:
@@ -309,7 +350,7 @@ def _medians(found: dict[tuple[str, float], dict[str, list[Repeats]]]) -> list[s
     return lines
 
 
-def _all_runs(document: Document, several: bool) -> list[str]:
+def _all_runs(document: Document, several: bool, named: Labels) -> list[str]:
     columns = [
         "row",
         "server",
@@ -332,7 +373,7 @@ def _all_runs(document: Document, several: bool) -> list[str]:
         }  # fmt: skip
         rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
         number = [str(run.get("repeat", 0) + 1)] if several else []
-        cells = [run["row"], label(run), rate_text, *number,
+        cells = [run["row"], named.of(run), rate_text, *number,
                  str(s["completed"] + s["failed"]), str(s["failed"]),
                  _number(s["output_tokens_per_s"]), spread["ttft"], spread["tpot"], spread["itl"],
                  _number(run.get("floor", {}).get("tpot_ms")), _number(s["p99_send_delay_ms"]),
@@ -341,7 +382,7 @@ def _all_runs(document: Document, several: bool) -> list[str]:
     return lines
 
 
-def _devices(document: Document) -> list[str]:
+def _devices(document: Document, named: Labels) -> list[str]:
     """Power and clocks of every run that recorded them."""
     rows = [
         (run, cells) for run in document["runs"] if "devices" in run for cells in describe(run["devices"])
@@ -355,7 +396,7 @@ def _devices(document: Document) -> list[str]:
     lines += ["|---|---|---:|---|---:|---:|---|"]
     for run, cells in rows:
         rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
-        lines.append("| " + " | ".join([run["row"], label(run), rate_text, *cells]) + " |")
+        lines.append("| " + " | ".join([run["row"], named.of(run), rate_text, *cells]) + " |")
     return lines
 
 

@@ -21,10 +21,11 @@ from running import ROOT, EngineWatch, Server, free_ports, wait_for
 from terminals import END_OF_FILE, INTERRUPT, terminal
 
 from client import bench, report
+from client.configurations import base_label
 from client.scenarios import Point
 from flashinfer_backend import __version__
 from flashinfer_backend.core.paths import resolve_model_dir
-from perf_configs import bench_openai, results
+from perf_configs import bench_openai
 from perf_configs.plan import make_plan
 from perf_configs.run import Benchmark, argument_parser
 
@@ -143,7 +144,7 @@ def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> No
     benchmark.run_server(plan.servers[0])
     assert benchmark.problems == [] and benchmark.failed_requests == 0
     (found,) = benchmark.document["runs"]
-    assert results.label(found) == "ours-openai:workers-1" and found["flags"] == "--workers 1"
+    assert base_label(found) == "ours-openai:workers-1" and found["flags"] == "--workers 1"
     assert found["version"] == __version__ and found["warm_up"]["requests_with_checked_length"] == 4
     assert found["summary"]["completed"] == 12 and found["knobs"] == "--set max_queue_size=9"
     assert found["requests"]["reported_tokens"] == found["requests"]["output_tokens"]

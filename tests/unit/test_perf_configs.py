@@ -15,6 +15,8 @@ import pytest
 import small_tokenizers
 
 from checkpoints import make_checkpoint
+from client import report
+from client.configurations import base_label, labels
 from client.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs import plots, provenance, results, run
 from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
@@ -114,6 +116,7 @@ def test_the_table_says_pass_miss_and_why_not():
         measured("vllm", "b"),
         measured("ours", "d", output_tokens_per_s=9000.0, failed=2, errors={"HTTP 503": 2}),
         measured("vllm", "d"),
+        measured("vllm", "e", rate=8.0),
         measured("ours", "f", output_tokens_per_s=1200.0, machine="n"),
         measured("vllm", "f"),
     )
@@ -127,7 +130,8 @@ def test_the_table_says_pass_miss_and_why_not():
     verdicts = {(c[1].strip(), c[3].strip()): (c[6].strip(), c[8].strip()) for c in table.values()}
     assert verdicts["a", "median_tpot_ms"] == ("0.80", "pass")
     assert verdicts["b", "output_tokens_per_s"] == ("1.10", "**miss**")
-    assert verdicts["c", "median_ttft_ms"] == ("-", "not run")
+    assert verdicts["e", "median_ttft_ms"] == ("-", "not run")
+    assert "c" not in {row for row, _ in verdicts}, "a row that nobody ran"
     assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
     assert verdicts["f", "output_tokens_per_s"] == ("1.20", "pass (other machine)")
     assert "* row d, ours: 2 x HTTP 503" in lines
@@ -138,8 +142,9 @@ def test_the_table_says_pass_miss_and_why_not():
     for changed, why in (
         ({"prompts_sha256": "q"}, "different prompts"),
         ({"tensor_parallel_size": 2}, "different numbers of GPUs"),
+        ({"load_format": "auto"}, "different weights"),
     ):
-        ours = measured("ours", "a") | {"tensor_parallel_size": 1}
+        ours = measured("ours", "a") | {"tensor_parallel_size": 1, "load_format": "dummy"}
         assert verdict(required, ours, measured("vllm", "a") | changed)[1] == f"invalid: {why}"
 
 
@@ -184,7 +189,7 @@ def test_of_a_peers_variants_the_best_counts():
     runs = [variant("slow", median_tpot_ms=6.0), variant("fast", median_tpot_ms=5.0)]
     broken = variant("broken", median_tpot_ms=1.0, failed=1)
     merged = results.merge([document(measured("ours", "a", median_tpot_ms=4.0), *runs, broken)])
-    assert [results.label(run) for run in merged["runs"]] == ["ours", "vllm:broken", "vllm:fast", "vllm:slow"]
+    assert [base_label(run) for run in merged["runs"]] == ["ours", "vllm:broken", "vllm:fast", "vllm:slow"]
     (line,) = [
         x
         for x in results.markdown(merged, read_scenarios()).splitlines()
@@ -220,10 +225,88 @@ def test_each_door_of_ours_has_its_table():
     for name, ratio, word in zip(doors, ("0.50", "0.75", "1.12"), ("pass", "pass", "**miss**"), strict=True):
         (line,) = [x for x in tables[name].splitlines() if x.startswith("| a |")]
         assert [cell.strip() for cell in line.split("|")][6:9] == [ratio, "ratio ≤ 0.90", word], name
-    assert "| b |" in tables[doors[0]] and "| b |" not in tables[doors[1]], "rows that nobody ran"
+    assert not any("| b |" in tables[door] for door in doors), "rows that nobody ran"
     assert tables["All runs"].count("| a | ours-openai:workers-") == 2
     alone = results.markdown(document(*own[:1], *peers), read_scenarios())
     assert re.findall("^## (.*) against vllm", alone, re.MULTILINE) == ["ours-openai:workers-1"]
+
+
+SPLIT = {"knobs": "--set max_seq_len=8192 --set tensor_parallel_size=2 --set replicas=2"}
+
+
+def test_another_configuration_replaces_nothing_and_has_a_name_and_a_table_of_its_own(tmp_path):
+    def one(**values):
+        return measured("ours", "a", **values) | {"knobs": "--set max_seq_len=8192"}
+
+    peer = measured("vllm", "a", median_tpot_ms=8.0) | {"variant": "servers-4"}
+    split = measured("ours", "a", "2026-01-02", median_tpot_ms=6.0) | SPLIT
+    merged = results.merge([document(one(median_tpot_ms=4.0), peer), document(split)])
+    assert len(merged["runs"]) == 3
+    again = one(median_tpot_ms=5.0) | {"started": "2026-01-03", "commit": "d"}
+    assert len(results.merge([merged, document(again)])["runs"]) == 3, "a later run of the same replaces"
+    results.save(merged, tmp_path / "day.json")
+    assert run.main(["--merge", str(tmp_path / "day.json"), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out/day.md").read_text()
+    assert "Medians of several runs" not in text
+    tables = dict(zip(*[iter(re.split("^## (.*)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    name = "ours (replicas=2, tensor_parallel_size=2)"
+    for title, ratio in (("Against vllm", "0.50"), (f"{name} against vllm", "0.75")):
+        (line,) = [x for x in tables[title].splitlines() if x.startswith("| a |")]
+        assert [cell.strip() for cell in line.split("|")][5:7] == ["8 servers-4", ratio]
+    for label in ("ours", name, "vllm:servers-4"):
+        assert tables["All runs"].count(f"| a | {label} | inf |") == 1
+        assert tables["Machines and servers"].count(f"* {label} (version") == 1
+    # A row that this configuration did not run, but another one did, is not missing from its table.
+    both = [measured(server, "b") | more for server, more in (("ours", SPLIT), ("vllm", {}))]
+    text = results.markdown(results.merge([merged, document(*both)]), read_scenarios())
+    assert text.count("| b | 128 in") == 1 and "not run" not in text
+
+
+def test_what_differs_is_in_the_name():
+    plain, peer = measured("ours", "a"), measured("vllm", "a")
+    eight, other = ({"checkpoint": {"name": n, "config_sha256": f"{n}0000"}} for n in ("8b", "fp8"))
+    first, second = ({"profile": {"name": "h.toml", "sha256": sha}} for sha in ("111111", "222222"))
+    four, two = ({"environment": {"VLLM_FLAGS": f"--max-num-seqs {n} --seed 1"}} for n in (4, 2))
+    for one, another, names in (
+        (plain, plain | {"load_format": "dummy"}, {"ours"}),
+        (plain, plain | {"load_format": "auto"}, {"ours", "ours (the checkpoint's weights)"}),
+        (plain | eight, plain | other, {"ours (8b)", "ours (fp8)"}),
+        (plain | first, plain | second, {"ours (h 111111)", "ours (h 222222)"}),
+        # The profile too would be different, but the knobs say enough.
+        (plain | first, plain | second | {"knobs": "--set c=1"}, {"ours", "ours (c=1)"}),
+        (plain, plain | {"start_seconds": None}, {"ours", "ours (running already)"}),
+        (peer | four, peer | two, {f"vllm (VLLM_FLAGS --max-num-seqs {n})" for n in (4, 2)}),
+        (plain | {"knobs": "--set a=1 --set b=2"}, plain | {"knobs": "--set b=2 --set a=1"}, {"ours"}),
+        (peer | {"flags": "-a 1 -b"}, peer | {"flags": "-b -a 2"}, {"vllm (-a 1)", "vllm (-a 2)"}),
+    ):  # fmt: skip
+        assert set(labels([one, another]).values()) == names
+        merged = results.merge([document(one), document(another)])
+        assert len(merged["runs"]) == len(names)
+
+
+def test_committed_results_of_two_configurations_are_told_apart(tmp_path):
+    name = "2026-11-22-h200x4-70b"
+    paths = [run.ROOT / f"perf_configs/results/{name}{how}.json" for how in ("", "-tp2x2")]
+    results.save(results.merge(map(results.load, paths)), tmp_path / "both.json")
+    found = [each.label for each in report.read(tmp_path / "both.json") if "sharegpt" in each.row]
+    assert found == ["ours", "ours (replicas=2, tensor_parallel_size=2)", "vllm:servers-4"]
+
+
+def test_a_peer_that_served_the_same_checkpoint_is_compared():
+    def served(server, name, time):
+        return measured(server, "a", median_tpot_ms=time) | {
+            "checkpoint": {"name": name, "config_sha256": name * 3}, "load_format": "auto"
+        }  # fmt: skip
+
+    runs = [
+        served(*each) for each in (("ours", "x", 4), ("vllm", "x", 8), ("ours", "y", 2), ("vllm", "y", 1))
+    ]
+    text = results.markdown(results.merge([document(*runs)]), read_scenarios())
+    lines = [[c.strip() for c in line.split("|")] for line in text.splitlines() if "ratio ≤" in line]
+    assert [cells[4:9] for cells in lines] == [
+        ["4", "8 (x)", "0.50", "ratio ≤ 0.90", "pass"],
+        ["2", "1 (y)", "2.00", "ratio ≤ 0.90", "**miss**"],
+    ]
 
 
 def test_servers_are_chosen_with_their_variants():
