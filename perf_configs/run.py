@@ -205,12 +205,20 @@ class Benchmark:
         for scenario in self.plan.scenarios.values():
             by_size.setdefault(scenario.tensor_parallel_size, []).append(scenario)
         for size, scenarios in by_size.items():
+            # As this call's results, but for the ending; with a server for each size, the size too.
+            name = (
+                f"{self.path.stem}-{spec.label.replace(':', '-')}{f'-{size}' if len(by_size) > 1 else ''}.log"
+            )
             try:
-                self._run_server(spec, size, scenarios)
+                self._run_server(spec, size, scenarios, self.path.with_name(name))
             except StartError as error:
-                self.problems.append(f"{spec.label}: {error}")
+                # At once: the call may be cut before its end.
+                print(f"{spec.label}: {error}", file=sys.stderr, flush=True)
+                self.problems.append(f"{spec.label}: {error}".splitlines()[0])
 
-    def _run_server(self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario]) -> None:
+    def _run_server(
+        self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario], kept_log: Path
+    ) -> None:
         knobs = self.plan.knobs
         if "tensor_parallel_size=" not in knobs:  # else the row's GPUs are cut up otherwise, with replicas
             knobs = f"--set tensor_parallel_size={tensor_parallel_size} {knobs}"
@@ -226,7 +234,7 @@ class Benchmark:
             if (url := self.plan.urls.get(spec.name)) is not None:
                 server = nullcontext(running_at(url, spec))
             else:
-                server = serve(spec, variables, Path(work), self.args.port, self.remaining())
+                server = serve(spec, variables, Path(work), self.args.port, self.remaining(), kept_log)
             with server as running:
                 print(
                     f"{spec.label} {running.version} at {running.url}, start {running.start_seconds} s",
@@ -261,6 +269,12 @@ def write_report(document: results.Document, path: Path, step_times: Path | None
     print(f"written: {path}")
 
 
+def _end_with_servers(*_: Any) -> None:
+    """A terminated benchmark keeps the log of its server and ends it; once is enough."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser()
     args = parser.parse_args(argv)
@@ -280,15 +294,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if merge_only:
         write_report(results.merge(earlier), path, args.step_times)
         return 0
-    # A terminated benchmark still ends its servers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _end_with_servers)
     if not benchmark.plan.urls:  # nothing of a server is on the devices yet
         benchmark.floor = floor.measure_apart()
         print(f"machine's own floor: {results.describe_floor(benchmark.floor)}", flush=True)
     for spec in benchmark.plan.servers:
         benchmark.run_server(spec)
     for line in benchmark.problems:
-        print(line, file=sys.stderr)
+        print(f"not measured: {line}", file=sys.stderr)
     write_report(results.merge([*earlier, benchmark.document]), benchmark.path, args.step_times)
     if benchmark.left_out:
         print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)

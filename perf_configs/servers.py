@@ -27,6 +27,8 @@ else:
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
 GPU_FREE_MIB = 4096
+REPORT_SECONDS = 30.0  # of a start, between two lines that say what it waits for
+KEPT_LOG_BYTES = 300_000
 
 
 class StartError(RuntimeError):
@@ -109,10 +111,11 @@ class Running:
 
 @contextmanager
 def serve(
-    spec: ServerSpec, variables: dict[str, str], work: Path, port: int, limit: float
+    spec: ServerSpec, variables: dict[str, str], work: Path, port: int, limit: float, kept: Path
 ) -> Iterator[Running]:
     """Prepares and starts the server, yields it once healthy and stops it. limit bounds preparation and
-    start, in seconds, beside the spec's own bound. Raises StartError."""
+    start, in seconds, beside the spec's own bound. The end of its log goes to kept, which stderr names, where
+    the start fails or anything is raised before the server is stopped. Raises StartError."""
     work.mkdir(parents=True, exist_ok=True)
     environment = os.environ | variables | {
         "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
@@ -121,25 +124,59 @@ def serve(
     url = f"http://127.0.0.1:{port}"
     if _answers(url + spec.health):
         raise StartError(f"{url}{spec.health} answers already; is another server running on port {port}?")
-    began = time.monotonic()
-    deadline = began + min(limit, spec.start_seconds)
-    log_path = work / f"{spec.name}.log"
-    with log_path.open("wb") as log:
-        if spec.prepare:
-            _prepare(spec, environment, log, log_path, deadline)
-        process = _spawn(spec.command, environment, log)
+    start = _Start(spec.label, work / f"{spec.name}.log", min(limit, spec.start_seconds))
+    process: subprocess.Popen[bytes] | None = None
+    with start.log_path.open("wb") as log:
         try:
+            if spec.prepare:
+                _prepare(spec, environment, log, start)
+            process = _spawn(spec.command, environment, log)
             while not _answers(url + spec.health):
                 if process.poll() is not None:
-                    raise StartError(f"{spec.name} ended with status {process.returncode}\n{tail(log_path)}")
-                if time.monotonic() > deadline:
-                    seconds = time.monotonic() - began
-                    raise StartError(f"{spec.name} not healthy after {seconds:.0f} s\n{tail(log_path)}")
-                time.sleep(0.25)
-            yield Running(url, round(time.monotonic() - began, 1), server_version(url, spec))
+                    raise StartError(
+                        f"{spec.name} ended with status {process.returncode}\n{tail(start.log_path)}"
+                    )
+                start.wait(f"{spec.name} not healthy after {{seconds:.0f}} s")
+            yield Running(url, round(start.seconds, 1), server_version(url, spec))
+        except BaseException:
+            # Before the server is stopped: whoever ends this call may not wait for that.
+            try:
+                keep_log(start.log_path, kept)
+                where = f"the end of its log is in {kept}"
+            except OSError as error:
+                where = f"its log cannot be kept in {kept}: {error.strerror}"
+            print(f"{spec.label}: {where}", file=sys.stderr, flush=True)
+            raise
         finally:
-            _stop(process)
-            wait_for_free_gpu()
+            if process is not None:
+                _stop(process)
+                wait_for_free_gpu()
+
+
+class _Start:
+    """A server's start: what of its time has passed, and a line about it now and then."""
+
+    def __init__(self, label: str, log_path: Path, limit: float) -> None:
+        self.label, self.log_path, self.limit = label, log_path, limit
+        self.began = self.said = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began
+
+    def wait(self, problem: str) -> None:
+        """A moment. Raises StartError with the problem ({seconds} replaced) once the time is up."""
+        if self.seconds > self.limit:
+            raise StartError(f"{problem.format(seconds=self.seconds)}\n{tail(self.log_path)}")
+        if time.monotonic() - self.said >= REPORT_SECONDS:
+            self.said = time.monotonic()
+            passed = f"{self.seconds:.0f} s, of at most {self.limit:.0f}"
+            print(
+                f"{self.label}: still starting ({passed}), its log's last line: {last_line(self.log_path)}",
+                flush=True,
+            )
+        time.sleep(0.25)
 
 
 def running_at(url: str, spec: ServerSpec) -> Running:
@@ -164,6 +201,26 @@ def tail(path: Path, lines: int = 40) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
+def last_line(path: Path, characters: int = 200) -> str:
+    """The log's last line that is not empty, cut to its beginning; "(none)" where there is none."""
+    lines = _end_of(path, 20_000).decode(errors="replace").splitlines()
+    return next((line.strip()[:characters] for line in reversed(lines) if line.strip()), "(none)")
+
+
+def keep_log(path: Path, kept: Path) -> None:
+    """Copies the last KEPT_LOG_BYTES of a log, and says in the copy what is left out."""
+    data, size = _end_of(path, KEPT_LOG_BYTES), path.stat().st_size
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    note = f"[the first {size - len(data)} bytes are left out]\n" if size > len(data) else ""
+    kept.write_bytes(note.encode() + data)
+
+
+def _end_of(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read(size)
+
+
 def wait_for_free_gpu(seconds: float = 30.0) -> None:
     """Waits until a stopped server's memory is back; without nvidia-smi returns at once."""
     deadline = time.monotonic() + seconds
@@ -183,18 +240,16 @@ def gpu_query(fields: str) -> str:
         return ""
 
 
-def _prepare(
-    spec: ServerSpec, environment: dict[str, str], log: IO[bytes], log_path: Path, deadline: float
-) -> None:
+def _prepare(spec: ServerSpec, environment: dict[str, str], log: IO[bytes], start: _Start) -> None:
     process = _spawn(spec.prepare, environment, log)
     try:
-        status = process.wait(max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise StartError(f"preparing {spec.name} took too long\n{tail(log_path)}") from None
+        while process.poll() is None:
+            start.wait(f"preparing {spec.name} took too long")
     finally:
         _stop(process)
-    if status != 0:
-        raise StartError(f"preparing {spec.name} ended with status {status}\n{tail(log_path)}")
+    if process.returncode != 0:
+        message = f"preparing {spec.name} ended with status {process.returncode}"
+        raise StartError(f"{message}\n{tail(start.log_path)}")
 
 
 def _spawn(script: str, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -18,7 +18,7 @@ from checkpoints import make_checkpoint
 from client import report
 from client.configurations import base_label, labels
 from client.scenarios import Point, Requirement, read_scenario, read_scenarios
-from perf_configs import plots, provenance, results, run
+from perf_configs import plots, provenance, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
 
 REQUIRED = {
@@ -337,7 +337,7 @@ def test_a_variant_reaches_the_command(tmp_path):
     command = 'echo "$FLAGS, $MODE" >"$WORK/seen"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
     variants = {"fast": Variant("--quick", {"MODE": "turbo"})}
     chosen = ServerSpec("vllm", "openai", "/", "/", command, 20.0, variants=variants, variant="fast")
-    with serve(chosen, {}, tmp_path, free_port(), 20.0):
+    with serve(chosen, {}, tmp_path, free_port(), 20.0, tmp_path / "kept"):
         assert (tmp_path / "seen").read_text() == "--quick, turbo\n"
 
 
@@ -464,16 +464,15 @@ def spec(command, prepare="", start_seconds=20.0):
 
 def test_a_server_is_started_and_ended_with_its_children(tmp_path):
     command = 'sleep 300 & echo $! >"$WORK/child"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    with serve(
-        spec(command, 'echo "$EXTRA" >"$WORK/prepared"'), {"EXTRA": "x"}, tmp_path, 8377, 20.0
-    ) as running:
+    prepare, kept = 'echo "$EXTRA" >"$WORK/prepared"', tmp_path / "kept"
+    with serve(spec(command, prepare), {"EXTRA": "x"}, tmp_path, 8377, 20.0, kept) as running:
         assert running.url == "http://127.0.0.1:8377" and running.start_seconds < 20
         with (
             pytest.raises(StartError, match="answers already"),
-            serve(spec(command), {}, tmp_path / "again", 8377, 20.0),
+            serve(spec(command), {}, tmp_path / "again", 8377, 20.0, kept),
         ):
             pass
-    assert (tmp_path / "prepared").read_text() == "x\n"
+    assert (tmp_path / "prepared").read_text() == "x\n" and not kept.exists()
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and _alive(child):
@@ -486,7 +485,8 @@ def test_a_killed_benchmark_leaves_no_server(tmp_path):
         "import sys, time; from pathlib import Path; from perf_configs.servers import *\n"
         "start = 'echo $$ >$WORK/pid; exec python3 -m http.server $PORT'\n"
         "spec = ServerSpec('ours', 'triton', '/', '/', start, 20)\n"
-        "with serve(spec, {}, Path(sys.argv[1]), 8378, 20): print('up', flush=True); time.sleep(60)\n"
+        "work = Path(sys.argv[1])\n"
+        "with serve(spec, {}, work, 8378, 20, work / 'kept'): print('up', flush=True); time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, cwd=run.ROOT, stdout=subprocess.PIPE) as process:
@@ -519,10 +519,52 @@ def _alive(pid):
         (spec("exec sleep 60", prepare="sleep 60", start_seconds=1.0), "preparing ours took too long"),
     ],
 )
-def test_a_server_that_does_not_start_says_why(tmp_path, bad, message):
-    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_port(), 20.0):
+def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
+    kept = tmp_path / "results/ours.log"
+    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_port(), 20.0, kept):
         pass
     assert message in str(caught.value)
+    assert kept.read_text() == (tmp_path / "ours.log").read_text()
+    assert f"ours: the end of its log is in {kept}" in capsys.readouterr().err
+
+
+def test_a_start_says_what_it_waits_for(tmp_path, capsys, monkeypatch):
+    def seen(path):
+        line = found(path)
+        (tmp_path / f"seen-{line}").touch()
+        return line
+
+    found = servers.last_line
+    monkeypatch.setattr(servers, "last_line", seen)
+    monkeypatch.setattr(servers, "REPORT_SECONDS", 0.0)
+    until = "until [ -e $WORK/seen-{} ]; do sleep 0.05; done"
+    prepare = f"printf 'one\\rtwo\\n\\n'; {until.format('two')}"
+    starting = spec(f"echo three; {until.format('three')}; exit 3", prepare, start_seconds=30.0)
+    with (
+        pytest.raises(StartError, match="status 3"),
+        serve(starting, {}, tmp_path, free_port(), 60.0, tmp_path / "kept"),
+    ):
+        pass
+    form = r"ours: still starting \(\d+ s, of at most 30\), its log's last line: (.*)"
+    said = [re.fullmatch(form, line)[1] for line in capsys.readouterr().out.splitlines()]
+    assert list(dict.fromkeys(said))[-2:] == ["two", "three"]
+
+
+def test_the_log_of_a_server_that_is_interrupted_is_kept(tmp_path):
+    kept, command = tmp_path / "kept", 'echo up; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
+    with pytest.raises(KeyboardInterrupt), serve(spec(command), {}, tmp_path, free_port(), 20.0, kept):
+        raise KeyboardInterrupt
+    assert kept.read_text().startswith("up\n")
+
+
+def test_of_a_long_log_the_end_is_kept(tmp_path):
+    log, kept = tmp_path / "log", tmp_path / "kept"
+    log.write_bytes(b"x" * servers.KEPT_LOG_BYTES + b"the end\n")
+    servers.keep_log(log, kept)
+    first, rest = kept.read_text().split("\n", 1)
+    assert first == "[the first 8 bytes are left out]"
+    assert len(rest) == servers.KEPT_LOG_BYTES and rest.endswith("xthe end\n")
+    assert servers.last_line(log, 5) == "xxxxx"
 
 
 def test_server_commands_are_valid_shell():

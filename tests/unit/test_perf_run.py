@@ -2,7 +2,11 @@
 """perf_configs.run from its command line to what it records, and the benchmarks of the engine alone."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -64,6 +68,41 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
         assert (measured["profile"], measured["knobs"], measured["environment"]) == (None, "", {})
     assert str(tmp_path) not in path.read_text()
     assert "pass" in path.with_suffix(".md").read_text() or "miss" in path.with_suffix(".md").read_text()
+
+
+def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_starts(
+    tmp_path, model_dir, server
+):
+    stand_in = tmp_path / "python"
+    stand_in.write_text("#!/bin/sh\necho loading weights\nexec sleep 60\n")
+    stand_in.chmod(0o755)
+    command = [sys.executable, "-m", "perf_configs.run", "--model-dir", str(model_dir), "--commit", "c"]
+    command += ["--out", str(tmp_path / "out"), "--rows", "a", "--server", "ours,vllm:servers-1"]
+    command += ["--url", f"ours={server.url}", "--workers", "1", "--no-warm-up", "--port", str(free_port())]
+    environment = os.environ | {"VLLM_PYTHON": str(stand_in), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=run.ROOT, env=environment, stderr=subprocess.PIPE, text=True) as call:
+
+        def started():
+            return [p for p in tmp_path.glob("perf-vllm-*/vllm.log") if p.read_text() == "loading weights\n"]
+
+        deadline = time.monotonic() + 60
+        while not started():
+            assert call.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        call.terminate()
+        error = call.communicate(timeout=60)[1]
+    assert call.returncode == 143
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert [(r["server"], r["row"]) for r in results.load(path)["runs"]] == [("ours", "a")]
+    kept = path.with_name(f"{path.stem}-vllm-servers-1.log")
+    assert kept.read_text() == "loading weights\n" and f"the end of its log is in {kept}" in error
+    assert not started(), "the server's folder is left"
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def benchmark(model_dir, out, *more):
