@@ -256,6 +256,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
     if scenario is not None:
         sampling, spec, lengths = scenario.sampling, scenario.dataset, scenario.lengths
         burstiness, ramp, think = scenario.burstiness, scenario.ramp, scenario.think_seconds
+        priority = scenario.priority_per_output_token if args.backend in OPENAI else 0
         points = [replace(p, num_prompts=args.num_prompts or p.num_prompts) for p in scenario.points]
         if scenario.from_file:
             spec = f"{spec}:{args.data}"
@@ -266,6 +267,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         spec, lengths = args.dataset, _lengths(args, given)
         burstiness, ramp, think = args.burstiness, args.ramp, args.think_time
+        priority = args.priority_per_output_token
         points = [
             Point(rate, args.num_prompts or 100, slots)
             for rate in args.request_rate
@@ -283,7 +285,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         ramp=ramp, max_concurrency=points[0].max_concurrency, seed=args.seed, workers=args.workers,
         ignore_eos=not args.respect_eos, check_tokens=args.check_tokens,
         keep_text=args.retokenize or args.sglang_json is not None, extra_body=sampling | args.extra_body,
-        think_seconds=think, api_key=key,
+        think_seconds=think, api_key=key, priority_per_output_token=priority,
     )  # fmt: skip
     warm_up = warm_up if args.warm_up is None else args.warm_up
     made = Bench(args, command, load_tokenizer(args.tokenizer), load, spec, lengths, points, warm_up)

@@ -23,6 +23,7 @@ SAMPLING: dict[str, Any] = {
 OF_SCENARIO = {
     *("dataset", "input_len", "output_len", "part", "prefixes", "prefix_len", "turns", "think_time"),
     *("request_rate", "max_concurrency", "burstiness", "ramp", *SAMPLING),
+    "priority_per_output_token",
 }
 
 
@@ -108,6 +109,9 @@ def _requests(group: Any) -> None:
     add = group.add_argument
     for name, kind in SAMPLING.items():
         add(f"--{name.replace('_', '-')}", type=kind)
+    add("--priority-per-output-token", type=int, default=0, metavar="N",
+        help="OpenAI servers: each request's priority, N times its output tokens; with -1 those that order"
+        " by it, the smallest first, take the longest answers first")  # fmt: skip
     add("--respect-eos", action="store_true", help="let sequences end at their end token")
     add("--check-tokens", action=argparse.BooleanOptionalAction, default=True,
         help="Triton: have every chunk's token count reported and compared, which costs the server an"

@@ -36,7 +36,9 @@ class Load:
     in seconds from the start, unfinished requests then fail. think_seconds pass before each later turn of a
     conversation, which counts as one request for rate and concurrency. check_tokens has a Triton ensemble
     report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
-    into HTTP's Authorization."""
+    into HTTP's Authorization. priority_per_output_token: an OpenAI server gets this many times the output
+    tokens as each request's priority (0: none), so that -1 asks vLLM and this backend for the longest answers
+    first."""
 
     backend: str
     url: str
@@ -55,6 +57,7 @@ class Load:
     extra_body: dict[str, Any] = field(default_factory=dict)
     think_seconds: float = 0.0
     api_key: str | None = field(default=None, repr=False)
+    priority_per_output_token: int = 0
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -72,6 +75,14 @@ class Load:
             raise ValueError(
                 f"extra_body must not hold {', '.join(overridden)}: the prompts and their lengths say that"
             )
+        if self.priority_per_output_token:
+            if self.backend in TRITON:
+                raise ValueError(
+                    "priority_per_output_token is for OpenAI servers: a Triton ensemble knows the length by "
+                    "max_tokens (knob schedule_policy=lof)"
+                )
+            if "priority" in self.extra_body:
+                raise ValueError("extra_body must not hold priority beside priority_per_output_token")
         if not self.ignore_eos:  # else nobody says how many tokens there were
             object.__setattr__(self, "check_tokens", True)
 
@@ -119,7 +130,15 @@ def run_load(
     """
     model = load.model or DEFAULT_MODELS[load.backend]
     types = grpc_wire.input_types(load.target, model) if load.backend == "triton-grpc" else None
-    form = BodyForm(load.backend, model, load.ignore_eos, load.check_tokens, load.extra_body, types)
+    form = BodyForm(
+        load.backend,
+        model,
+        load.ignore_eos,
+        load.check_tokens,
+        load.extra_body,
+        types,
+        load.priority_per_output_token,
+    )
     arrivals = arrival_times(
         len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
     )

@@ -72,8 +72,9 @@ class Point:
 @dataclass(frozen=True)
 class Scenario:
     """One row. dataset is a kind of client.datasets.DATASETS, lengths what load_prompts takes for it;
-    sampling is laid over each request's body. tensor_parallel_size: the GPUs that perf_configs.run gives to
-    each server."""
+    sampling is laid over each request's body. priority_per_output_token: for OpenAI servers, as in
+    client.load.Load; a Triton ensemble gets nothing of it, as it knows the lengths by max_tokens.
+    tensor_parallel_size: the GPUs that perf_configs.run gives to each server."""
 
     row: str
     title: str
@@ -87,6 +88,7 @@ class Scenario:
     burstiness: float = 1.0
     ramp: Ramp | None = None
     think_seconds: float = 0.0
+    priority_per_output_token: int = 0
     requirements: tuple[Requirement, ...] = ()
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -125,6 +127,7 @@ def read_scenario(path: Path) -> Scenario:
             burstiness=float(load.pop("burstiness", 1.0)),
             ramp=Ramp(**ramp) if ramp else None,
             think_seconds=float(load.pop("think_seconds", 0.0)),
+            priority_per_output_token=load.pop("priority_per_output_token", 0),
             requirements=tuple(Requirement(**r) for r in table.pop("require", ())),
             seed=load.pop("seed", 0),
             tensor_parallel_size=table.pop("tensor_parallel_size", 1),
@@ -133,6 +136,9 @@ def read_scenario(path: Path) -> Scenario:
         raise ValueError(f"{path}: {error}") from error
     if table or load:
         raise ValueError(f"{path}: unknown keys {sorted(table) + sorted(load)}")
+    factor = scenario.priority_per_output_token
+    if type(factor) is not int:
+        raise ValueError(f"{path}: priority_per_output_token {factor!r} must be an integer")
     size = scenario.tensor_parallel_size
     if type(size) is not int or size < 1:
         raise ValueError(f"{path}: tensor_parallel_size {size!r} must be an integer of at least 1")

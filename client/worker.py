@@ -40,7 +40,8 @@ TIME_LIMIT, INTERRUPTED = "not finished within the time limit", "not finished: i
 
 @dataclass(frozen=True)
 class BodyForm:
-    """How request bodies are written. types: the model's inputs, for gRPC."""
+    """How request bodies are written. types: the model's inputs, for gRPC. priority_per_output_token: as in
+    client.load.Load."""
 
     backend: str
     model: str
@@ -48,12 +49,16 @@ class BodyForm:
     check_tokens: bool
     extra: dict[str, Any]
     types: dict[str, str] | None = None
+    priority_per_output_token: int = 0
 
     def encode(self, prompt: str | Sequence[str], max_tokens: int) -> bytes:
         """The bytes of one request; prompt as in client.wire.request_body."""
+        extra = self.extra
+        if self.priority_per_output_token:
+            extra = extra | {"priority": self.priority_per_output_token * max_tokens}
         body = request_body(
             self.backend, self.model, prompt, max_tokens,
-            ignore_eos=self.ignore_eos, check_tokens=self.check_tokens, extra=self.extra,
+            ignore_eos=self.ignore_eos, check_tokens=self.check_tokens, extra=extra,
         )  # fmt: skip
         if self.types is None:
             return json.dumps(body).encode()

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from tokenizers import Tokenizer
 
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
+from client.wire import OPENAI
 from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
 PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
+LONGEST_FIRST = PROFILE.with_name("h200-8b-longest-first.toml")
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,38 @@ def make_plan(args: argparse.Namespace) -> Plan:
         if args.sharegpt is None:
             raise ValueError(f"--sharegpt is required by rows {', '.join(rows)}")
         _check_file("--sharegpt", args.sharegpt)
+    if known_lengths := [row for row, s in scenarios.items() if s.priority_per_output_token]:
+        started = [spec for spec in chosen if spec.name not in urls]
+        _check_order(", ".join(known_lengths), started, known, profile, args.knob)
     # What runs already has no variant that is known here.
     servers = [replace(spec, variant="") if spec.name in urls else spec for spec in chosen]
     return Plan(scenarios, servers, urls, profile, knob_options(args.knob))
+
+
+def _check_order(
+    rows: str,
+    started: Sequence[ServerSpec],
+    known: dict[str, ServerSpec],
+    profile: Path,
+    knobs: Sequence[str],
+) -> None:
+    """Raises ValueError for a server that would make nothing of the lengths it is told, or refuse them."""
+    for spec in started:
+        if spec.backend in OPENAI and not spec.settings.orders_by_priority:
+            those = [f"{spec.name}:{n}" for n, v in known[spec.name].variants.items() if v.orders_by_priority]
+            raise ValueError(
+                f"rows {rows} tell the answers' lengths by priority, and {spec.label} does not order by it: "
+                + (f"take {' or '.join(those)}" if those else "leave it out")
+            )
+    if any(spec.name in OWN for spec in started):
+        table = tomllib.loads(profile.read_text(encoding="utf-8"))
+        chosen = dict(knob.partition("=")[::2] for knob in knobs)
+        policy = chosen.get("schedule_policy", table.get("knobs", {}).get("schedule_policy"))
+        if policy != "lof":
+            raise ValueError(
+                f"rows {rows} are for the longest answers first: give --profile "
+                f"{LONGEST_FIRST.relative_to(ROOT)} or --knob schedule_policy=lof"
+            )
 
 
 def knob_options(knobs: Sequence[str]) -> str:

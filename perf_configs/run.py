@@ -33,6 +33,7 @@ from client.device_log import DeviceLog, find_devices
 from client.load import Load, run_load
 from client.metrics import format_table, request_columns
 from client.scenarios import Point, Scenario, known_rows, read_scenarios
+from client.wire import OPENAI
 from perf_configs import floor, plots, provenance, results
 from perf_configs.plan import PROFILE, Plan, check_conversations, make_plan
 from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_at, serve
@@ -196,6 +197,7 @@ class Benchmark:
             max_concurrency=point.max_concurrency, seed=scenario.seed, workers=self.args.workers,
             time_limit=max(5.0, self.remaining()), check_tokens=check_tokens, extra_body=scenario.sampling,
             burstiness=scenario.burstiness, ramp=scenario.ramp, think_seconds=scenario.think_seconds,
+            priority_per_output_token=scenario.priority_per_output_token if spec.backend in OPENAI else 0,
         )  # fmt: skip
 
     def run_server(self, spec: ServerSpec) -> None:

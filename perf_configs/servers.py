@@ -37,10 +37,12 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a server: its flags, and variables laid over the environment."""
+    """A way to run a server: its flags, and variables laid over the environment. orders_by_priority: it takes
+    waiting requests with a smaller priority first; others may refuse requests that have one."""
 
     flags: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    orders_by_priority: bool = False
 
 
 @dataclass(frozen=True)

@@ -133,17 +133,19 @@ def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> No
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_bytes((bundled / name).read_bytes())
     profile = tmp_path / "cpu.toml"
-    profile.write_text('[knobs]\ndevice = "cpu"\nmax_num_seqs = 7\nmax_tokens_in_paged_kv_cache = 16384\n')
+    knobs = 'device = "cpu"\nmax_num_seqs = 7\nmax_tokens_in_paged_kv_cache = 16384\nschedule_policy = "lof"'
+    profile.write_text(f"[knobs]\n{knobs}\n")
     arguments = ["--model-dir", str(model), "--profile", str(profile), "--server", "ours-openai:workers-1"]
     arguments += ["--rows", "small", "--knob", "max_queue_size=9", "--workers", "1", "--commit", "c"]
     arguments += ["--port", str(free_ports(1)[0]), "--out", str(tmp_path / "out")]
     args = argument_parser().parse_args(arguments)
     plan = make_plan(args)
-    small = replace(plan.scenarios["small"], points=(Point(math.inf, 12),))
+    small = replace(plan.scenarios["small"], points=(Point(math.inf, 12),), priority_per_output_token=-1)
     benchmark = Benchmark(args, replace(plan, scenarios={"small": small}))
     benchmark.run_server(plan.servers[0])
     assert benchmark.problems == [] and benchmark.failed_requests == 0
     (found,) = benchmark.document["runs"]
+    assert found["load"]["priority_per_output_token"] == -1, "of known lengths"
     assert base_label(found) == "ours-openai:workers-1" and found["flags"] == "--workers 1"
     assert found["version"] == __version__ and found["warm_up"]["requests_with_checked_length"] == 4
     assert found["summary"]["completed"] == 12 and found["knobs"] == "--set max_queue_size=9"

@@ -16,6 +16,8 @@ import pytest
 from openai_server import OpenAiServer, events, openai_running
 from running import TIMEOUT_S, files_below, wait_for
 
+from client.worker import BodyForm
+
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_tokens": 1500,
@@ -162,3 +164,19 @@ def test_a_smaller_priority_goes_first(narrow: OpenAiServer) -> None:
         assert answer["usage"]["completion_tokens"] == 3
         assert select.select([long.sock], [], [], 0)[0] == [], "it has its answer already"
     wait_for(lambda: idle(narrow), "the long one to be dropped")
+
+
+def test_the_longest_of_known_lengths_goes_first(narrow: OpenAiServer) -> None:
+    """As rows of known lengths ask for it: the longer one comes last and begins first."""
+    form = BodyForm("openai-chat", "tiny-chat", True, False, {}, priority_per_output_token=-1)
+    shorter, longer = (json.loads(form.encode("Tell me a story.", tokens)) for tokens in (1000, 1500))
+    with contextlib.ExitStack() as waiting, contextlib.ExitStack() as running:
+        assert running.enter_context(narrow.opened(CHAT, {**LONG, "stream": True})).read(10)
+        first = waiting.enter_context(narrow.asked(CHAT, shorter))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 1, "one to wait")
+        overtaking = waiting.enter_context(narrow.asked(CHAT, longer))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 2, "two to wait")
+        running.close()  # its client leaves
+        assert overtaking.getresponse().read(10)
+        assert select.select([first.sock], [], [], 0)[0] == [], "it has begun already"
+    wait_for(lambda: idle(narrow), "both to be dropped")

@@ -14,11 +14,13 @@ import small_tokenizers
 from streaming_server import StreamingServer
 
 from client import bench, find_rate, grpc_wire, ready, report, report_plots, results
+from client.bench_options import make_parser
 from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, goodput, summarise
 from client.progress import Snapshot
 from client.scenarios import find_scenario, read_scenario, scenario_files
+from client.wire import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,7 +183,35 @@ def test_every_scenario_can_be_read_and_says_what_it_serves_for():
         find_scenario("nothing")
 
 
+def test_a_scenario_of_known_lengths_tells_them_by_priority(server, tokenizer_folder, tmp_path):
+    text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / "s.toml"
+    for wrong in ("true", "-0.5"):
+        path.write_text(text.replace("[load]", f"[load]\npriority_per_output_token = {wrong}"))
+        with pytest.raises(ValueError, match=r"priority_per_output_token .* must be an integer"):
+            read_scenario(path)
+    path.write_text(text.replace("[load]", "[load]\npriority_per_output_token = -2"))
+    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1"]
+    parser = make_parser("", "", 0.0, None)
+    loads = {}
+    for backend in BACKENDS:
+        args = parser.parse_args([*arguments, "--backend", backend, "--scenario", str(path)])
+        loads[backend] = bench.plan(args, set(), "").load
+    # The ensemble's own priority has nine levels; schedule_policy=lof reads max_tokens.
+    told = {backend: load.priority_per_output_token for backend, load in loads.items()}
+    assert told == {"triton": 0, "triton-grpc": 0, "openai": -2, "openai-chat": -2}
+    prompts = [Prompt("plain", 2, 3, (Prompt(" and more", 2, 2),)), Prompt("other", 2, 9)]
+    assert not any(record.error for record in run_load(loads["openai"], prompts).records)
+    assert sorted(body["priority"] for body in server.bodies) == [-18, -6, -4]
+    assert all(body["priority"] == -2 * body["max_tokens"] for body in server.bodies)
+
+
 WRONG = [
+    (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
+    (["--scenario", "small", "--priority-per-output-token", "-1"], "the scenario says that"),
+    (
+        ["--backend", "openai", "--priority-per-output-token", "-1", "--extra-body", '{"priority": 1}'],
+        "must not hold priority beside",
+    ),
     (["--scenario", "small", "--request-rate", "3"], "--request-rate: the scenario says that"),
     (["--scenario", "rates-1-2-5-8"], "scenario rates-1-2-5-8 needs --data FILE"),
     (["--scenario", "small", "--data", "x"], "takes no --data"),

@@ -511,12 +511,12 @@ def _alive(pid):
     "bad, message",
     [
         (spec("echo no such model >&2; exit 3"), "ended with status 3\nno such model"),
-        (spec("exec sleep 60", start_seconds=1.0), "not healthy after"),
+        (spec("exec sleep 60", start_seconds=0.3), "not healthy after"),
         (
             spec("exec sleep 60", prepare="echo bad knob; exit 2"),
             "preparing ours ended with status 2\nbad knob",
         ),
-        (spec("exec sleep 60", prepare="sleep 60", start_seconds=1.0), "preparing ours took too long"),
+        (spec("exec sleep 60", prepare="sleep 60", start_seconds=0.3), "preparing ours took too long"),
     ],
 )
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):

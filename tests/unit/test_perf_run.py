@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from streaming_server import StreamingServer
 from checkpoints import make_checkpoint
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
-from client.scenarios import read_scenarios
+from client.scenarios import Point, read_scenarios
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
@@ -103,6 +104,29 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def test_rows_of_known_lengths_tell_both_servers(tmp_path, model_dir, server, monkeypatch):
+    loads = []
+
+    def fake_load(load, prompts):
+        loads.append(load)
+        records = [RequestRecord(0, 1, 2)]
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    how = ["--rows", "known-lengths-random", "--server", "ours,ours-openai,vllm:priority"]
+    for more in (["--profile", str(plan.LONGEST_FIRST)], ["--knob", "schedule_policy=lof"]):
+        found = benchmark(model_dir, tmp_path, "--no-warm-up", *how, *more)
+    for spec in found.plan.servers:
+        (row,) = found.plan.scenarios.values()
+        row = replace(row, lengths={"input_range": (4, 4), "output_range": (4, 4)}, points=(Point(1.0, 2),))
+        found.run_row(row, spec, Running("http://127.0.0.1:1", None, "1"))
+    assert [load.priority_per_output_token for load in loads] == [0, -1, -1]
+    assert [r["load"]["priority_per_output_token"] for r in found.document["runs"]] == [0, -1, -1]
+    assert "--scheduling-policy priority" in found.plan.servers[-1].settings.flags
+    headline = read_scenarios().values()
+    assert not any(scenario.priority_per_output_token for scenario in headline)
 
 
 def benchmark(model_dir, out, *more):
@@ -233,6 +257,20 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
         ),
         (["--server", "trtllm"], "trtllm is not started here: give its address, --url trtllm=URL"),
         (["--server", "vllm:defaults", "--url", "vllm=http://x"], "runs as it was started"),
+        (
+            ["--rows", "known-lengths-random", "--server", "vllm"],
+            "vllm:servers-4 does not order by it: take vllm:priority-256 or vllm:priority",
+        ),
+        (["--rows", "known-lengths-random", "--server", "sglang"], "sglang:fa3 does not order by it: leave"),
+        (
+            ["--rows", "known-lengths-random", "--server", "ours"],
+            "give --profile perf_configs/profiles/h200-8b-l",
+        ),
+        (
+            ["--rows", "known-lengths-random", "--profile", str(plan.LONGEST_FIRST), "--server", "ours"]
+            + ["--knob", "schedule_policy=fcfs"],
+            "or --knob schedule_policy=lof",
+        ),
         (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--rows", "zz"], "no scenario for row zz; rows are a,"),
         (["--server", "zz"], "unknown server zz; servers are ours, ours-openai, vllm"),
