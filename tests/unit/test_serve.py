@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `serve` does to the server's process, on stand-in processes."""
 
+import argparse
 import contextlib
 import os
 import socket
@@ -11,6 +12,8 @@ import time
 import pytest
 
 from flashinfer_backend.serve import launcher as serve
+from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
+from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.serve.server_log import ServerLog
 from flashinfer_backend.serve.server_sockets import (
     FRESH_MS,
@@ -216,6 +219,15 @@ def test_hosts_are_resolved_as_the_server_takes_addresses_only():
         "::": "http://[::1]:8000",
         "127.0.0.2": "http://127.0.0.2:8000",
     }
+
+
+def test_an_empty_argument_of_the_openai_api_is_not_dropped():
+    # `--openai-api-key-file "$KEYS"` with KEYS unset must not open the API to everybody.
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--openai-api-key-file", ""])
+    with pytest.raises(ServeError, match="--openai-api-key-file needs --openai-port"):
+        OpenAiDoor(options, addresses.resolve("127.0.0.1"))
 
 
 def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys):

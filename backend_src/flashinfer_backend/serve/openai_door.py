@@ -51,7 +51,9 @@ class OpenAiDoor:
         self.port: int | None = options.openai_port
         self._process: subprocess.Popen[bytes] | None = None
         given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
-        self._arguments = [word for name, value in given.items() if value for word in (f"--{name}", value)]
+        self._arguments = [
+            word for name, value in given.items() if value is not None for word in (f"--{name}", value)
+        ]
         if self.port is None:
             if self._arguments:
                 raise ServeError(f"{PREFIX}{self._arguments[0][2:]} needs --openai-port")
