@@ -306,7 +306,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", help="default: ensemble, or the first that an OpenAI server lists")
     p.add_argument("--form", choices=FORMS, help="triton: how the conversation is written (default: plain)")
     p.add_argument("--system", default="", help="system prompt")
-    p.add_argument("--max-tokens", type=integer(1, INT32[1]), default=512)
+    p.add_argument("--max-tokens", type=integer(1, INT32[1]), default=512, help="default: %(default)s")
     p.add_argument("--temperature", type=float)
     p.add_argument("--top-p", type=float)
     p.add_argument(

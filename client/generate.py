@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text from a running server and prints it as it arrives.
 
-python -m client.generate "The quick brown fox" --max-tokens 64
-python -m client.generate --grpc --url localhost:8001 --temperature 0.8 --seed 7 "Once upon a time"
-echo "a long prompt" | python -m client.generate -
+python -m client generate "The quick brown fox" --max-tokens 64
+python -m client generate --grpc --url localhost:8001 --temperature 0.8 --seed 7 "Once upon a time"
+echo "a long prompt" | python -m client generate -
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NUMBERS = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m client.generate", description="Generate text, streamed.")
+    p = argparse.ArgumentParser(prog="python -m client generate", description="Generate text, streamed.")
     p.add_argument("prompt", help="the prompt, or - to read it from standard input")
     p.add_argument("--url", help="default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001")
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
-    p.add_argument("--model", default="ensemble")
-    p.add_argument("--max-tokens", type=integer(*INT32), default=128)
+    p.add_argument("--model", default="ensemble", help="default: %(default)s")
+    p.add_argument("--max-tokens", type=integer(*INT32), default=128, help="default: %(default)s")
     p.add_argument("--temperature", type=float, help="0: greedy")
     p.add_argument("--top-k", type=integer(*INT32))
     p.add_argument("--top-p", type=float)
@@ -57,7 +57,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--timing", action="store_true", help="print time to first chunk and chunks/s to standard error"
     )
-    p.add_argument("--timeout", type=seconds, default=300.0, help="seconds without an answer, then give up")
+    p.add_argument(
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        help="seconds without an answer, then give up (default: 300)",
+    )
     args = p.parse_args(argv)
     if args.url is None:
         args.url = "127.0.0.1:8001" if args.grpc else "http://127.0.0.1:8000"

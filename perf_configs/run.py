@@ -63,14 +63,21 @@ def argument_parser() -> argparse.ArgumentParser:
     p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
     p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
-    p.add_argument("--port", type=int, default=8300, help="HTTP port; the next two are used as well")
-    p.add_argument("--time-limit", type=float, default=1800.0, help="seconds for the whole call")
+    p.add_argument(
+        "--port", type=int, default=8300, help="HTTP port; the next two are used as well (default 8300)"
+    )
+    p.add_argument(
+        "--time-limit", type=float, default=1800.0, help="seconds for the whole call (default 1800)"
+    )
     p.add_argument("--workers", type=int, default=0, help="load generator processes (default: by cores)")
     p.add_argument(
         "--check-tokens", action="store_true", help="count every token of ours while measuring, too"
     )
-    p.add_argument("--no-warm-up", action="store_true")
-    p.add_argument("--out", type=Path, default=ROOT / "perf_configs/results")
+    p.add_argument("--no-warm-up", action="store_true", help="no requests before each row")
+    p.add_argument(
+        "--out", type=Path, default=ROOT / "perf_configs/results",
+        help="folder of the results (default: perf_configs/results)",
+    )  # fmt: skip
     p.add_argument("--commit", default="", help="recorded with each run (default: asked of git)")
     p.add_argument("--merge", type=Path, nargs="+", default=[], help="earlier results to take in")
     p.add_argument("--step-times", type=Path, help="JSON of perf_configs/kernels/bench_step.py, to draw")

@@ -94,9 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help="address to listen on, IPv4 or IPv6 (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--http-port", type=int, default=8000)
-    parser.add_argument("--grpc-port", type=int, default=8001)
-    parser.add_argument("--metrics-port", type=int, default=8002)
+    parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--grpc-port", type=int, default=8001, help="default: %(default)s")
+    parser.add_argument("--metrics-port", type=int, default=8002, help="default: %(default)s")
     parser.add_argument(
         "--backends", type=Path, help="where to copy the Python backend (default: in ~/.cache)"
     )

@@ -43,8 +43,8 @@ def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve.probe", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default="ensemble")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("--model", default="ensemble", help="default: %(default)s")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each answer (default: 5)")
     options = parser.parse_args(argv)
     found = problem(options.url.rstrip("/"), options.model, options.timeout)
