@@ -3,7 +3,8 @@
 # make serve              tritonserver with the bundled model, in the foreground
 # make serve MODEL=DIR    the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py,
 #                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens,
-#                         OPENAI_PORT (9000) where the OpenAI API does; OPENAI_PORT= leaves that out
+#                         OPENAI_PORT (9000) where the OpenAI API does; OPENAI_PORT= leaves that out;
+#                         SERVE_ARGS="--openai-workers 2 ..." are further options of flashinfer_backend.serve
 # make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
 # make lint               ruff, mypy, import-linter
 # make bench              times of the host's work for every step and chunk, and of the ensemble
@@ -15,7 +16,7 @@
 # Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
 # PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
 
-variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
+variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
 PYTHON ?= python3
 MODEL ?= bundled
 KNOBS ?=
@@ -24,6 +25,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
+SERVE_ARGS ?=
 PIP_ARGS ?=
 TESTS ?=
 WORKERS ?= 2
@@ -63,7 +65,7 @@ size := $(if $(filter 0,$(GPU)),0.4 GB; 3 GB where torch brings CUDA,4 GB)
 announcement := installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
-listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT))
+listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT)) $(SERVE_ARGS)
 
 .PHONY: help serve test lint bench attack soak fuzz clean
 

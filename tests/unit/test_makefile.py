@@ -47,10 +47,12 @@ def test_unknown_variables_are_refused(target):
 
 def test_known_variables_are_taken_and_checks_come_before_writing():
     status, text = make(
-        "-n", "serve", "KNOBS=max_num_seqs=8 max_queue_size=4", "HTTP_PORT=8700", "UV=", "PIP_ARGS="
-    )
+        "-n", "serve", "KNOBS=max_num_seqs=8 max_queue_size=4", "HTTP_PORT=8700", "UV=", "PIP_ARGS=",
+        "SERVE_ARGS=--openai-workers 2 --drain-seconds 9",
+    )  # fmt: skip
     assert status == 0
     serve, build = ".venv/bin/python -m flashinfer_backend.serve", ".venv/bin/python build.py"
     order = [text.index(f"{serve} --check"), text.index(build), text.index(f"exec {serve} --model")]
     assert order == sorted(order)
+    assert text.count("--openai-workers 2 --drain-seconds 9") == 2
     assert text.count("--http-port 8700") == 2 and "--set max_num_seqs=8 max_queue_size=4" in text
