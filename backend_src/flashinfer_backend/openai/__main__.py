@@ -199,6 +199,8 @@ def _keys(file: Path | None) -> list[str]:
     """Raises ValueError for a file without keys, which would let everybody in."""
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if file is not None:
+        if not file.is_file():
+            raise ValueError(f"--api-key-file {file} is no file; it should name one with a key a line")
         found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         found = [line for line in found if line and not line.startswith("#")]
         if not found:
