@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,25 +17,29 @@ from typing import Any
 import pytest
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.transport.rundir import process_alive
 from flashinfer_backend.worker import ranks
 from flashinfer_backend.worker.ranks import OtherRanks, RanksLostError
 from flashinfer_backend.worker.start import _prompt_plan
 
 ENDS = "sleep 0.5; exit 1"
-READY = "printf '!' >&$6; "  # the socket is the sixth argument
-BEATS = READY + "while printf . >&$6; do sleep 0.2; done"
+READY = "printf '!' >&$8; "  # the socket is the eighth argument
+BEATS = READY + "while printf . >&$8; do sleep 0.2; done"
+REAL_EXECUTABLE = sys.executable
 HANGS = READY + "exec sleep 60"
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: Any) -> Callable[..., OtherRanks]:
-    def start(script: str, on_loss: Callable[[str], None] | None) -> OtherRanks:
+    def start(
+        script: str, on_loss: Callable[[str], None] | None, folder: Path | None = tmp_path
+    ) -> OtherRanks:
         program = tmp_path / "rank"
         program.write_text(f"#!/bin/bash\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setattr(ranks.sys, "executable", str(program))
         monkeypatch.setattr(ranks, "END_S", 0.5)
-        return OtherRanks(EngineConfig(model_dir="", tensor_parallel_size=2), tmp_path, on_loss)
+        return OtherRanks(EngineConfig(model_dir="", tensor_parallel_size=2), folder, on_loss)
 
     return start
 
@@ -104,6 +111,62 @@ def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start):
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
+
+
+def test_ranks_that_hang_have_the_time_once_in_which_rank_0_leaves(start, monkeypatch):
+    away = 0.0
+
+    def leave() -> None:
+        nonlocal away
+        away = 100.0
+
+    others = start(HANGS, None)
+    others.serve(limits_steps=False)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + away))
+    monkeypatch.setattr(ranks, "END_S", 90.0)
+    closing = threading.Thread(target=others.close, args=(leave,), daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.worker.ranks import OtherRanks
+sys.executable = sys.argv[1]
+others = OtherRanks(EngineConfig(model_dir="", tensor_parallel_size=2), Path(sys.argv[2]), None)
+print(others._processes[1].pid, flush=True)  # the rank keeps the pipe open
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_hangs_before_it_has_begun_ends_with_rank_0(start, tmp_path):
+    start(HANGS, None).close()  # for its program
+    command = [REAL_EXECUTABLE, "-c", DIES, str(tmp_path / "rank"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        rank = int(process.stdout.readline())
+        process.wait(10)
+    deadline = time.monotonic() + 10
+    while process_alive(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_process_that_ends_with_a_rank_leaves_no_folder(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    left: list[list[Path]] = []
+    monkeypatch.setattr(ranks.os, "_exit", lambda _: left.append(list((tmp_path / "tmp").iterdir())))
+    others = start(ENDS, None, folder=None)
+    assert Path(others.rendezvous).parent.parent == tmp_path / "tmp"
+    deadline = time.monotonic() + 10
+    while not left:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert left == [[]]
 
 
 def test_what_a_killed_engine_of_the_same_pid_left_is_not_read(start, tmp_path):

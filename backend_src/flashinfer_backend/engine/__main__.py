@@ -20,7 +20,7 @@ import torch
 
 from flashinfer_backend.core.config import AUTO, EngineConfig
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.engine.start import start
+from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
@@ -32,7 +32,10 @@ log = logging.getLogger("flashinfer_backend.engine")
 
 DRIVER = Path("/dev/nvidiactl")  # there is a GPU where it is
 RECORDED_S = 5.0  # within which the record of this process has to be there
-GRACE_S = 3.0  # for the loop to end by itself when the server has gone
+# For the engine to end by itself once it is told to, or when the server has gone. Its ranks may hang, and a
+# step of its own with them. What then has to be done takes a second at most: the supervisor kills an engine,
+# which leaves everything behind, after STOP_TIMEOUT_S.
+GRACE_S = 3.0
 
 
 def main() -> int:
@@ -46,7 +49,7 @@ def main() -> int:
     name = "engine" if options.replica is None else f"engine {options.replica}"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"[{name}] %(levelname)s %(message)s")
     try:
-        _end_with(os.pidfd_open(options.server_pid))
+        end = _End(options.run_dir, options.server_pid)
     except ProcessLookupError:
         log.error("cannot start: the server, process %d, has ended", options.server_pid)
         return 1
@@ -57,12 +60,12 @@ def main() -> int:
     try:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         check_gpus(config)
-        core = start(config, options.run_dir)
+        core = start(config, options.run_dir, name=name)
         socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: setattr(socket, "closed", True))
+    end.of(core, socket)
     loop = EngineLoop(core, socket)
     gc.collect()
     gc.freeze()  # a full collection over the model's objects would show as a slow step
@@ -77,10 +80,7 @@ def main() -> int:
     finally:
         socket.close()
         core.close()
-        if not rundir.process_alive(options.server_pid):
-            rundir.remove(options.run_dir)  # as its stubs do otherwise
-            for pid in socket.tritonservers:
-                end_orphans_in_background(pid)
+        end.clean_up()
     log.info("ended after %d steps", loop.iteration)
     return 0
 
@@ -116,16 +116,43 @@ def _is_recorded(run_dir: Path) -> bool:
     return False
 
 
-def _end_with(server_pidfd: int) -> None:
-    """End this process soon after the server, also while a model loads or kernels compile; in the loop
-    EngineSocket is faster and leaves nothing behind."""
+class _End:
+    """The engine's end, in bounded time: once it gets SIGTERM or the server has gone, the loop has GRACE_S to
+    come to its own end. Then a thread ends the process, wherever it is: while a model loads or kernels
+    compile, or in a step that waits for a rank which hangs. Before `of`, SIGTERM ends the process at once."""
 
-    def watch() -> None:
-        select.select([server_pidfd], [], [])
+    def __init__(self, run_dir: Path, server_pid: int) -> None:
+        """Raises ProcessLookupError where the server has ended."""
+        self._run_dir, self._server_pid = run_dir, server_pid
+        self._core: Core | None = None
+        self._socket: EngineSocket | None = None
+        # The main thread runs a signal's handler only when it comes back from the call that it is in.
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write)
+        watched = [os.pidfd_open(server_pid), read]
+        threading.Thread(target=self._watch, args=(watched,), name="end", daemon=True).start()
+
+    def of(self, core: Core, socket: EngineSocket) -> None:
+        """From now on it is this engine's."""
+        self._core, self._socket = core, socket
+        signal.signal(signal.SIGTERM, lambda *_: setattr(socket, "closed", True))
+
+    def clean_up(self) -> None:
+        """What an engine leaves behind whose server has gone, as its stubs do otherwise."""
+        if not rundir.process_alive(self._server_pid):
+            rundir.remove(self._run_dir)
+            for pid in self._socket.tritonservers if self._socket is not None else ():
+                end_orphans_in_background(pid)
+
+    def _watch(self, watched: list[int]) -> None:
+        select.select(watched, [], [])
         time.sleep(GRACE_S)
+        log.warning("not ended %.0f s after it was asked to: ending where it is", GRACE_S)
+        if self._core is not None:
+            self._core.kill()
+        self.clean_up()
+        sys.stderr.flush()
         os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -32,17 +32,27 @@ class Core:
         if self.runner.others is not None:
             self.runner.others.close(self.runner.state.model.collectives.close)
 
+    def kill(self) -> None:
+        """End the other ranks at once; from any thread."""
+        if self.runner.others is not None:
+            self.runner.others.kill()
+
 
 def start(
-    config: EngineConfig, folder: Path | None = None, on_loss: Callable[[str], None] | None = None
+    config: EngineConfig,
+    folder: Path | None = None,
+    on_loss: Callable[[str], None] | None = None,
+    name: str = "engine",
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
     folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
-    a thread, when one of them has ended or hangs; None: this process ends then. Raises
-    ValueError or OSError with what to change.
+    a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
+    other ranks' lines of the log. Raises ValueError or OSError with what to change.
     """
-    others = OtherRanks(config, folder, on_loss) if config.tensor_parallel_size > 1 else None
+    others = None
+    if config.tensor_parallel_size > 1:
+        others = OtherRanks(config, folder, on_loss, name)
     try:
         if others is None:
             config, runner = start_runner(config)
@@ -52,7 +62,7 @@ def start(
             others.serve(limits_steps=runner.device.type == "cuda")
     except BaseException:
         if others is not None:
-            others.close()
+            others.kill()  # they cannot leave in order: they load, or wait for this rank
         raise
     manager = KVCacheManager(
         runner.state.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse

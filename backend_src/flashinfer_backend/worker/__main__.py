@@ -18,7 +18,6 @@ import msgspec
 import torch
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.worker.ranks import RankLink
@@ -28,16 +27,15 @@ from flashinfer_backend.worker.start import start_runner
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.worker", description=__doc__)
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
+    parser.add_argument("--name", default="engine", help="of the engine, for the log")
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the socket to rank 0")
     parser.add_argument("--rendezvous", required=True, help="file by which the ranks find each other")
     options = parser.parse_args()
-    # Rank 0 may end while this process is in a call that no thread of it can interrupt.
-    end_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; rank 0 ends this one
         signal.signal(number, signal.SIG_IGN)
     link = RankLink(options.socket)
     link.beat()
-    form = f"[engine rank {options.rank}] %(levelname)s %(message)s"
+    form = f"[{options.name} rank {options.rank}] %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
     log = logging.getLogger("flashinfer_backend.worker")
     data = link.receive()

@@ -10,9 +10,11 @@ spare a copy, and tell of no death.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -27,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.step import StepPlan
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,10 @@ BEAT_S = 1.0
 SILENT_S = 8.0
 STEP_S = 8.0  # no step on a GPU takes longer, unless a rank waits for another in vain
 WATCH_S = 0.5
-END_S = 3.0  # for other ranks to end, before they are killed
+# For other ranks to leave the group and to end, before they are killed, and for killed ones to be gone. The
+# two together are less than an engine has to end in (transport.supervisor).
+END_S = 2.0
+KILLED_S = 1.0
 BEAT, READY = b".", b"!"
 LENGTH = struct.Struct("<I")
 
@@ -49,10 +55,15 @@ class RanksLostError(RuntimeError):
 class OtherRanks:
     """Ranks 1 to tensor_parallel_size - 1 of an engine, started here. `on_loss` is called once, in a thread,
     with what has happened to one of them (None: this process ends, as it may wait for that rank in a call
-    that nothing else ends); afterwards `send` raises RanksLostError."""
+    that nothing else ends); afterwards `send` raises RanksLostError. They end with the thread that starts
+    them. name: of the engine, in front of their lines in the log."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path | None, on_loss: Callable[[str], None] | None
+        self,
+        config: EngineConfig,
+        folder: Path | None,
+        on_loss: Callable[[str], None] | None,
+        name: str = "engine",
     ) -> None:
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         if folder is None:
@@ -61,7 +72,7 @@ class OtherRanks:
         self.rendezvous = str(folder / f"ranks-{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):  # of an engine that was killed, whose pid is used again
             os.unlink(self.rendezvous)
-        self._on_loss = on_loss or _end
+        self._on_loss = on_loss or self._end
         self._lost = ""
         self._closed = False
         self._ready = threading.Event()  # all other ranks are
@@ -72,12 +83,15 @@ class OtherRanks:
         settings = msgspec.json.encode(config)
         for rank in range(1, config.tensor_parallel_size):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "flashinfer_backend.worker", "--rank", str(rank)]
+            command = [sys.executable, "-m", "flashinfer_backend.worker", "--rank", str(rank), "--name", name]
             with theirs:
                 self._processes[rank] = subprocess.Popen(
                     [*command, "--socket", str(theirs.fileno()), "--rendezvous", self.rendezvous],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
+                    # From its first moment on, and also while it is stopped or in a call that no thread of it
+                    # can interrupt.
+                    preexec_fn=functools.partial(end_with_parent, signal.SIGKILL),
                 )
             self._sockets[rank] = ours
             _send(ours, settings)
@@ -108,8 +122,10 @@ class OtherRanks:
         self._launched.popleft()
 
     def close(self, leave: Callable[[], None] = lambda: None) -> None:
-        """End the other ranks. leave: what this rank does while they leave the group, at most for END_S."""
+        """End the other ranks, those that hang too, within END_S + KILLED_S. leave: what this rank does while
+        they leave the group; it is not waited for longer than they are."""
         self._closed = True
+        deadline = time.monotonic() + END_S
         if not self._lost:
             for other in self._sockets.values():
                 with contextlib.suppress(OSError):  # one that hangs may have left no room
@@ -117,21 +133,23 @@ class OtherRanks:
             thread = threading.Thread(target=leave, name="leave", daemon=True)
             thread.start()
             thread.join(END_S)
-        self.kill(END_S)
+            for process in self._processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
         for other in self._sockets.values():
             other.close()
 
-    def kill(self, after_s: float = 0.0) -> None:
-        """End what is left of the other ranks, and wait until their devices are free."""
-        deadline = time.monotonic() + after_s
+    def kill(self) -> None:
+        """End the other ranks at once, and wait up to KILLED_S until their devices are free. For any thread,
+        also while another one closes them."""
+        self._closed = True
         for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.kill()
+        deadline = time.monotonic() + KILLED_S
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(OSError):
             os.unlink(self.rendezvous)
         if self._own_folder is not None:
@@ -168,12 +186,12 @@ class OtherRanks:
             self._ready.set()
             self._on_loss(why)
 
-
-def _end(why: str) -> None:
-    """End this process, and with it the other ranks."""
-    log.critical("%s; this process ends", why)
-    sys.stderr.flush()
-    os._exit(1)
+    def _end(self, why: str) -> None:
+        """End this process, and with it the other ranks."""
+        log.critical("%s; this process ends", why)
+        self.kill()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _received(other: socket.socket) -> bytes:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine ends in bounded time and leaves nothing behind, whatever its ranks do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+
+from engine.harness import Client
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine import __main__ as engine
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.supervisor import EngineRecord, stop
+
+TIMEOUT_S = 60
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path: Path) -> None:
+    """A real one, in the middle of an answer. Killed, it could not end its ranks and clean up."""
+    run_dir, temporary, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "tmp", tmp_path / "config"
+    config = EngineConfig(
+        model_dir="bundled", device="cpu", max_tokens_in_paged_kv_cache=4096, tensor_parallel_size=2
+    )
+    config_path.write_bytes(msgspec.json.encode(config))
+    temporary.mkdir()
+    rundir.create(run_dir)
+    command = [sys.executable, "-m", "flashinfer_backend.engine", "--run-dir", run_dir]
+    process = psutil.Popen(
+        [*command, "--server-pid", str(os.getpid()), "--config", config_path],
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    try:
+        wait_for(lambda: (run_dir / "engine.sock").exists() or process.poll())
+        (rank,) = process.children()
+        client = Client(run_dir, None)  # type: ignore[arg-type]
+        client.submit([5, 6, 7], SamplingParams(max_tokens=2000))
+        wait_for(lambda: client.receive(100) or client.tokens[1])
+        rank.suspend()
+        ticks = rundir.start_ticks(process.pid)
+        assert ticks is not None
+        stop(EngineRecord(process.pid, ticks, 0.0))
+        assert process.wait(TIMEOUT_S) == 1, "-9: it was killed"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([rank], timeout=TIMEOUT_S)
+    assert not rank.is_running()
+    assert not [path.name for path in run_dir.iterdir() if path.name not in ("stubs", "engine.sock")]
+    assert not list(temporary.iterdir())
+    client.close()
+
+
+def test_when_the_server_has_gone_a_thread_ends_what_the_loop_does_not(tmp_path: Path, monkeypatch) -> None:
+    ended = threading.Event()
+    done: list[Any] = []
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    server = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(engine, "GRACE_S", 0.1)
+    monkeypatch.setattr(engine.os, "_exit", lambda code: (done.append(code), ended.set()))
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    try:
+        core: Any = SimpleNamespace(kill=lambda: done.append(run_dir.exists()))
+        engine._End(run_dir, server.pid).of(core, SimpleNamespace(tritonservers=()))  # type: ignore[arg-type]
+        server.kill()
+        server.wait()
+        assert ended.wait(TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.set_wakeup_fd(before[1])
+    assert done == [True, 1], "ranks first: they write to the folder"
+    assert not run_dir.exists()
