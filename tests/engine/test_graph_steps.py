@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker.decode_graphs import COLUMNS, DecodeGraphs, _Captured
@@ -85,3 +86,20 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
         assert not blocks or core.scheduler.preemptions
     assert isinstance(core.runner.graphs, EagerGraphs) and core.runner.graphs.steps > 50
     assert produced[0] == produced[1]
+
+
+def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monkeypatch: Any) -> None:
+    prompts, params = PROMPTS[:6], [SamplingParams(max_tokens=8, temperature=0.7 * (i % 2)) for i in range(6)]
+    graphs: dict[int, EagerGraphs] = {}
+
+    def replace(runner: Any) -> None:
+        graphs[runner.state.model.config.shard.rank] = runner.graphs = EagerGraphs(runner.state, SIZES, None)
+
+    produced = []
+    for core in (start_core(Path("bundled")), start_ranks(Path("bundled"), 2, monkeypatch, replace)):
+        with serve(core, tmp_path / str(len(produced))) as client:
+            produced.append(client.generate(prompts, params))
+        core.close()
+    assert produced[0] == produced[1]
+    assert graphs[0].steps == graphs[1].steps > 5
+    assert [len(graphs[rank]._logits) for rank in (0, 1)] == [8, 0]

@@ -47,10 +47,10 @@ class DecodeGraphs:
         # Inert rows: dummy slot, position 0, no new block, temperature 0, nothing suppressed.
         self._padding = np.array([[state.dummy_slot], [0], [-1], [0], [-1]], np.int32)
         self._opened = np.full(state.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
-        # One for all sizes: a step's logits are used up before the next step.
-        vocab = state.model.config.vocab_size
-        shape = (self._sizes[-1], vocab)
-        self._logits = torch.empty(shape, dtype=state.model.dtype, device=state.device)
+        # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
+        model = state.model
+        shape = (0 if model.collectives.shard.rank else self._sizes[-1], model.config.vocab_size)
+        self._logits = torch.empty(shape, dtype=model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
         self._captured = {size: self._capture(size, capture) for size in reversed(self._sizes)}
 
@@ -59,8 +59,8 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the step: tokens int32 [rows] and logits [rows and padding, V], valid until the next
-        replay."""
+        """Launch the step: tokens int32 [rows] and rank 0's logits [rows and padding, V], valid until the
+        next replay."""
         captured = self._captured[self._size(plan.num_rows)]
         if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
             self._state.update_block_table(plan)
