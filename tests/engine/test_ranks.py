@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from dataclasses import replace
@@ -19,10 +21,12 @@ from engine.harness import asks, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers, check
 from engine.test_generate import make_prompts
+from flashinfer_backend.core import progress
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models import weights
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.transformer import Transformer
@@ -122,7 +126,7 @@ def test_context_logits_that_fail_on_one_rank_end_the_step(rank, tmp_path, monke
 
 def test_each_rank_reads_its_part_alone(tmp_path, monkeypatch):
     """Half of every matrix, and all of the norms."""
-    model = make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
+    folder = make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
     read: list[int] = []
     cut = Stored.cut
 
@@ -132,12 +136,15 @@ def test_each_rank_reads_its_part_alone(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Stored, "cut", noting)
-    config = ModelConfig.from_pretrained(model)
+    config = ModelConfig.from_pretrained(folder)
     counts = {}
     for size in (1, 2):
+        model = Transformer(config.local(Shard(size - 1, size)), torch_ops, "float32", "cpu")
         read.clear()
-        load_weights(Transformer(config.local(Shard(size - 1, size)), torch_ops, "float32", "cpu"), model)
+        load_weights(model, folder)
         counts[size] = sum(read)
+        tensors = weights._find(model, folder, weights.destinations(model))
+        assert sum(tensor.nbytes for tensor in tensors) == 4 * counts[size], "what progress counts"
     norms = (2 * config.num_layers + 1) * config.hidden_size
     assert counts[2] - norms == (counts[1] - norms) // 2
 
@@ -168,8 +175,8 @@ def bundled() -> Path:
     return resolve_model_dir("bundled")
 
 
-def test_ranks_as_processes(bundled, tmp_path):
-    """The real thing, with a guide, until one of them is killed."""
+def test_ranks_as_processes(bundled, tmp_path, monkeypatch, caplog, capfd):
+    """The real thing, with a guide, until one of them is killed; and how its start shows that it goes on."""
     lost: list[str] = []
     params = [
         SamplingParams(max_tokens=20, temperature=0.7, seed=1),
@@ -179,7 +186,15 @@ def test_ranks_as_processes(bundled, tmp_path):
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     with serve(start_core(bundled), tmp_path / "one") as client:
         expected = client.generate(prompts, params)
-    core = start_core(bundled, tensor_parallel_size=2, on_loss=lost.append)
+    caplog.set_level(logging.INFO)
+    opened = weights._opened
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "PROGRESS_S", 0.001)
+        patch.setattr(weights, "_opened", lambda path: time.sleep(0.1) or opened(path))
+        core = start_core(bundled, tensor_parallel_size=2, on_loss=lost.append)
+    for line in (r"read \d\.\d\d of 0\.00 GB in 0 s", "found 1 of 2 ranks; not yet 1", "found all 2 ranks"):
+        assert any(re.fullmatch(line, record.message) for record in caplog.records), line
+    assert "[engine rank 1] INFO read 0.00 GB" in capfd.readouterr().err
     others = core.runner.others
     assert others is not None
     (process,) = [

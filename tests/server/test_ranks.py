@@ -22,6 +22,9 @@ def test_a_rank_that_ends_is_replaced_with_its_engine(tmp_path: Path) -> None:
         assert server.text(PROMPT, 16) == expected
         (rank,) = server.matching("flashinfer_backend.worker")
         assert psutil.Process(server.engine_pid()).children() == [rank]
+        assert re.search(r"^\[engine rank 1\] INFO read ", server.log, re.M), (
+            "how a start goes on can be seen"
+        )
         streams = start_streams(server, 6)
         rank.kill()
         for events in streams.join():

@@ -63,7 +63,8 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(config.num_layers)
     ]
     table = torch.zeros(5, 4, dtype=torch.int32)
-    graphs = MixedGraphs(model, caches, Doubling(), table, GraphCapture())
+    graphs = MixedGraphs(model, caches, Doubling(), table, capture := GraphCapture())
+    assert capture.sizes == 1
     (full,) = graphs._full[8]
     with torch.inference_mode():
         expected = model(*graphs._inputs[:, :8], caches, Doubling())

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashinfer_backend.core import progress
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
@@ -75,7 +76,7 @@ def small_build(tmp_path):
     (tmp_path / "one.cu").write_text("good")
     (tmp_path / "two.cu").write_text("good")
     (tmp_path / "compile").write_text(
-        'grep -q bad $2 && { echo "two.cu(7): error: expected a semicolon"; exit 1; }; cp $2 $4\n'
+        'grep -q bad $2 && { echo "two.cu(7): error: expected a semicolon"; exit 1; }; sleep 0.1; cp $2 $4\n'
     )
     rules = [
         "rule cc",
@@ -91,12 +92,12 @@ def small_build(tmp_path):
 def test_progress_counts_files_and_only_those_that_are_stale(small_build, caplog, monkeypatch):
     _, command = small_build
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(prebuild, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
     assert prebuild.files_to_compile(command) == ["one", "two"]
     prebuild.run_ninja(command, prebuild.Estimate([1, 1], 1))
     lines = [record.message for record in caplog.records]
     counts = list(dict.fromkeys(line.split(",")[0] for line in lines))  # lines come without progress, too
-    assert counts[-2:] == ["compiled 1 of 2 files", "compiled 2 of 2 files"]
+    assert counts[:2] == ["compiled 0 of 2 files", "compiled 1 of 2 files"]
     assert all("left" in line for line in lines)
     assert prebuild.files_to_compile(command) == []
 

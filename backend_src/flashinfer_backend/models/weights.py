@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
@@ -24,8 +27,6 @@ KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 
 log = logging.getLogger(__name__)
 
-PROGRESS_S = 5.0  # between two lines of progress
-
 
 class WeightsError(ValueError):
     """The checkpoint's tensors do not fit the model that its config.json describes."""
@@ -36,7 +37,7 @@ def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "
 
     load_format "auto" reads model.safetensors, or the shards that model.safetensors.index.json names,
     one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
-    weight's format says so. "dummy" draws them from
+    weight's format says so; before, it looks at the names, shapes and types of all. "dummy" draws them from
     N(0, initializer_range) keyed by seed and rank (norms 1, biases 0) and does not look at model_dir.
     Raises FileNotFoundError for a missing file and WeightsError for tensors that are missing,
     unexpected, of another shape or of another type than the format of their weight has.
@@ -61,20 +62,24 @@ def _opened(path: Path) -> Any:
 def _fill_randomly(model: Transformer, seed: int) -> None:
     rank, size = model.config.shard
     generator = torch.Generator(device=model.device).manual_seed(seed * size + rank)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+    done, total = 0, sum(parameter.nbytes for parameter in model.parameters())
+    with telling(lambda: f"drew {done / 1e9:.2f} of {total / 1e9:.2f} GB of random weights"):
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, Weight) and module.format is not DENSE:
+                    continue
+                if name.endswith("norm"):
+                    parameter.fill_(1.0)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+                done += parameter.nbytes
             if isinstance(module, Weight) and module.format is not DENSE:
-                continue
-            if name.endswith("norm"):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(0.0, model.config.initializer_range, generator=generator)
-        if isinstance(module, Weight) and module.format is not DENSE:
-            values = torch.empty(module.shape, dtype=model.dtype, device=model.device)
-            values.normal_(0.0, model.config.initializer_range, generator=generator)
-            module.format.fill(module, values)
+                values = torch.empty(module.shape, dtype=model.dtype, device=model.device)
+                values.normal_(0.0, model.config.initializer_range, generator=generator)
+                module.format.fill(module, values)
+                done += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
 
 
 def destinations(model: Transformer) -> dict[str, Stored]:
@@ -149,33 +154,33 @@ def _files(model_dir: Path) -> list[Path]:
     )
 
 
-@torch.no_grad()
-def _load_safetensors(model: Transformer, model_dir: Path) -> None:
-    scales: dict[tuple[int, str], float] = {}
-    targets, optional = destinations(model), _kv_scales(model, scales)
+class _Tensor(NamedTuple):
+    """A tensor of a checkpoint, of which `cut` is read (of one without dimensions: all)."""
+
+    path: Path
+    name: str
+    target: Stored
+    cut: tuple[slice, ...]
+    nbytes: int  # of what is read
+
+
+def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
+    """What to read of the checkpoint's files. Only their headers are looked at here, so that what does not
+    fit is said before minutes of reading."""
+    tied = targets["model.embed_tokens.weight"] if model.config.tie_word_embeddings else None
     says = model.config.quantization.format
+    found: dict[str, _Tensor] = {}
     unexpected: list[str] = []
-    loaded: set[str] = set()
-    tied_head: Tensor | None = None
-    size, began = 0, time.monotonic()
-    told = began
-    # On a CPU a tensor of the file is copied where it belongs.
-    upload = Uploader(model.device) if model.device.type == "cuda" else None
     for path in _files(model_dir):
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-                if time.monotonic() - told > PROGRESS_S:
-                    told = time.monotonic()
-                    log.info("read %d of %d tensors, %.1f GB", len(loaded), len(targets), size / 1e9)
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
-                is_tied_head = name == "lm_head.weight" and model.config.tie_word_embeddings
-                tied = targets["model.embed_tokens.weight"]
-                target = tied if is_tied_head else targets.get(name) or optional.get(name)
+                target = targets.get(name) or (tied if name == "lm_head.weight" else None)
                 if target is None:
                     unexpected.append(name)
                     continue
-                if name in loaded:
+                if name in found:
                     raise WeightsError(f"{path}: {name} appears in more than one file")
                 stored = file.get_slice(name)
                 shape = tuple(stored.get_shape())
@@ -184,34 +189,65 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                         f"{path}: {name} has shape {list(shape)}, config.json asks for "
                         f"{' or '.join(str(list(shape)) for shape in target.shapes)}"
                     )
-                if stored.get_dtype() not in target.dtypes:
+                dtype = stored.get_dtype()
+                if dtype not in target.dtypes:
                     raise WeightsError(
-                        f"{path}: {name} is {stored.get_dtype()}; only {', '.join(target.dtypes)} are loaded"
+                        f"{path}: {name} is {dtype}; only {', '.join(target.dtypes)} are loaded"
                         f"{'' if says == 'dense' else f' (by its quantization_config: {says})'}"
                     )
                 cut = target.cut(shape)
-                # get_slice takes no tensor of no dimensions
-                value = file.get_tensor(name) if not cut else stored[cut]
-                if is_tied_head:
-                    tied_head = value
-                else:
-                    try:
-                        target.take(upload(value) if upload else value)
-                    except ValueError as error:
-                        raise WeightsError(f"{path}: {name} {error}") from None
-                loaded.add(name)
-                size += value.nbytes
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.monotonic() - began
-    log.info("read %.2f GB in %.2f s, %.1f GB/s", size / 1e9, seconds, size / 1e9 / seconds)
+                found[name] = _Tensor(path, name, target, cut, _nbytes(shape, cut, dtype))
     if unexpected:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"
         )
-    missing = sorted(name for name in targets.keys() - loaded if not targets[name].optional)
+    missing = sorted(name for name in targets.keys() - found.keys() if not targets[name].optional)
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {_some(missing)}")
+    return list(found.values())
+
+
+def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
+    """Bytes of a part of a tensor, whose type has its bits as the first number of its name, as BF16."""
+    bits = re.search(r"\d+", dtype)
+    count = int(bits[0]) // 8 if bits else 1
+    for part, size in zip(cut, shape, strict=True):
+        count *= len(range(*part.indices(size)))
+    return count
+
+
+@torch.no_grad()
+def _load_safetensors(model: Transformer, model_dir: Path) -> None:
+    scales: dict[tuple[int, str], float] = {}
+    targets = destinations(model)
+    optional = {name: stored._replace(optional=True) for name, stored in _kv_scales(model, scales).items()}
+    tensors = _find(model, model_dir, optional | targets)
+    tied_head: Tensor | None = None
+    done, total, began = 0, sum(tensor.nbytes for tensor in tensors), time.monotonic()
+    # On a CPU a tensor of the file is copied where it belongs.
+    upload = Uploader(model.device) if model.device.type == "cuda" else None
+
+    def how_far() -> str:
+        return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
+
+    with telling(how_far):
+        for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
+            with _opened(path) as file:
+                for _, name, target, cut, nbytes in of_file:
+                    # get_slice takes no tensor of no dimensions
+                    value = file.get_slice(name)[cut] if cut else file.get_tensor(name)
+                    if name not in targets and name not in optional:
+                        tied_head = value
+                    else:
+                        try:
+                            target.take(upload(value) if upload else value)
+                        except ValueError as error:
+                            raise WeightsError(f"{path}: {name} {error}") from None
+                    done += nbytes
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    log.info("read %.2f GB in %.2f s, %.1f GB/s", done / 1e9, seconds, done / 1e9 / seconds)
     _finish(model, model_dir)
     _set_kv_scales(model, model_dir, scales)
     if tied_head is not None and not torch.equal(

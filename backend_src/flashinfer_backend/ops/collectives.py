@@ -8,6 +8,7 @@ others do not call waits for them. On CUDA the calls only enqueue, and can be ca
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import time
 from typing import Any
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
+
+log = logging.getLogger(__name__)
 
 # A rank that waits for another for longer than this gives up. Ranks launch the same steps at the same time:
 # one that is late has stopped.
@@ -147,12 +151,32 @@ def connect(
 ) -> Collectives:
     """Join the ranks of one engine. rendezvous: a file that all of them name, in a folder that others cannot
     write to. plain_torch: without FlashInfer. Waits until all of them are there."""
-    cuda = device.type == "cuda"
     store = dist.FileStore(rendezvous, shard.size)
     # Weights may take one rank much longer than another. One that ends ends all: nobody waits in vain.
     store.set(f"rank {shard.rank}", "ready")
-    while not store.check([f"rank {rank}" for rank in range(shard.size)]):
-        time.sleep(0.02)  # its own waiting keeps other threads from running
+    missing = set(range(shard.size))
+
+    def how_far() -> str:
+        absent = sorted(missing)
+        return f"found {shard.size - len(absent)} of {shard.size} ranks; not yet {str(absent)[1:-1]}"
+
+    with telling(how_far):
+        while missing := {rank for rank in missing if not store.check([f"rank {rank}"])}:
+            time.sleep(0.02)  # its own waiting keeps other threads from running
+    log.info("found all %d ranks", shard.size)
+    with telling(lambda: f"joining {shard.size} ranks"):
+        return _join(shard, store, device, hidden_size, dtype, plain_torch)
+
+
+def _join(
+    shard: Shard,
+    store: dist.FileStore,
+    device: torch.device,
+    hidden_size: int,
+    dtype: torch.dtype,
+    plain_torch: bool,
+) -> Collectives:
+    cuda = device.type == "cuda"
     for interface in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the ranks are on one host
         os.environ.setdefault(interface, "lo")
     timeout = datetime.timedelta(seconds=NCCL_TIMEOUT_S if cuda else GLOO_TIMEOUT_S)

@@ -18,6 +18,7 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        self.sizes = 0  # of steps by now, each of one or more graphs; for whoever waits
 
     def __call__(
         self, work: Callable[[], T], warm_up: Callable[[], object] | None = None

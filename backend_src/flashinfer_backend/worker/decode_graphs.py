@@ -120,6 +120,7 @@ class DecodeGraphs:
         attention = state.attention.graph_state(size, state.block_table, inputs[:own])
         self._upload(empty, inputs, attention)
         graph, tokens = capture(lambda: self._step(inputs[own:], attention, size))
+        capture.sizes += 1
         return _Captured(graph, inputs, attention, tokens, self._logits[:size])
 
     def _step(self, data: torch.Tensor, attention: Any, size: int) -> torch.Tensor:

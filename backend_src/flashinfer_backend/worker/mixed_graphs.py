@@ -74,6 +74,7 @@ class MixedGraphs:
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
                     self._capture_full(size, attention.step_graph_state(size, rows, block_table), rows)
+                capture.sizes += 1
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in SIZES])
         self._best = fastest_sizes(SIZES, times)

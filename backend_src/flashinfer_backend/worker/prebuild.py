@@ -18,7 +18,6 @@ import importlib.util
 import logging
 import os
 import re
-import select
 import shlex
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
+from flashinfer_backend.core.progress import PROGRESS_S, telling
 from flashinfer_backend.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,7 @@ FILE_SECONDS: dict[Kind, float] = {
     "xqa": 3.0,
 }
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
-PROGRESS_S = 10.0  # between two lines of progress
-WAITING_S = 30.0
+WAITING_S = PROGRESS_S  # between two lines while another process compiles
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
 HINTS = {
@@ -365,10 +364,11 @@ class Estimate:
             self._scale = elapsed / self._ends[self._finished - 1]
 
     def remaining(self, elapsed: float) -> float:
-        """Seconds from now on."""
-        if self._finished == self.files:
+        """Seconds from now on; for any thread."""
+        finished = self._finished
+        if finished == self.files:
             return 0.0
-        late = elapsed / self._ends[self._finished]  # the next file has not come yet
+        late = elapsed / self._ends[finished]  # the next file has not come yet
         return max(self._scale, late) * self._ends[-1] - elapsed
 
 
@@ -392,37 +392,24 @@ def run_ninja(command: list[str], estimate: Estimate) -> None:
         preexec_fn=end_with_parent,  # ninja, and with it the compilers
     )
     assert process.stdout is not None
-    began = shown = time.monotonic()
+    began = time.monotonic()
     failure: deque[str] = deque(maxlen=400)
     compiled = 0
-    for line in _lines(process.stdout.fileno()):
-        now = time.monotonic()
-        if line.startswith(_STEP):
-            compiled += " -c " in line
-            estimate.finish(compiled, now - began)
-        elif failure or line.startswith(("FAILED:", "ninja: error", "ninja: fatal")):
-            failure.append(line)
-        if now - shown >= PROGRESS_S:
-            shown = now
-            left = _duration(estimate.remaining(now - began))
-            log.info("compiled %d of %d files, about %s left", compiled, estimate.files, left)
+
+    def how_far() -> str:
+        left = _duration(estimate.remaining(time.monotonic() - began))
+        return f"compiled {compiled} of {estimate.files} files, about {left} left"
+
+    with telling(how_far):
+        for data in process.stdout:
+            line = data.decode(errors="replace").rstrip()
+            if line.startswith(_STEP):
+                compiled += " -c " in line
+                estimate.finish(compiled, time.monotonic() - began)
+            elif failure or line.startswith(("FAILED:", "ninja: error", "ninja: fatal")):
+                failure.append(line)
     if process.wait():
         raise KernelBuildError(describe_failure(list(failure), process.returncode))
-
-
-def _lines(descriptor: int) -> Iterator[str]:
-    """Lines that come from a pipe until it is closed, and an empty one when none came for PROGRESS_S."""
-    rest = b""
-    while True:
-        if not select.select([descriptor], [], [], PROGRESS_S)[0]:
-            yield ""
-            continue
-        chunk = os.read(descriptor, 1 << 16)
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace").rstrip()
-        if not chunk:
-            return
 
 
 def describe_failure(lines: list[str], status: int) -> str:

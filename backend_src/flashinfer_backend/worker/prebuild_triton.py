@@ -12,21 +12,20 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.models.config import LAYER_ROLES, ModelConfig
 from flashinfer_backend.models.quantization import BLOCK, WeightFormat
 from flashinfer_backend.ops import device
 
 log = logging.getLogger(__name__)
-
-PROGRESS_S = 10.0
 
 
 def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -54,15 +53,16 @@ def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began
             torch.cuda.set_device(index)
 
     workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
-        pending = {threads.submit(kernel.preload, data) for kernel, data in variants}
-        while pending:
-            done, pending = wait(pending, PROGRESS_S)
-            for future in done:
-                future.result()
-            if pending:
-                finished, elapsed = len(variants) - len(pending), time.monotonic() - began
-                log.info("compiled %d of %d Triton kernels in %.0f s", finished, len(variants), elapsed)
+    finished = 0
+
+    def how_far() -> str:
+        elapsed = time.monotonic() - began
+        return f"compiled {finished} of {len(variants)} Triton kernels in {elapsed:.0f} s"
+
+    with telling(how_far), ThreadPoolExecutor(workers, "triton", choose_device) as threads:
+        for future in as_completed([threads.submit(kernel.preload, data) for kernel, data in variants]):
+            future.result()
+            finished += 1
     return len(variants)
 
 

@@ -30,6 +30,7 @@ import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepPlan
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class OtherRanks:
         self._lost = ""
         self._closed = False
         self._ready = threading.Event()  # all other ranks are
+        self._unready = config.tensor_parallel_size - 1
         self._limits_steps = False
         self._launched: deque[float] = deque()  # when, of the steps that have not been read
         self._sockets: dict[int, socket.socket] = {}
@@ -101,7 +103,8 @@ class OtherRanks:
         """Wait until all other ranks are ready. From then on silence means a rank that hangs, and with
         limits_steps, so does a step that takes longer than STEP_S. Raises RanksLostError."""
         self._limits_steps = limits_steps
-        self._ready.wait()
+        with telling(lambda: f"{self._unready} of {len(self._sockets)} other ranks are not ready yet"):
+            self._ready.wait()
         if self._lost:
             raise RanksLostError(self._lost)
 
@@ -174,7 +177,8 @@ class OtherRanks:
             for other, last in seen.items():
                 if now - last > SILENT_S:
                     self._lose(f"rank {ranks[other]} has shown no life for {SILENT_S:.0f} s")
-            if len(seen) == len(ranks):
+            self._unready = len(ranks) - len(seen)
+            if not self._unready:
                 self._ready.set()
             with contextlib.suppress(IndexError):  # read meanwhile
                 if self._limits_steps and now - max(self._launched[0], resumed) > STEP_S:

@@ -17,6 +17,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.transformer import Transformer, drain
@@ -26,6 +27,7 @@ from flashinfer_backend.sampling.sampler import Sampled, Sampler
 from flashinfer_backend.worker.capture import GraphCapture
 from flashinfer_backend.worker.decode_graphs import DecodeGraphs
 from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.mixed_graphs import SIZES as MIXED_SIZES
 from flashinfer_backend.worker.mixed_graphs import MixedGraphs
 from flashinfer_backend.worker.ranks import OtherRanks
 
@@ -83,12 +85,14 @@ class Runner:
         began = time.monotonic()
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
+        capture, state = GraphCapture(), self.state
+        total = len(set(sizes)) + len(MIXED_SIZES)
         try:
-            capture, state = GraphCapture(), self.state
-            self.graphs = DecodeGraphs(state, sizes, capture)
-            self.mixed_graphs = MixedGraphs(
-                state.model, state.kv_cache.layers, state.attention, state.block_table, capture
-            )
+            with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
+                self.graphs = DecodeGraphs(state, sizes, capture)
+                self.mixed_graphs = MixedGraphs(
+                    state.model, state.kv_cache.layers, state.attention, state.block_table, capture
+                )
         finally:
             gc.enable()
         log.info("captured the graphs in %.1f s", time.monotonic() - began)

@@ -13,6 +13,7 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
@@ -70,7 +71,7 @@ def start_runner(
     if shard.size > 1:
         hidden_size = model_config.hidden_size
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
-        log.info("%d ranks have found each other after %.1f s", shard.size, time.monotonic() - began)
+        log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
     cache_format = _cache_format(config, model)
     num_blocks = model.collectives.minimum(_num_blocks(config, model, cache_format))
@@ -226,8 +227,11 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
     if runner.device.type == "cuda":
         longest = min(config.max_num_tokens, config.max_input_len)
-        for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-            runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
+        began, length = time.monotonic(), 1
+        with telling(lambda: f"running a first step of {length} tokens"):
+            for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
+                runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
+        log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
         if config.cuda_graph_batch_sizes != "none":  # plain torch has none
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, NewSequence, StepPlan
 from flashinfer_backend.worker.runner import Runner
@@ -43,13 +44,19 @@ def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
     began = time.monotonic()
     all_of_them = {k: v for feature in FEATURES for k, v in feature.items()}
     cases = [*FEATURES, all_of_them]
-    for rows in sorted({1, 2, 16, min(130, config.max_num_seqs)} & set(range(1, config.max_num_seqs + 1))):
-        for values in cases:
-            params = msgspec.convert({"max_tokens": 1, "temperature": 0.0, **values}, SamplingParams)
-            if rows > 16 and not params.filters:  # the filters alone depend on more
-                continue
-            for suppressed in (-1, 0):
-                runner.rehearse(_decodes(rows, params, suppressed))
+    steps = [
+        (rows, params, suppressed)
+        for rows in sorted({1, 2, 16, min(130, config.max_num_seqs)} & set(range(1, config.max_num_seqs + 1)))
+        for values in cases
+        for params in [msgspec.convert({"max_tokens": 1, "temperature": 0.0, **values}, SamplingParams)]
+        for suppressed in (-1, 0)
+        if rows <= 16 or params.filters  # the filters alone depend on more
+    ]
+    done = 0
+    with telling(lambda: f"sampled {done} of {len(steps)} first steps"):
+        for step in steps:
+            runner.rehearse(_decodes(*step))
+            done += 1
     everybody = list(range(1, config.max_num_seqs + 1))
     runner.rehearse(_decodes(1, SamplingParams(max_tokens=1), -1, freed=everybody))
     log.info("sampling is warm after %.1f s", time.monotonic() - began)

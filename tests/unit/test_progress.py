@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that show that a start goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from flashinfer_backend.core import progress
+
+
+def test_lines_come_while_one_call_takes_long_and_not_afterwards(caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
+    done = 0
+    enough = threading.Event()
+
+    def how_far() -> str:
+        if len(caplog.records) > 3:
+            enough.set()
+        return f"read {done} of 7"
+
+    with pytest.raises(ValueError, match="of the block"), progress.telling(how_far):
+        done = 3
+        assert enough.wait(20)
+        raise ValueError("of the block")
+    count = len(caplog.records)
+    time.sleep(0.05)
+    assert len(caplog.records) == count
+    assert caplog.records[-1].message == "read 3 of 7"
