@@ -176,6 +176,7 @@ def _join(
     dtype: torch.dtype,
     plain_torch: bool,
 ) -> Collectives:
+    """As connect, once all ranks are there."""
     cuda = device.type == "cuda"
     for interface in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the ranks are on one host
         os.environ.setdefault(interface, "lo")
