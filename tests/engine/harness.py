@@ -69,7 +69,7 @@ class Client:
                     self.tokens[local_id].append(token)
                 if code != protocol.RUNNING:
                     self.code[local_id] = code
-            for report in protocol.decode_reports(rest[0]) if rest else []:
+            for report in protocol.unpack_reports(rest):
                 self.reports.setdefault(report.local_id, []).append(report)
         elif kind == protocol.FAILURE:
             failure = protocol.decode_failure(body)

@@ -231,9 +231,12 @@ class Endpoint:
     def _receive(self, socket: zmq.Socket) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                kind, payload, *rest = socket.recv_multipart(zmq.NOBLOCK)
+                kind, payload = socket.recv(zmq.NOBLOCK), socket.recv()
                 if kind == protocol.TOKENS:
-                    self._deliver(payload, rest)
+                    reports: list[bytes | memoryview] = []
+                    while socket.getsockopt(zmq.RCVMORE):  # without a copy, since logits may be among them
+                        reports.append(socket.recv(copy=False).buffer)
+                    self._deliver(payload, reports)
                 elif kind == protocol.FAILURE:
                     failure = protocol.decode_failure(payload)
                     sink = self._forget(protocol.split_handle(failure.handle)[1])
@@ -244,15 +247,16 @@ class Endpoint:
                 else:
                     raise ValueError(f"the engine sent a message of unknown kind {kind!r}")
 
-    def _deliver(self, payload: bytes, rest: list[bytes]) -> None:
-        reports = {report.local_id: report for report in protocol.decode_reports(rest[0])} if rest else {}
+    def _deliver(self, payload: bytes, frames: list[bytes | memoryview]) -> None:
+        reports = {report.local_id: report for report in protocol.unpack_reports(frames)}
+        frames.clear()  # from here on context logits belong to who takes them
         sinks, prompts = self._sinks, self._prompts
         for local_id, token, code in protocol.unpack_tokens(payload).tolist():
             if prompts:
                 prompts.pop(local_id, None)
             sink = sinks.get(local_id) if code == protocol.RUNNING else self._forget(local_id)
             if sink is not None:
-                sink.on_token(token, code, reports.get(local_id))
+                sink.on_token(token, code, reports.pop(local_id, None))
 
     def _take_status(self, status: protocol.Status) -> None:
         self.status, self._own_in_status, self.reported_at = status, len(self._sinks), time.monotonic()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -119,9 +119,9 @@ class EngineSocket:
             self._lonely_since = time.monotonic()
 
     def send_tokens(self, pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
-        parts = [protocol.TOKENS, frame]
+        parts: list[bytes | memoryview] = [protocol.TOKENS, frame]
         if reports:
-            parts.append(protocol.encode(reports))
+            parts += protocol.pack_reports(reports)
         self._send(pid, parts)
 
     def send_failure(self, failure: protocol.Failure) -> None:
@@ -133,7 +133,7 @@ class EngineSocket:
             for pid in list(self._watching):
                 self._send(pid, [protocol.STATUS, body])
 
-    def _send(self, pid: int, parts: list[bytes]) -> None:
+    def _send(self, pid: int, parts: Sequence[bytes | memoryview]) -> None:
         identity = self._identity.get(pid)
         if identity is None:
             log.warning("a message for stub %d, which is not connected, is dropped", pid)

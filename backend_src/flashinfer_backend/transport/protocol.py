@@ -6,7 +6,8 @@ DEALER. Stub to engine: one frame, a msgpack-encoded `ToEngine` message. Engine 
 one-byte kind, then its payload:
 
     TOKENS   int32 [n, 3] little endian (local id, token id, finish code), optionally
-             followed by one more frame, a msgpack list of `RowReport`
+             followed by one more frame, a msgpack list of `RowReport`, and a frame for
+             each of these that has context logits
     FAILURE  msgpack `Failure`
     STATUS   msgpack `Status`
 
@@ -121,7 +122,7 @@ class RowReport(msgspec.Struct, omit_defaults=True):
     local_id: int
     log_prob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None  # (token, log probability), most likely first
-    context_logits: memoryview | None = None  # up to gigabytes: no copies
+    context_logits: memoryview | None = None  # up to gigabytes: a frame of its own
     generation_logits: bytes | None = None
     perf: Perf | None = None
     queue_ns: int | None = None
@@ -162,7 +163,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_failure = msgspec.msgpack.Decoder(Failure).decode
 decode_status = msgspec.msgpack.Decoder(Status).decode
-decode_reports = msgspec.msgpack.Decoder(list[RowReport]).decode
+_decode_reports = msgspec.msgpack.Decoder(list[RowReport]).decode
+_FOLLOWS = memoryview(b"")  # in the place of context logits, which have their own frame
 
 
 def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) -> bytes:
@@ -177,3 +179,26 @@ def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) ->
 def unpack_tokens(frame: bytes) -> np.ndarray:
     """int32 [n, 3] view of a token frame."""
     return np.frombuffer(frame, dtype="<i4").reshape(-1, 3)
+
+
+def pack_reports(reports: list[RowReport]) -> list[bytes | memoryview]:
+    """Frames of at least one report. Takes the context logits out of them: each is a frame, so that it is
+    neither copied nor kept for as long as one that came with it."""
+    frames: list[bytes | memoryview] = [b""]
+    for report in reports:
+        if report.context_logits is not None:
+            frames.append(report.context_logits)
+            report.context_logits = _FOLLOWS
+    frames[0] = encode(reports)
+    return frames
+
+
+def unpack_reports(frames: list[bytes | memoryview]) -> list[RowReport]:
+    """The reports of a message, by its frames behind the tokens; there may be none."""
+    if not frames:
+        return []
+    reports, logits = _decode_reports(frames[0]), iter(frames[1:])
+    for report in reports:
+        if report.context_logits is not None:
+            report.context_logits = memoryview(next(logits))
+    return reports
