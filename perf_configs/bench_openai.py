@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.openai.gate import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
@@ -159,6 +160,7 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
         keys=[],
         max_body_bytes=1 << 20,
         max_prompt_bytes=1 << 20,
+        prompt_logits_bytes=LOGITS_ROOM,
         receive_s=60,
         max_connections=0,
         drain_s=1,

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
-from openai_server import OpenAiServer, model_with_template, openai_running
+from openai_server import LOGITS_MIB, OpenAiServer, model_with_template, openai_running
 from running import EngineWatch, Server, build_repository, running, wait_for
 
 
@@ -87,8 +87,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def door(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
-    """The OpenAI API with an engine of its own, for tests that leave it as it was."""
-    with openai_running(chat_model, tmp_path_factory.mktemp("openai")) as started:
+    """The OpenAI API with an engine of its own, for tests that leave it as it was. LOGITS_MIB is little, so
+    that few prompts fill it."""
+    room = ["--prompt-logits-mib", str(LOGITS_MIB)]
+    with openai_running(chat_model, tmp_path_factory.mktemp("openai"), *room) as started:
         yield started
 
 

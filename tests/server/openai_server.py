@@ -23,6 +23,7 @@ from running import START_S, TIMEOUT_S, files_below, free_ports, wait_for
 
 from flashinfer_backend.core.paths import resolve_model_dir
 
+LOGITS_MIB = 4  # of the session's door: 512 tokens of the bundled model
 CALL_TOKEN = 2  # of model_with_template
 # Shows tools, reasoning and a system prompt to the bundled model in its own form of questions and answers.
 TEMPLATE = """\

@@ -25,11 +25,14 @@ LONG: dict[str, Any] = {
     "temperature": 0.0,
 }
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+LOGITS: dict[str, Any] = {"prompt": [7] * 120, "max_tokens": 1, "echo": True, "logprobs": 1}
 
 
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path) -> Iterator[OpenAiServer]:
-    with openai_running(chat_model, tmp_path, "--drain-seconds", "20") as started:
+    options = ["--drain-seconds", "20", "--prompt-logits-mib", "1"]
+    with openai_running(chat_model, tmp_path, *options) as started:
         yield started
 
 
@@ -56,7 +59,14 @@ def test_an_engine_that_ends_is_replaced(server: OpenAiServer) -> None:
     first = server.engine()
     with server.opened(CHAT, {**LONG, "stream": True}) as answer:
         assert answer.status == 200 and answer.read(10)
-        first.kill()
+        first.suspend()
+        with server.asked(COMPLETIONS, LOGITS) as inside, server.asked(COMPLETIONS, LOGITS) as waits:
+            wait_for(lambda: server.metric("prompt_logits_waiting") == 1, "one to wait for the other's room")
+            first.kill()
+            for connection in (inside, waits):
+                error = json.load(connection.getresponse())["error"]
+                assert error["code"] == "engine_unavailable"
+        assert server.metric("prompt_logits_waiting") == server.metric("prompt_logits_bytes") == 0
         text = answer.read().decode()
     last = json.loads(text.splitlines()[-2].removeprefix("data: "))
     assert last["error"]["code"] == "engine_unavailable" and "[DONE]" not in text

@@ -16,6 +16,7 @@ from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
+from flashinfer_backend.openai.gate import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport.addresses import (
@@ -74,6 +75,13 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1 << 20,
         help="longest text that is tokenized, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
+    )
+    parser.add_argument(
+        "--prompt-logits-mib",
+        type=_count,
+        default=LOGITS_ROOM >> 20,
+        help="memory of each process for logits of prompts whose log probabilities are wanted; one prompt may"
+        " have it all to itself, however large (default: %(default)s)",
     )
     parser.add_argument(
         "--receive-seconds",
@@ -188,6 +196,7 @@ def _worker_options(options: Any, config: EngineConfig, folder: Path, server: in
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
         max_prompt_bytes=options.max_prompt_bytes,
+        prompt_logits_bytes=options.prompt_logits_mib << 20,
         drain_s=options.drain_seconds,
         receive_s=options.receive_seconds,
         max_connections=options.max_connections,

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
@@ -17,24 +18,23 @@ from flashinfer_backend.openai.answer import (
     DONE,
     EventResponse,
     JsonResponse,
-    LogProb,
     Usage,
     event,
     finish_reason,
-    log_prob_of,
     take_text,
-    token_log_probs,
 )
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import MOST_CHOICES, CompletionRequest
 from flashinfer_backend.openai.sampling import Limits, guide_of, sampling_params
+from flashinfer_backend.openai.token_lists import TokenLists, prompt_lists
 from flashinfer_backend.serving.generation import Chunk
-from flashinfer_backend.text.delta import DeltaDecoder
 
 # Log probabilities of a prompt need all of its logits, which come as one message.
 MOST_PROMPT_LOGITS = 1 << 28  # bytes
+# From so many on, log probabilities of an answer are written in a thread, so that streams go on.
+MANY_LOG_PROBS = 2000
 
 
 async def completions(door: Door, request: CompletionRequest) -> Response:
@@ -69,7 +69,12 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
         )
         params.context_logits = wants_prompt
         rows.append((generation_request(request, prompt, params, bool(request.stream)), count))
-    streams = door.generate(rows, request.skip_special_tokens)
+    pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
+
+    def reduce(prompt: np.ndarray, logits: memoryview) -> TokenLists:
+        return prompt_lists(prompt, logits, request.logprobs or 0, pieces)
+
+    streams = door.generate(rows, request.skip_special_tokens, reduce)
     reply = _Reply(door, request, model, streams, count)
     if request.stream:
         return EventResponse(door, streams, reply.events())
@@ -142,74 +147,67 @@ class _Reply:
             return ""
         return text
 
-    def _probs(self, stream: Stream, chunk: Chunk) -> list[LogProb]:
-        if self._request.logprobs is None and self._count == (self._request.n or 1):
-            return []
-        return token_log_probs(chunk, self._pieces, self._request.logprobs or 0)
+    @property
+    def _wants_probs(self) -> bool:
+        """Whether for the answer, or to find the best ones."""
+        request = self._request
+        return request.max_tokens != 0 and (request.logprobs is not None or self._count > (request.n or 1))
 
-    def _log_probs(self, stream: Stream, probs: list[LogProb]) -> dict[str, Any] | None:
-        """OpenAI's older form: lists by token."""
+    async def _lists(self, stream: Stream, chunk: Chunk) -> TokenLists | None:
+        """Log probabilities of a chunk's tokens, if they are of use."""
+        if not self._wants_probs:
+            return None
+        top = self._request.logprobs or 0
+        lists = TokenLists(self._pieces, self._offsets.get(stream.index, 0))
+        if len(chunk.ids) * (1 + top) < MANY_LOG_PROBS:
+            lists.add_chunk(chunk, top)
+        else:
+            await asyncio.to_thread(lists.add_chunk, chunk, top)
+        self._offsets[stream.index] = lists.offset
+        return lists
+
+    def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
         if self._request.logprobs is None:
             return None
-        offsets, offset = [], self._offsets.get(stream.index, 0)
-        for one in probs:
-            offsets.append(offset)
-            offset += len(one.token)
-        self._offsets[stream.index] = offset
-        return {
-            "tokens": [one.token for one in probs],
-            "token_logprobs": [None if one.logprob > 0 else one.logprob for one in probs],
-            "top_logprobs": [_top(one) for one in probs],
-            "text_offset": offsets,
-        }
+        return (lists or TokenLists(self._pieces)).json()
 
     async def body(self) -> dict[str, Any]:
         """The whole answer."""
         request, n = self._request, self._request.n or 1
         found: list[tuple[float, dict[str, Any]]] = [(0.0, {}) for _ in self._streams.all]
-        prompt_probs: dict[int, list[LogProb]] = {}
         async for stream, chunk in self._streams:
-            probs = self._probs(stream, chunk)
-            if request.max_tokens == 0:
-                probs = []
+            first = self._streams.all[stream.index - stream.index % self._count]  # of this prompt
+            prompt: TokenLists | None = None
+            if first.logits is not None:
+                prompt = await asyncio.wrap_future(first.logits.reduced)
+                if prompt is None and stream is first:
+                    raise ClientLeft
+                if prompt is None:
+                    continue  # the first one has failed, which comes next
+                self._offsets[stream.index] = prompt.offset
+            lists = await self._lists(stream, chunk)
             text = self._take(stream, chunk)
-            mean = sum(one.logprob for one in probs) / max(1, len(probs))
-            choice: dict[str, Any] = {"text": text, "finish_reason": finish_reason(chunk.code)}
-            if request.max_tokens == 0:
-                choice["finish_reason"] = "length"
-            choice["probs"], choice["stream"] = probs, stream
+            choice: dict[str, Any] = {
+                "text": self._prompt_text(stream) + text if request.echo else text,
+                "finish_reason": "length" if request.max_tokens == 0 else finish_reason(chunk.code),
+            }
             if request.return_token_ids:
                 choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), chunk.ids
-            if stream.row.params.context_logits and stream.index % self._count == 0:
-                prompt_probs[stream.index // self._count] = await self._prompt_probs(stream, chunk)
-            found[stream.index] = (mean, choice)
+            every = prompt or lists
+            if prompt is not None and lists is not None:
+                every = prompt.followed_by(lists)
+            choice["logprobs"] = self._shown(every)
+            found[stream.index] = lists.mean if lists else 0.0, choice
         choices: list[dict[str, Any]] = []
         for begin in range(0, len(found), self._count):
             made = found[begin : begin + self._count]
             if n < self._count:
                 made = sorted(made, key=lambda each: -each[0])[:n]
-            for _, choice in made:
-                before = prompt_probs.get(begin // self._count, [])
-                choices.append(self._choice(choice, len(choices), before))
+            choices += [{"index": len(choices) + i, **choice} for i, (_, choice) in enumerate(made)]
         return {**self._head, "choices": choices, "usage": self._usage.body()}
-
-    def _choice(self, made: dict[str, Any], index: int, prompt_probs: list[LogProb]) -> dict[str, Any]:
-        stream: Stream = made.pop("stream")
-        probs = made.pop("probs")
-        if self._request.echo:
-            made["text"] = self._prompt_text(stream) + made["text"]
-        logprobs = self._log_probs(stream, [*prompt_probs, *probs])
-        return {"index": index, **made, "logprobs": logprobs}
 
     def _prompt_text(self, stream: Stream) -> str:
         return self._decoder.decode(stream.row.prompt.tolist())
-
-    async def _prompt_probs(self, stream: Stream, chunk: Chunk) -> list[LogProb]:
-        """Of the prompt's tokens; the first one has none (a positive number stands for that)."""
-        (data,) = [report.context_logits for report in chunk.reports if report.context_logits is not None]
-        return await asyncio.to_thread(
-            prompt_log_probs, stream.row.prompt, data, self._request.logprobs or 0, self._pieces
-        )
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes."""
@@ -218,16 +216,16 @@ class _Reply:
         always = options is not None and options.continuous_usage_stats
         begun: set[int] = set()
         async for stream, chunk in self._streams:
-            probs = self._probs(stream, chunk)
+            lists = await self._lists(stream, chunk)
             text = self._take(stream, chunk)
             if request.echo and stream.index not in begun:
                 text = self._prompt_text(stream) + text
-            if not text and not chunk.last and not probs:
+            if not text and not chunk.last and not (lists and lists.count):
                 continue  # an incomplete character
             choice = {
                 "index": stream.index,
                 "text": text,
-                "logprobs": self._log_probs(stream, probs),
+                "logprobs": self._shown(lists),
                 "finish_reason": finish_reason(chunk.code) if chunk.last else None,
             }
             if request.return_token_ids:
@@ -242,31 +240,3 @@ class _Reply:
         if usage:
             yield event({**self._head, "choices": [], "usage": self._usage.body()})
         yield DONE
-
-
-def _top(one: LogProb) -> dict[str, float] | None:
-    """The likeliest tokens and the one that was chosen, by text."""
-    if one.logprob > 0:
-        return None
-    return {other.token: other.logprob for other in [*one.top, one]}
-
-
-NO_LOG_PROB = 1.0  # of a prompt's first token
-
-
-def prompt_log_probs(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder
-) -> list[LogProb]:
-    """Log probabilities of a prompt's tokens (int32 [n]) by its logits (float32 [n, V] as bytes), with the
-    `top` likeliest of each. The first token's is NO_LOG_PROB."""
-    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
-    result = [log_prob_of(int(prompt[0]), NO_LOG_PROB, decoder)]
-    for row, token in zip(rows, prompt[1:].tolist(), strict=False):  # the last row is about what follows
-        high = float(row.max())
-        total = high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
-        best: Any = np.argpartition(-row, top - 1)[:top] if top else []
-        one = log_prob_of(token, float(row[token]) - total, decoder)
-        pairs = sorted(((float(row[i]) - total, int(i)) for i in best), reverse=True)
-        one.top = [log_prob_of(i, value, decoder) for value, i in pairs]
-        result.append(one)
-    return result

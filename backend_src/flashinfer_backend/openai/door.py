@@ -14,7 +14,7 @@ import numpy as np
 
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
-from flashinfer_backend.openai.link import EngineLink, Streams, unavailable
+from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.sampling import Defaults, Limits
@@ -113,9 +113,10 @@ class Door:
         self,
         rows: Sequence[tuple[GenerationRequest, int]],
         skip_special_tokens: bool,
+        reduce: Reduce | None = None,
     ) -> Streams:
         """Submits sequences; see EngineLink.generate."""
-        return self.link.generate(list(rows), self.decoder(skip_special_tokens))
+        return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
 
     def render(
         self,

@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import msgspec
+import numpy as np
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.gate import LOGITS_ROOM, MOST_WAITING, Gate, Place
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -16,6 +22,7 @@ from flashinfer_backend.transport import endpoint, protocol, rundir
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
+Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 
 
@@ -43,9 +50,19 @@ class Follower(Supervisor):
 class EngineLink:
     """One process's link to the engines. All but `schedule` is for the event loop's thread."""
 
-    def __init__(self, engines: Engines, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        loop: asyncio.AbstractEventLoop,
+        logits_room: int = LOGITS_ROOM,
+        on_logits: Callable[[int, int], None] = lambda held, waiting: None,
+    ) -> None:
+        """logits_room: bytes that logits of prompts may take at the same time, or one prompt's where that is
+        more. on_logits: Gate's changed, of these bytes."""
         self.engines = engines
-        self._loop = loop
+        self.loop = loop
+        self.gate = Gate(logits_room, on_logits)
+        self.reducer = ThreadPoolExecutor(1, "prompt logits")
         self._due: deque[Stream] = deque()
         self._woken = False
 
@@ -54,7 +71,7 @@ class EngineLink:
         self._due.append(stream)
         if not self._woken:
             self._woken = True
-            self._loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._woken = False
@@ -62,35 +79,155 @@ class EngineLink:
             stream = self._due.popleft()
             stream.streams.arrived(stream)
 
-    def generate(self, rows: list[tuple[GenerationRequest, int]], decoder: DeltaDecoder) -> Streams:
+    def generate(
+        self,
+        rows: list[tuple[GenerationRequest, int]],
+        decoder: DeltaDecoder,
+        reduce: Reduce | None = None,
+    ) -> Streams:
         """Submits sequences: for each row as many as said, which share its prompt and differ by their seed.
+        Rows with context logits wait until there is room for these, which go through `reduce`, in a thread.
         Raises ApiError where there is no engine."""
         streams = Streams(self)
         try:
             for row, count in rows:
-                first = LEADS if count > 1 else 0
-                for number in range(count):
-                    stream = Stream(row, self, streams)
-                    params = stream.match_stop_words(decoder) if stream.follows_text else row.params
-                    if number:
-                        params = msgspec.structs.replace(params, seed=(params.seed + number) % 2**64)
-                    prompt = row.prompt.tobytes()
-                    handle = self.engines.submit(stream, prompt, params, first, row.priority, row.timeout_us)
-                    first = handle if first == LEADS else first
+                group = [Stream(row, self, streams) for _ in range(count)]
+                if row.params.context_logits:
+                    assert reduce is not None
+                    group[0].logits = PromptLogits(self, group, decoder, reduce)
+                    group[0].logits.enter()
+                else:
+                    self.submit(group, decoder, row.timeout_us)
         except EngineDown as error:
             streams.cancel()
             raise unavailable(str(error)) from None
         return streams
 
+    def submit(self, group: list[Stream], decoder: DeltaDecoder, timeout_us: int) -> None:
+        """Submits the sequences of one prompt. The first alone brings its logits. Raises EngineDown."""
+        row, first = group[0].row, LEADS if len(group) > 1 else 0
+        prompt = row.prompt.tobytes()
+        for number, stream in enumerate(group):
+            params: SamplingParams = row.params
+            if stream.follows_text:
+                params = stream.match_stop_words(decoder)
+            if number:
+                seed = (params.seed + number) % 2**64
+                params = msgspec.structs.replace(params, seed=seed, context_logits=False)
+            handle = self.engines.submit(stream, prompt, params, first, row.priority, timeout_us)
+            first = handle if first == LEADS else first
+
 
 class Stream(Generation):
-    """One sequence; its number among those of its request is `index`."""
+    """One sequence; its number among those of its request is `index`. `logits`: what becomes of its prompt's,
+    if they are asked for; set before it is submitted."""
 
     def __init__(self, row: GenerationRequest, link: EngineLink, streams: Streams) -> None:
         super().__init__(row, link.engines.cancel, lambda: link.schedule(self))
         self.streams = streams
         self.index = len(streams.all)
+        self.logits: PromptLogits | None = None
         streams.all.append(self)
+
+    def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
+        if self.logits is not None and not self.logits.arrived:
+            data = None
+            if report is not None:  # which is kept until the sequence's end, and should not hold them
+                data, report.context_logits = report.context_logits, None
+            self.logits.take(data)
+        super().on_token(token, code, report)
+
+    def on_failure(self, message: str, refused: bool) -> None:
+        if self.logits is not None and not self.logits.arrived:
+            self.logits.take(None)
+        super().on_failure(message, refused)
+
+
+class PromptLogits:
+    """The logits of one prompt, from the wait for room until they are reduced to what is asked of them."""
+
+    def __init__(self, link: EngineLink, group: list[Stream], decoder: DeltaDecoder, reduce: Reduce) -> None:
+        """group: the sequences of the prompt."""
+        self.arrived = False  # they, or that there will be none
+        self.reduced: Future[Any] = Future()  # what `reduce` has made of them; None where none came
+        self.reduced.set_running_or_notify_cancel()  # who waits for it cannot end it
+        self._link, self._group, self._decoder, self._reduce = link, group, decoder, reduce
+        self._row = row = group[0].row
+        status = link.engines.status
+        size = 4 * len(row.prompt) * (status.vocab_size if status else 0)
+        self._place = Place(size, row.priority, self._start)
+        self._since = link.loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._abandoned = False
+
+    def enter(self) -> None:
+        """Submits the prompt's sequences once there is room. Raises EngineDown where there is no engine; what
+        is wrong later comes as the sequences' failure."""
+        if not self._link.engines.up:
+            raise EngineDown(endpoint.ENGINE_DOWN)
+        if not self._link.gate.enter(self._place):
+            self._fail(
+                f"{protocol.QUEUE_FULL} of {MOST_WAITING} prompts that wait for room for their log"
+                " probabilities has been reached, please try again later",
+                True,
+            )
+        elif self._place.waiting and self._row.timeout_us:
+            self._timer = self._link.loop.call_later(self._row.timeout_us / 1e6, self._too_late)
+
+    def abandon(self) -> None:
+        """Nobody wants them any more. If the engine has the prompt, their room is kept until it has heard of
+        that."""
+        self._abandoned = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._place.waiting:
+            self._link.gate.leave(self._place)
+
+    def take(self, data: memoryview | None) -> None:
+        """They have arrived, or (None) will not. For the link's thread."""
+        self.arrived = True
+        if data is None or self._abandoned:
+            self.reduced.set_result(None)
+            self._leave()
+        else:
+            self._link.reducer.submit(self._work, [data])
+
+    def _work(self, data: list[memoryview]) -> None:
+        try:
+            wanted = not self._abandoned
+            self.reduced.set_result(self._reduce(self._row.prompt, data[0]) if wanted else None)
+        except Exception as error:
+            self.reduced.set_exception(error)
+        finally:
+            data.clear()  # before others may take their room
+            self._leave()
+
+    def _leave(self) -> None:
+        self._link.loop.call_soon_threadsafe(self._link.gate.leave, self._place)
+
+    def _start(self) -> None:
+        timeout_us = self._row.timeout_us
+        if self._timer is not None:
+            self._timer.cancel()
+            timeout_us = max(1, timeout_us - round((self._link.loop.time() - self._since) * 1e6))
+        try:
+            self._link.submit(self._group, self._decoder, timeout_us)
+        except EngineDown as error:
+            self._fail(str(error), False)
+
+    def _too_late(self) -> None:
+        self._link.gate.leave(self._place)
+        waited_s = self._row.timeout_us / 1e6
+        self._fail(
+            f"{protocol.QUEUE_TIMEOUT}: it waited for {waited_s:.3g} s for room for its prompt's log"
+            " probabilities. Send it again later, with a longer timeout",
+            True,
+        )
+
+    def _fail(self, message: str, refused: bool) -> None:
+        for stream in self._group:
+            if not stream.handle:
+                stream.on_failure(message, refused)
 
 
 class Streams:
@@ -126,6 +263,9 @@ class Streams:
 
     def cancel(self) -> None:
         """Ends what still runs."""
+        for stream in reversed(self.all):  # or the place of one that waits would go to the next
+            if stream.logits is not None:
+                stream.logits.abandon()
         for stream in self.all:
             self.cancel_one(stream)
 

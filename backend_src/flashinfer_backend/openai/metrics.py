@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
@@ -21,6 +21,11 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": ("Time between two tokens, mean over a sequence", INTERVALS),
     "e2e_latency_seconds": ("From a sequence's submission to its last chunk", TOTALS),
     "queue_time_seconds": ("From arrival in the engine until a sequence was first scheduled", WAITS),
+}
+PROMPT_LOGITS: dict[str, tuple[str, Literal["livesum", "livemax"]]] = {
+    "prompt_logits_bytes": ("Room that logits of prompts have", "livesum"),
+    "prompt_logits_peak_bytes": ("The most that they had in one process", "livemax"),
+    "prompt_logits_waiting": ("Prompts that wait for room for their logits", "livesum"),
 }
 ENGINE = {
     "requests_running": "Sequences that have a slot",
@@ -42,7 +47,7 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already."""
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
-        from prometheus_client import CollectorRegistry, Counter, Histogram
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         own = CollectorRegistry()
         self._histograms = {
@@ -52,6 +57,12 @@ class Metrics:
         self._finished = Counter(
             PREFIX + "sequences_finished", "Sequences by how they ended", ["finish_reason"], registry=own
         )
+        # Of processes that live. The parent removes the files of those that do not.
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, registry=own, multiprocess_mode=mode)
+            for name, (text, mode) in PROMPT_LOGITS.items()
+        }
+        self._peak = 0
         self._refused = Counter(PREFIX + "errors", "Answers that are errors", ["status"], registry=own)
 
     def ended(self, stream: Generation, chunk: Chunk | None) -> None:
@@ -74,6 +85,12 @@ class Metrics:
             observe["inter_token_latency_seconds"]((timing.last - timing.first) / (timing.tokens - 1))
         if timing.queued is not None:
             observe["queue_time_seconds"](timing.queued)
+
+    def prompt_logits(self, held: int, waiting: int) -> None:
+        """Notes what has room for logits of prompts: bytes, and how many prompts wait for some."""
+        self._peak = max(self._peak, held)
+        for name, value in zip(PROMPT_LOGITS, (held, self._peak, waiting), strict=True):
+            self._gauges[name].set(value)
 
     def error(self, status: int) -> None:
         """Notes an answer that is an error."""

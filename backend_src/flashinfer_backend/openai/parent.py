@@ -93,6 +93,8 @@ class Parent:
             for number, process in list(self._running.items()):
                 if process.poll() is not None:
                     del self._running[number]
+                    for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
+                        file.unlink()  # what it held it holds no more
                     if process.returncode == NO_ENGINE:
                         return 1
                     if self._options.follow and process.returncode == 0:

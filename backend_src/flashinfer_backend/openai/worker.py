@@ -53,6 +53,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     keys: list[str]
     max_body_bytes: int
     max_prompt_bytes: int
+    prompt_logits_bytes: int
     drain_s: int
     receive_s: int
     max_connections: int
@@ -133,7 +134,9 @@ async def _run(options: WorkerOptions) -> int:
         config.stats_check_period_ms / 1000,
         on_server_lost=end,
     )
-    door.link = EngineLink(engines, asyncio.get_running_loop())
+    door.link = EngineLink(
+        engines, asyncio.get_running_loop(), options.prompt_logits_bytes, door.metrics.prompt_logits
+    )
     failed = threading.Event()
 
     def wait() -> None:

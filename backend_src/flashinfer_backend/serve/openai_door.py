@@ -26,6 +26,7 @@ PASSED_ON = {
     "default-sampling": "checkpoint or openai: values where a request is silent",
     "max-request-bytes": "largest body",
     "max-prompt-bytes": "longest text that is tokenized",
+    "prompt-logits-mib": "memory for logits of prompts whose log probabilities are wanted",
     "receive-seconds": "how long a request may take to arrive",
     "max-connections": "of each process",
 }

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log probabilities of many prompts: the logits that they need have a bound, LOGITS_MIB."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai_server import LOGITS_MIB, OpenAiServer
+from running import wait_for
+
+BYTES = 4 * 2048  # of a token's logits
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [5 + (7 * number + 13 * i) % 2000 for i in range(tokens)]
+
+
+def asking(*prompts: list[int], **more: Any) -> dict[str, Any]:
+    body = {"prompt": list(prompts), "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    return {**body, "echo": True, "logprobs": 3, **more}
+
+
+def held(door: OpenAiServer) -> float:
+    return door.metric("prompt_logits_bytes")
+
+
+def waiting(door: OpenAiServer) -> float:
+    return door.metric("prompt_logits_waiting")
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+    first, second = one["logprobs"], other["logprobs"]
+    assert first["tokens"] == second["tokens"] and first["text_offset"] == second["text_offset"]
+    assert first["token_logprobs"][0] is second["token_logprobs"][0] is None
+    assert first["token_logprobs"][1:] == pytest.approx(second["token_logprobs"][1:], abs=1e-3)
+    for mine, others in zip(first["top_logprobs"][1:], second["top_logprobs"][1:], strict=True):
+        assert max(mine.values()) == pytest.approx(max(others.values()), abs=1e-3)
+
+
+def test_many_prompts_get_the_answers_of_one_at_a_time_within_the_bound(door: OpenAiServer) -> None:
+    prompts = [prompt(n, 40 + 9 * n) for n in range(16)]
+    assert sum(map(len, prompts)) * BYTES > 3 * (LOGITS_MIB << 20)
+    _, _, together = door.call("/v1/completions", asking(*prompts))
+    assert (LOGITS_MIB << 19) < door.metric("prompt_logits_peak_bytes") <= LOGITS_MIB << 20
+    assert (held(door), waiting(door)) == (0.0, 0.0)
+    for ids, choice in zip(prompts[::3], together["choices"][::3], strict=True):
+        assert len(choice["logprobs"]["tokens"]) == len(ids) + 2
+        alike(choice, door.call("/v1/completions", asking(ids))[2]["choices"][0])
+    # A prompt that is larger than the bound goes alone.
+    tokens = (LOGITS_MIB << 20) // BYTES + 9
+    _, _, answer = door.call("/v1/completions", asking(prompt(1, tokens), n=3))
+    first, *others = answer["choices"]
+    for choice in others:
+        alike(choice, first)
+    assert door.metric("prompt_logits_peak_bytes") == tokens * BYTES  # alone, and once for all three
+
+
+@contextlib.contextmanager
+def engine_held(door: OpenAiServer) -> Iterator[None]:
+    """The engine answers nothing meanwhile, so that what has room for its logits keeps it."""
+    engine = door.engine()
+    engine.suspend()
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+def test_a_client_that_leaves_gives_its_place_to_the_next(door: OpenAiServer) -> None:
+    with contextlib.ExitStack() as clients:
+        with engine_held(door):
+            first = clients.enter_context(door.asked("/v1/completions", asking(prompt(1, 400))))
+            wait_for(lambda: held(door) == 400 * BYTES, "room for the first")
+            with door.asked("/v1/completions", asking(prompt(2, 400), prompt(3, 400))):
+                wait_for(lambda: waiting(door) == 2, "the second to wait")
+                last = clients.enter_context(door.asked("/v1/completions", asking(prompt(4, 100))))
+                wait_for(lambda: waiting(door) == 3, "the last, which would fit, not to overtake them")
+            wait_for(lambda: waiting(door) == 0, "the last to be let in")
+            assert held(door) == 500 * BYTES
+            first.close()  # the engine has its prompt, so its room is kept
+        status = last.getresponse().status
+        wait_for(lambda: held(door) == 0, "all room to be free")
+    assert status == 200
+
+
+def test_others_pass_those_that_wait(door: OpenAiServer) -> None:
+    with door.opened("/v1/completions", {"prompt": "The king", "max_tokens": 900, "stream": True}) as stream:
+        prompts = [prompt(n, 100) for n in range(40)]
+        with door.asked("/v1/completions", asking(*prompts)) as many:
+            wait_for(lambda: waiting(door) > 0, "prompts that wait")
+            assert door.call("/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
+            assert stream.readline().startswith(b"data: ")
+            assert waiting(door) > 0
+            assert many.getresponse().status == 200
+
+
+def test_a_wait_for_room_ends_when_it_was_asked_to(door: OpenAiServer) -> None:
+    with engine_held(door), door.asked("/v1/completions", asking(prompt(1, 400))):
+        wait_for(lambda: held(door) == 400 * BYTES, "room for the first")
+        late = asking(prompt(2, 400), queue_timeout=0.2)
+        status, message, _, code = door.error("/v1/completions", late)
+        assert (status, code) == (503, "queue_timeout") and "room" in message
+    wait_for(lambda: held(door) == 0, "all room to be free")

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of prompts in the OpenAI API: who has room for them, how they arrive, and what is made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai import gate
+from flashinfer_backend.openai.gate import Gate, Place
+from flashinfer_backend.openai.link import EngineLink
+from flashinfer_backend.openai.token_lists import largest, prompt_lists
+from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport import protocol
+
+VOCAB = 2048
+DECODER = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend, skip_special_tokens=False)
+
+
+class Places:
+    """Of a gate for 100 bytes."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.seen: list[tuple[int, int]] = []
+        self.gate = Gate(100, lambda held, waiting: self.seen.append((held, waiting)))
+
+    def enter(self, name: str, size: int, priority: int = 0) -> Place:
+        place = Place(size, priority, lambda: self.started.append(name))
+        assert self.gate.enter(place)
+        return place
+
+
+def test_who_waits_goes_in_by_priority_and_then_by_arrival() -> None:
+    places = Places()
+    first = places.enter("first", 60)
+    large = places.enter("large", 300)
+    places.enter("small", 10)  # would fit
+    urgent = places.enter("urgent", 50, priority=-1)
+    assert places.started == ["first"] and places.seen[-1] == (60, 3)
+    places.gate.leave(first)
+    places.gate.leave(first)
+    assert places.started == ["first", "urgent"]
+    places.gate.leave(urgent)
+    assert places.started[2:] == ["large"] and places.seen[-1] == (300, 1)  # alone, beyond the bound
+    places.gate.leave(large)
+    assert places.started[3:] == ["small"] and places.seen[-1] == (10, 0)
+
+
+def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MOST_WAITING", 2)
+    places = Places()
+    for name in ("in", "one", "two"):
+        places.enter(name, 100)
+    assert not places.gate.enter(Place(1, 0, lambda: None))
+
+
+class Sent:
+    """Engines that keep what is submitted."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.status = SimpleNamespace(vocab_size=VOCAB)
+        self.submitted: list[tuple[Any, SamplingParams, int]] = []
+        self.cancelled: list[int] = []
+        self.cancel = self.cancelled.append
+
+    def submit(self, sink: Any, prompt: bytes, params: SamplingParams, share: int, *rest: int) -> int:
+        sink.handle = len(self.submitted) + 1
+        self.submitted.append((sink, params, share))
+        return int(sink.handle)
+
+
+def row(tokens: int) -> GenerationRequest:
+    params = SamplingParams(max_tokens=1, context_logits=True)
+    return GenerationRequest(np.arange(tokens, dtype="<i4"), params)
+
+
+def test_logits_are_reduced_beside_the_event_loop_and_free_their_room_then() -> None:
+    """The reduction waits for the loop: on its thread, or on the link's, it would wait for ever."""
+    goes_on, engines = threading.Event(), Sent()
+
+    def reduce(prompt: np.ndarray, logits: memoryview) -> int:
+        assert goes_on.wait(20)
+        return len(prompt) * len(logits)
+
+    async def run() -> None:
+        link = EngineLink(engines, asyncio.get_running_loop(), logits_room=4 * VOCAB)  # type: ignore[arg-type]
+        streams = link.generate([(row(1), 2), (row(1), 1)], DECODER, reduce)
+        first, other, later = streams.all
+        wanted = [params.context_logits for _, params, _ in engines.submitted]
+        assert wanted == [True, False] and later.handle == 0, "once for a prompt, and one prompt at a time"
+        report = protocol.RowReport(1, context_logits=memoryview(b"1234"))
+        first.on_token(7, protocol.FINISHED_LENGTH, report)
+        assert report.context_logits is None, "nobody else keeps them"
+        await asyncio.sleep(0)
+        assert later.handle == 0, "its room is taken until they are reduced"
+        goes_on.set()
+        assert first.logits is not None and await asyncio.wrap_future(first.logits.reduced) == 4
+        while not later.handle:
+            await asyncio.sleep(0.001)
+        streams.leave()
+        assert {other.handle, later.handle} <= set(engines.cancelled)
+        later.on_token(protocol.NO_TOKEN, protocol.FINISHED_CANCELLED, None)
+        next_one = link.generate([(row(1), 1)], DECODER, reduce).all[0]
+        while not next_one.handle:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_context_logits_are_frames_of_their_own() -> None:
+    logits = [np.full(6, n, "<f4") for n in range(2)]
+    reports = [protocol.RowReport(n, context_logits=memoryview(a).cast("B")) for n, a in enumerate(logits)]
+    frames = protocol.pack_reports([reports[0], protocol.RowReport(9, queue_ns=3), reports[1]])
+    for frame, sent in zip(frames[1:], logits, strict=True):
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), sent), "not copied"
+    assert len(frames) == 3 and len(frames[0]) < 100
+    found = protocol.unpack_reports(frames)
+    assert [each.local_id for each in found] == [0, 9, 1] and found[1].context_logits is None
+    for each, sent in ((found[0], logits[0]), (found[2], logits[1])):
+        assert each.context_logits == memoryview(sent).cast("B")
+    assert protocol.unpack_reports([]) == []
+
+
+@pytest.mark.parametrize("size", [3, 25, 511, 1500, 4097])
+def test_the_largest_of_a_row(size: int) -> None:
+    generator = np.random.default_rng(size)
+    for values in (generator.normal(size=size), generator.integers(0, 4, size), np.zeros(size)):
+        numbers = values.astype(np.float32)
+        for count in (0, 1, 20):
+            expected = sorted(((float(v), i) for i, v in enumerate(numbers)), reverse=True)[:count]
+            assert largest(numbers, count) == [(i, value) for value, i in expected]
+
+
+def test_log_probs_of_a_prompt_are_text_at_once() -> None:
+    tokens = 200
+    generator = np.random.default_rng(5)
+    logits = generator.normal(size=(tokens, VOCAB)).astype(np.float32)
+    prompt = generator.integers(3, VOCAB, tokens).astype(np.int32)
+    data = logits.tobytes()
+    tracemalloc.start()
+    lists = prompt_lists(prompt, data, 20, DECODER)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    text = msgspec.json.encode(lists.json())
+    assert peak < 3 * len(text)
+    answer = json.loads(text)
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))[:, None]
+    assert answer["token_logprobs"][0] is None and answer["top_logprobs"][0] is None
+    chosen = exact[np.arange(tokens - 1), prompt[1:]]
+    np.testing.assert_allclose(answer["token_logprobs"][1:], chosen, atol=1e-6)
+    offset = 0
+    for place, (token, begin) in enumerate(zip(answer["tokens"], answer["text_offset"], strict=True)):
+        assert begin == offset and token == DECODER.piece(int(prompt[place])).decode(errors="replace")
+        offset += len(token)
+    for best, values in zip(answer["top_logprobs"][1:], exact, strict=False):
+        assert max(best.values()) == pytest.approx(values.max(), abs=1e-6) and len(best) <= 21
