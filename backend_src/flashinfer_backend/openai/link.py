@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
+MOST_REDUCERS = 4  # threads that reduce logits of prompts
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 
 
@@ -62,7 +64,9 @@ class EngineLink:
         self.engines = engines
         self.loop = loop
         self.gate = Gate(logits_room, on_logits)
-        self.reducer = ThreadPoolExecutor(1, "prompt logits")
+        # A thread reduces some 2000 tokens of 128 256 logits a second; the loop and the link need cores, too.
+        threads = max(1, min(MOST_REDUCERS, len(os.sched_getaffinity(0)) // 4))
+        self.reducer = ThreadPoolExecutor(threads, "prompt logits")
         self._due: deque[Stream] = deque()
         self._woken = False
 

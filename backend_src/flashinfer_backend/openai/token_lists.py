@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities in the form of /v1/completions: lists by token, written as JSON token by token.
 
-Twenty alternatives of each token of a prompt are many objects: as text they take a twentieth of the memory.
+Twenty alternatives of each token of a prompt are many objects. As text they take about a twentieth of that.
 """
 
 from __future__ import annotations
