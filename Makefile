@@ -28,7 +28,7 @@ OPENAI_PORT ?= 9000
 SERVE_ARGS ?=
 PIP_ARGS ?=
 TESTS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 MINUTES ?= 30
 REQUESTS ?= 100000
 # What pip was told about indexes uv does not read.
