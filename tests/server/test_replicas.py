@@ -152,6 +152,7 @@ def test_both_doors_know_what_an_engine_has(two: BothDoors) -> None:
 
 
 def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
+    two.text("Once upon a time", 2)
     now = idle(two)
     assert by_engine(now, "flashinfer_backend_engine_up") == [1, 1]
     assert by_engine(now, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == [2048, 2048]
