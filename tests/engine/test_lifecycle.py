@@ -230,8 +230,10 @@ def test_engine_process_ends_with_its_server(checkpoint, tmp_path):
 def test_engine_ends_with_its_server_while_it_still_loads(checkpoint, tmp_path):
     (tmp_path / "engine.json").write_text(f'{{"model_dir": "{checkpoint}", "device": "cpu"}}')
     server = subprocess.Popen(["sleep", "60"])
-    # Stands for a load of minutes: the process is stopped before it gets to its loop.
-    slow = "import time, runpy, flashinfer_backend.engine.start as s; s.start = lambda *_: time.sleep(60)"
+    # Stands for a load of minutes: the process is stopped before its loop.
+    slow = (
+        "import time, runpy, flashinfer_backend.engine.start as s; s.start = lambda *a, **b: time.sleep(60)"
+    )
     code = f"{slow}; runpy.run_module('flashinfer_backend.engine', run_name='__main__')"
     arguments = ["--run-dir", tmp_path, "--server-pid", str(server.pid), "--config", tmp_path / "engine.json"]
     engine = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)])

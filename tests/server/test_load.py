@@ -196,6 +196,7 @@ def test_perf_analyzer_drives_the_ensemble(server: Server, tmp_path: Path) -> No
     # Few and short requests: beyond 64 KiB this perf_analyzer sometimes writes broken JSON. On a busy machine
     # it sometimes ends well and leaves the file empty.
     for _ in range(3):
+        (tmp_path / "out.json").unlink(missing_ok=True)  # it writes new files only
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=35)
         assert result.returncode == 0, result.stdout + result.stderr
         if exported := (tmp_path / "out.json").read_text():
