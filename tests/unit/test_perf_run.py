@@ -106,7 +106,8 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_rows_of_known_lengths_tell_both_servers(tmp_path, model_dir, server, monkeypatch):
+def noted_loads(monkeypatch):
+    """The loads that would have been run; each is answered by one request."""
     loads = []
 
     def fake_load(load, prompts):
@@ -115,6 +116,11 @@ def test_rows_of_known_lengths_tell_both_servers(tmp_path, model_dir, server, mo
         return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
 
     monkeypatch.setattr(run, "run_load", fake_load)
+    return loads
+
+
+def test_rows_of_known_lengths_tell_both_servers(tmp_path, model_dir, server, monkeypatch):
+    loads = noted_loads(monkeypatch)
     how = ["--rows", "known-lengths-random", "--server", "ours,ours-openai,vllm:priority"]
     for more in (["--profile", str(plan.LONGEST_FIRST)], ["--knob", "schedule_policy=lof"]):
         found = benchmark(model_dir, tmp_path, "--no-warm-up", *how, *more)
@@ -189,14 +195,7 @@ def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, 
 
 def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypatch):
     """A server that caches prefixes would know those of the run before. All servers get the same ones."""
-    loads = []
-
-    def fake_load(load, prompts):
-        loads.append(load)
-        records = [RequestRecord(0, 1, 2)]
-        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
-
-    monkeypatch.setattr(run, "run_load", fake_load)
+    loads = noted_loads(monkeypatch)
     arguments = ["--no-warm-up", "--repeats", "2"]
     found = benchmark(model_dir, tmp_path, *arguments, "--rows", "small,a")
     (tmp_path / "model/config.json").write_text(json.dumps(SIZES_8B))

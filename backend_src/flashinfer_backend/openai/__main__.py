@@ -23,6 +23,7 @@ from flashinfer_backend.transport.addresses import (
     STALLED_S,
     AddressError,
     check_ports,
+    count,
     resolve,
     stalled_seconds,
 )
@@ -78,7 +79,7 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompt-logits-mib",
-        type=_count,
+        type=count,
         default=LOGITS_ROOM >> 20,
         help="memory of each process for logits of prompts whose log probabilities are wanted; one prompt may"
         " have it all to itself, however large (default: %(default)s)",
@@ -91,7 +92,7 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-connections",
-        type=_count,
+        type=count,
         default=0,
         help="of each process, 0: as many as it may open files (default)",
     )
@@ -107,12 +108,6 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
         default=STALLED_S,
         help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,6 +34,7 @@ from flashinfer_backend.transport.addresses import (
     Address,
     AddressError,
     check_ports,
+    count,
     resolve,
     stalled_seconds,
 )
@@ -121,14 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--restarts",
-        type=_count,
+        type=count,
         default=RESTARTS,
         help="give up after so many restarts in a row that did not live for a minute, 0: never"
         " (default: %(default)s)",
     )
     parser.add_argument(
         "--restart-after-growth",
-        type=_count,
+        type=count,
         default=quarter_of_memory(),
         metavar="MIB",
         help="start tritonserver again, which takes some seconds, when its memory has grown by so much since"
@@ -175,13 +176,6 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 seconds")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
     return value
 
 

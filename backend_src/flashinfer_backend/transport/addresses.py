@@ -53,6 +53,13 @@ def cut_stalled_clients(listener: socket.socket, seconds: int) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
+def count(text: str) -> int:
+    """An argument that is a whole number. Raises argparse.ArgumentTypeError."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
+    return int(text)
+
+
 def stalled_seconds(text: str) -> int:
     """An argument for `cut_stalled_clients`. Raises argparse.ArgumentTypeError."""
     if not text.isdigit() or int(text) > 86400:
