@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,39 +36,73 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path: Path) -> None:
-    """A real one, in the middle of an answer. Killed, it could not end its ranks and clean up."""
-    run_dir, temporary, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "tmp", tmp_path / "config"
+@contextlib.contextmanager
+def answering(
+    tmp_path: Path, module: Sequence[str] = ("-m", "flashinfer_backend.engine"), **options: Any
+) -> Iterator[tuple[psutil.Popen, psutil.Process, Path]]:
+    """A real engine in the middle of an answer, the process of its rank 1, and its run directory."""
+    run_dir, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "config"
     config = EngineConfig(
         model_dir="bundled", device="cpu", max_tokens_in_paged_kv_cache=4096, tensor_parallel_size=2
     )
     config_path.write_bytes(msgspec.json.encode(config))
-    temporary.mkdir()
     rundir.create(run_dir)
-    command = [sys.executable, "-m", "flashinfer_backend.engine", "--run-dir", run_dir]
-    process = psutil.Popen(
-        [*command, "--server-pid", str(os.getpid()), "--config", config_path],
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )
+    command = [sys.executable, *module, "--run-dir", str(run_dir), "--config", str(config_path)]
+    process = psutil.Popen([*command, "--server-pid", str(os.getpid())], **options)
     try:
         wait_for(lambda: (run_dir / "engine.sock").exists() or process.poll())
         (rank,) = process.children()
         client = Client(run_dir, None)  # type: ignore[arg-type]
         client.submit([5, 6, 7], SamplingParams(max_tokens=2000))
         wait_for(lambda: client.receive(100) or client.tokens[1])
+        yield process, rank, run_dir
+        client.close()
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path: Path) -> None:
+    """Killed, it could not end its ranks and clean up."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with answering(tmp_path, env=environment) as (process, rank, run_dir):
         rank.suspend()
         ticks = rundir.start_ticks(process.pid)
         assert ticks is not None
         stop(EngineRecord(process.pid, ticks, 0.0))
         assert process.wait(TIMEOUT_S) == 1, "-9: it was killed"
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
     psutil.wait_procs([rank], timeout=TIMEOUT_S)
     assert not rank.is_running()
     assert not [path.name for path in run_dir.iterdir() if path.name not in ("stubs", "engine.sock")]
     assert not list(temporary.iterdir())
-    client.close()
+
+
+SLOW_TO_SEE = """
+import sys, time
+from flashinfer_backend.engine import __main__ as engine
+from flashinfer_backend.worker import ranks
+received = ranks._received
+def slowly(other):
+    got = received(other)
+    if not got:
+        time.sleep(0.3)
+    return got
+ranks._received = slowly
+sys.exit(engine.main())
+"""
+
+
+def test_a_step_that_fails_first_does_not_hide_that_a_rank_has_ended(tmp_path: Path) -> None:
+    """The collective sees it at once; the thread that can say whose fault it is may come later."""
+    with (
+        (tmp_path / "log").open("w") as log,
+        answering(tmp_path, ("-c", SLOW_TO_SEE), stderr=log) as (process, rank, _),
+    ):
+        rank.kill()
+        assert process.wait(TIMEOUT_S) == 1
+    assert "CRITICAL rank 1 has ended; this process ends" in (tmp_path / "log").read_text()
 
 
 def test_when_the_server_has_gone_a_thread_ends_what_the_loop_does_not(tmp_path: Path, monkeypatch) -> None:

@@ -77,6 +77,9 @@ def main() -> int:
             error,
         )
         return 1
+    except Exception:
+        core.wait_loss()
+        raise
     finally:
         socket.close()
         core.close()

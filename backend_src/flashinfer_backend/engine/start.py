@@ -32,6 +32,11 @@ class Core:
         if self.runner.others is not None:
             self.runner.others.close(self.runner.state.model.collectives.close)
 
+    def wait_loss(self) -> None:
+        """After a step that failed: let what has happened to another rank be told before the failure is."""
+        if self.runner.others is not None:
+            self.runner.others.wait_loss()
+
     def kill(self) -> None:
         """End the other ranks at once; from any thread."""
         if self.runner.others is not None:

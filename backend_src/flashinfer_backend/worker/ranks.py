@@ -45,6 +45,7 @@ WATCH_S = 0.5
 # two together are less than an engine has to end in (transport.supervisor).
 END_S = 2.0
 KILLED_S = 1.0
+TOLD_S = 1.0  # between a collective that fails as another rank has ended, and what tells that it has
 BEAT, READY = b".", b"!"
 LENGTH = struct.Struct("<I")
 
@@ -77,6 +78,7 @@ class OtherRanks:
         self._lost = ""
         self._closed = False
         self._ready = threading.Event()  # all other ranks are
+        self._told = threading.Event()  # on_loss was
         self._unready = config.tensor_parallel_size - 1
         self._limits_steps = False
         self._launched: deque[float] = deque()  # when, of the steps that have not been read
@@ -123,6 +125,10 @@ class OtherRanks:
     def step_read(self) -> None:
         """The oldest of the steps sent has come to its end."""
         self._launched.popleft()
+
+    def wait_loss(self) -> None:
+        """A step has failed, maybe as another rank has ended: wait TOLD_S for `on_loss` to be told so."""
+        self._told.wait(TOLD_S)
 
     def close(self, leave: Callable[[], None] = lambda: None) -> None:
         """End the other ranks, those that hang too, within END_S + KILLED_S. leave: what this rank does while
@@ -189,6 +195,7 @@ class OtherRanks:
             self._lost = why
             self._ready.set()
             self._on_loss(why)
+            self._told.set()
 
     def _end(self, why: str) -> None:
         """End this process, and with it the other ranks."""
