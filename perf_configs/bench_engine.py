@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine without Triton: decode step times, and a batch of requests from arrival to end.
 
-    python -m perf_configs.bench_engine --model DIR [--load-format dummy] [--sharegpt FILE] [--out FILE.json]
+    python -m perf_configs.bench_engine --model DIR [--load-format dummy] [--sharegpt FILE]
+        [--lengths 128/128x3000,2048/2048] [--out FILE.json]
 
 The engine's own loop runs, with lists in place of its socket. Per number of sequences, at a context of about
 256 tokens: wall time per step, CPU time of the engine's thread per step, the time of the step's CUDA graph
 alone (replayed back to back), and what share of the wall time is not the graph's: the device's idle time.
 These two only of one GPU: under tensor parallelism a graph cannot be replayed on one rank alone.
+
+--lengths is what trtllm-bench calls throughput: prompts of one length and answers of another, all there from
+the beginning; output tokens of all over the time to the end of the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -147,7 +152,6 @@ def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str,
     generator = np.random.default_rng(0)
     for prompt, output in lengths:
         driver.submit(generator.integers(3, vocab, prompt, dtype=np.int32), output)
-    torch.cuda.synchronize()
     began, cpu_began = time.perf_counter(), time.thread_time()
     timeline = []
     while driver.busy:
@@ -181,6 +185,31 @@ def sharegpt_lengths(path: Path, model_dir: Path, count: int, config: EngineConf
     ]
 
 
+class Load(NamedTuple):
+    """Requests of one shape. requests 0: as many as run at once."""
+
+    prompt: int
+    output: int
+    requests: int
+
+
+def parse_load(text: str) -> Load:
+    """PROMPT/OUTPUT or PROMPT/OUTPUTxREQUESTS. Raises ValueError."""
+    found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)(?:x([1-9][0-9]*))?", text)
+    if found is None:
+        raise ValueError(
+            f"{text}: should be PROMPT/OUTPUT in tokens, as 128/2048, or 128/2048x500 for 500 requests"
+        )
+    return Load(*(int(number or 0) for number in found.groups()))
+
+
+def at_once(core: Core, load: Load) -> int:
+    """How many sequences of such lengths the engine runs at once."""
+    config = core.config
+    blocks = -(-(load.prompt + load.output) // config.tokens_per_block)
+    return min(config.max_num_seqs, core.scheduler.kv_manager.num_blocks // blocks)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,15 +218,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
     parser.add_argument("--sharegpt", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument(
+        "--batches", default="1,16,64,256", help="sequences of the decode steps, none: empty (%(default)s)"
+    )
+    parser.add_argument(
+        "--lengths",
+        default="",
+        metavar="PROMPT/OUTPUT[xREQUESTS],...",
+        help="loads of one shape, all at once; without xREQUESTS as many as run at the same time",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     if options.sharegpt is not None and not options.sharegpt.is_file():
         parser.error(f"--sharegpt {options.sharegpt}: there is no such file")
+    try:
+        loads = [parse_load(text) for text in filter(None, options.lengths.split(","))]
+    except ValueError as error:
+        parser.error(f"--lengths {error}")
     defaults = {
         "max_num_seqs": "1024",
         "max_num_tokens_while_decoding": "8192",
+        "max_queue_size": "0",
         "enable_kv_cache_reuse": "false",
     }
     try:
@@ -206,15 +248,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     began = time.perf_counter()
     core = start_on_gpu(parser, parameters)
-    if core.runner.graphs is None:
+    batches = [int(number) for number in filter(None, options.batches.split(","))]
+    if batches and core.runner.graphs is None:
         parser.exit(1, f"{parser.prog}: needs the decode graphs that these settings switch off\n")
-    if core.config.max_seq_len < CONTEXT + STEPS + SPARE:
-        needed = f"needs sequences of {CONTEXT + STEPS + SPARE} tokens"
+    longest = [CONTEXT + STEPS + SPARE] * bool(batches) + [load.prompt + load.output for load in loads]
+    if max(longest, default=0) > core.config.max_seq_len:
+        needed = f"needs sequences of {max(longest)} tokens"
         parser.exit(1, f"{parser.prog}: {needed}, and max_seq_len is {core.config.max_seq_len}\n")
     results: dict[str, Any] = {"start_s": time.perf_counter() - began, "parameters": parameters, "decode": []}
     print(f"start-up {results['start_s']:.1f} s")
     vocab = core.model_config.vocab_size
-    for batch in map(int, options.batches.split(",")):
+    for batch in batches:
         row = decode_steps(core, batch, CONTEXT, STEPS, vocab)
         results["decode"].append(row)
         print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
@@ -223,6 +267,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = offline(core, lengths, vocab)
         results["offline"] = row
         print({k: v for k, v in row.items() if k != "timeline"})
+    results["lengths"] = []
+    for load in loads:
+        requests = load.requests or at_once(core, load)
+        row = offline(core, [(load.prompt, load.output)] * requests, vocab)
+        results["lengths"].append({**load._asdict(), **row})
+        rate = f"{row['output_tokens_per_s']:.0f} output tokens/s"
+        print(
+            f"{load.prompt}/{load.output}: {requests} requests in {row['seconds']:.1f} s, {rate}", flush=True
+        )
     core.close()
     if options.out:
         options.out.write_text(json.dumps(results))

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -393,6 +394,34 @@ def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
     assert profile_steps.fitting_shapes(8192) == profile_steps.SHAPES
     assert profile_steps.fitting_shapes(512) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
     assert profile_steps.fitting_shapes(256) == []
+
+
+def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
+    """On the CPU's engine, whose 26 blocks hold 13 sequences of 20 tokens."""
+    folder = str(make_checkpoint("llama", tmp_path))
+    small = ["device=cpu", "tokens_per_block=16", "max_tokens_in_paged_kv_cache=416"]
+    monkeypatch.setattr(
+        bench_engine, "start_on_gpu", lambda _, values: start(EngineConfig.from_parameters(values))
+    )
+    command = ["--model", folder, "--batches", "", "--out", str(tmp_path / "out.json")]
+    command += [word for item in small for word in ("--set", item)]
+    bench_engine.main([*command, "--lengths", "5/3x7,12/8"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["decode"] == []
+    rows = [{**row, "timeline": None} for row in found["lengths"]]
+    assert [(row["prompt"], row["output"], row["requests"]) for row in rows] == [(5, 3, 7), (12, 8, 13)]
+    assert [row["prompt_tokens"] for row in rows] == [5 * 7, 12 * 13]
+    for row in rows:
+        assert row["output_tokens_per_s"] == row["output"] * row["requests"] / row["seconds"]
+    assert max(decoding for _, decoding, _, _ in found["lengths"][1]["timeline"]) == 13
+    assert re.search(r"^12/8: 13 requests in .* s, [0-9]+ output tokens/s$", capsys.readouterr().out, re.M)
+    for lengths, status, message in (
+        ("128/", 2, "--lengths 128/: should be PROMPT/OUTPUT in tokens"),
+        ("400/20", 1, "needs sequences of 420 tokens, and max_seq_len is 416"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            bench_engine.main([*command, "--lengths", lengths])
+        assert caught.value.code == status and message in capsys.readouterr().err
 
 
 def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
