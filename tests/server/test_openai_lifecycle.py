@@ -81,7 +81,9 @@ def test_an_engine_that_ends_is_replaced(server: OpenAiServer) -> None:
 def test_a_process_that_ends_is_replaced(server: OpenAiServer) -> None:
     (first,) = server.workers()
     first.kill()
+    server.engine().suspend()  # the other process does not find it at once
     wait_for(lambda: server.workers() and server.workers()[0].pid != first.pid, "another process")
+    threading.Timer(2.0, server.engine().resume).start()
     assert server.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200, "the connection waited for it"
     assert "another takes its place" in server.log
 

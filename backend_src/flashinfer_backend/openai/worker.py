@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor
 
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
 READY = b"ready\n"
+# Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
+# to the running engine meanwhile, so that connections which waited for it are served.
+ATTACH_S = 5.0
 RESERVED_FILES = (
     128  # descriptors that are not for connections: sockets of the engines' links, libraries' files
 )
@@ -82,9 +86,7 @@ async def _run(options: WorkerOptions) -> int:
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn's, but the process does not die by the signal once it has drained."""
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self.handle_exit)
+            """They are captured already, and the process does not die by them once it has drained."""
             yield
 
     config = options.engine
@@ -123,6 +125,8 @@ async def _run(options: WorkerOptions) -> int:
             timeout_graceful_shutdown=options.drain_s,
         )
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
     kind = Follower if options.follow else Supervisor
 
     def end(*_: Any) -> None:
@@ -137,7 +141,7 @@ async def _run(options: WorkerOptions) -> int:
     door.link = EngineLink(
         engines, asyncio.get_running_loop(), options.prompt_logits_bytes, door.metrics.prompt_logits
     )
-    failed = threading.Event()
+    waited, failed = threading.Event(), threading.Event()
 
     def wait() -> None:
         try:
@@ -149,10 +153,14 @@ async def _run(options: WorkerOptions) -> int:
             end()
         except AssertionError:  # closed before there was an engine
             pass
+        waited.set()
 
     gc.collect()
     gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
     threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
+    deadline = time.monotonic() + ATTACH_S
+    while not waited.is_set() and not server.should_exit and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
     await asyncio.to_thread(engines.close)
     return NO_ENGINE if failed.is_set() else 0
