@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from flashinfer_backend.openai.__main__ import main
@@ -19,3 +24,40 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, content, me
     arguments = ["--model", "bundled", "--set", "device=cpu", "--api-key-file", str(path)]
     assert main(arguments) == 1
     assert f"--api-key-file {path} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "words"),
+    [
+        (128, [], "the OpenAI API needs 129 open files or more in each .*may open 128.*`ulimit -n 1024`"),
+        (
+            200,
+            ["--max-connections", "2000"],
+            "--max-connections 2000 needs 2128 .*may open 200.*`ulimit -n 2128`.*at most 72",
+        ),
+    ],
+)
+def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments, words):
+    command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", "bundled", "--port", "0"]
+    limit = (resource.RLIMIT_NOFILE, (files, files))
+    ran = subprocess.run(
+        [*command, *arguments],
+        preexec_fn=lambda: resource.setrlimit(*limit),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 1 and ran.stdout == ""
+    assert re.fullmatch(f"openai: {words}.*\n", ran.stderr)
+
+
+def test_as_many_connections_as_there_are_files_for():
+    code = """if True:
+        import resource
+        from flashinfer_backend.openai.worker import room_for_connections
+        for asked, room in ((0, 172), (10, 10), (172, 172)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
+            assert room_for_connections(asked) == room
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

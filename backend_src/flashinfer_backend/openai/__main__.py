@@ -18,7 +18,7 @@ from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
 from flashinfer_backend.openai.gate import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent, metrics_dir
-from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
 from flashinfer_backend.transport.addresses import (
     STALLED_S,
     AddressError,
@@ -134,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         address = resolve(options.host)
         check_ports(address, {"OpenAI port": options.port})
+        room_for_connections(options.max_connections)  # the processes inherit the limit
         config, folder, server = _engine(options)
         workers = _worker_options(options, config, folder, server)
         parent = Parent(workers, address, options.port, options.workers, options.stalled_client_seconds)

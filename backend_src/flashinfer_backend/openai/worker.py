@@ -24,7 +24,7 @@ import msgspec
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.transport.addresses import raise_open_files
+from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
@@ -39,8 +39,7 @@ RESERVED_FILES = (
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """listener, notify: inherited file descriptors; the second is told when the engine is there. follow: the
-    engine is another server's. receive_s, max_connections: of ConnectionLimits; 0 connections: as many as
-    there are descriptors for."""
+    engine is another server's. receive_s: of ConnectionLimits. max_connections: of room_for_connections."""
 
     engine: EngineConfig
     run_dir: str
@@ -62,6 +61,26 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     receive_s: int
     max_connections: int
     metrics_dir: str
+
+
+def room_for_connections(asked: int) -> int:
+    """How many connections a process of the door takes, once it may open as many files as the system allows:
+    as many as asked for, or, asked for 0, as many as there are descriptors for. Raises ValueError where there
+    are too few."""
+    needed = RESERVED_FILES + max(asked, 1)
+    files = raise_open_files(max(MOST_FILES, needed))
+    if files >= needed:
+        return asked or files - RESERVED_FILES
+    if asked:
+        what, instead = f"--max-connections {asked} needs", f"; or ask for at most {files - RESERVED_FILES}"
+        instead = instead if files > RESERVED_FILES else ""
+    else:
+        what, instead = "the OpenAI API needs", ""
+    raise ValueError(
+        f"{what} {needed} open files or more in each process, {RESERVED_FILES} for itself and one for each"
+        f" connection, but a process may open {files}. Raise that limit, for one by `ulimit -n"
+        f" {max(1024, needed)}` before the start{instead}"
+    )
 
 
 def main() -> int:
@@ -109,9 +128,7 @@ async def _run(options: WorkerOptions) -> int:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_ENGINE
     app = make_app(door, Access(options.keys, options.max_body_bytes))
-    limits = ConnectionLimits(
-        options.receive_s, options.max_connections or raise_open_files() - RESERVED_FILES
-    )
+    limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     server = Server(
         uvicorn.Config(
             app,

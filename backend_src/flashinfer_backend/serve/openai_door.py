@@ -11,10 +11,12 @@ from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.parent import end_with_parent
+from flashinfer_backend.openai.worker import room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
-from flashinfer_backend.transport.addresses import Address
+from flashinfer_backend.transport.addresses import Address, count
 
 PREFIX = "--openai-"
+CONNECTIONS = "max-connections"
 # Arguments that `python -m flashinfer_backend.openai` has under the same names without the prefix.
 PASSED_ON = {
     "workers": "processes that answer requests",
@@ -28,7 +30,7 @@ PASSED_ON = {
     "max-prompt-bytes": "longest text that is tokenized",
     "prompt-logits-mib": "memory for logits of prompts whose log probabilities are wanted",
     "receive-seconds": "how long a request may take to arrive",
-    "max-connections": "of each process",
+    CONNECTIONS: "of each process",
 }
 DRAIN_S = 4  # of the time that the server has for ending
 
@@ -40,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in PASSED_ON.items():
         parser.add_argument(
-            PREFIX + name, help=f"{text} (python -m flashinfer_backend.openai --help)", metavar="VALUE"
+            PREFIX + name,
+            type=count if name == CONNECTIONS else str,
+            help=f"{text} (python -m flashinfer_backend.openai --help)",
+            metavar="VALUE",
         )
 
 
@@ -53,7 +58,7 @@ class OpenAiDoor:
         self._process: subprocess.Popen[bytes] | None = None
         given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
         self._arguments = [
-            word for name, value in given.items() if value is not None for word in (f"--{name}", value)
+            word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))
         ]
         if self.port is None:
             if self._arguments:
@@ -66,6 +71,10 @@ class OpenAiDoor:
                 f"--openai-port needs the package {missing[0]}; install it with"
                 " `pip install 'flashinfer-backend[openai]'`"
             )
+        try:
+            room_for_connections(given[CONNECTIONS] or 0)  # the API's processes inherit the limit
+        except ValueError as error:
+            raise ServeError(f"--openai-port: {error}") from None
         self._arguments += ["--host", str(address), "--port", str(self.port), "--drain-seconds", str(DRAIN_S)]
         self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 

@@ -67,14 +67,14 @@ def stalled_seconds(text: str) -> int:
     return int(text)
 
 
-def raise_open_files() -> int:
+def raise_open_files(most: int = MOST_FILES) -> int:
     """Lets this process, and those that it starts, have as many files and connections open as the system
-    allows, up to MOST_FILES; how many that is. Shells and service managers commonly give 1024."""
+    allows, up to `most`; how many that is. Shells and service managers commonly give 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = MOST_FILES if hard == unlimited else min(MOST_FILES, hard)
+    wanted = most if hard == unlimited else min(most, hard)
     if soft == unlimited or soft >= wanted:
-        return MOST_FILES if soft == unlimited else soft
+        return most if soft == unlimited else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
 
