@@ -26,7 +26,13 @@ from flashinfer_backend.openai.formats.events import (
 SCHEMAS: dict[str, Any] = {
     "weather": {
         "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "when": {}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "when": {},
+            "unit": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]},
+        },
+        "$defs": {"Unit": {"type": "string", "maxLength": 9}},
     },
     "now": {"type": "object", "properties": {}},
 }
@@ -111,6 +117,18 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         "<tool_call>\n<function=now>\n</function>\n</tool_call>" + XML,
         [*called("now", "{}"), *called("weather", XML_ARGUMENTS)],
     ),
+    "xml, texts that may be null": (
+        maker("qwen3_coder"),
+        "".join(
+            f"<tool_call><function=weather><parameter=unit>\n{unit}\n</parameter></function></tool_call>"
+            for unit in ("null", "None", "nul", "12")
+        ),
+        [
+            event
+            for unit in ("null", "null", '"nul"', '"12"')
+            for event in called("weather", f'{{"unit": {unit}}}')
+        ],
+    ),
     "xml, cut off": (
         maker("qwen3_coder"),
         "<tool_call><function=weather><parameter=city>\nPa\nris</para",
@@ -190,6 +208,7 @@ def test_each_format_is_read(name: str) -> None:
 ALPHABET = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<function=now>", "<function=weather>", "</function>", "<parameter=city>", "<parameter=days>"),
+    "<parameter=unit>\n",
     *("</parameter>", "<|python_tag|>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
     *("<|start|>assistant", " to=functions.now", "<|call|>", '{"name": "now", "arguments": {"a": 1}}'),
     *(
@@ -206,7 +225,9 @@ ALPHABET = [
     ),
     *("\n", " ", '"', "\\", "<", "a", "é", "name", "null", ":"),
 ]
+BOUND = {"weather": SCHEMAS["weather"], "now": None}
 READERS: dict[str, Make] = {
+    "xml, guided": lambda: choice.make_reader("qwen3_coder", "none", SCHEMAS, False, BOUND),
     **{
         f"{tools}-{reasoning}-{inside}": maker(tools, reasoning, inside)
         for tools in choice.TOOL_FORMATS
@@ -239,6 +260,12 @@ def test_what_a_call_says_is_json() -> None:
         for event in merged(events):
             if event.kind == ARGUMENTS and "Par" not in event.text[-12:] and "ris</para" not in event.text:
                 json.loads(event.text)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "[" * 5000])
+def test_what_is_no_json_is_text(value: str) -> None:
+    text = f"<tool_call><function=weather><parameter=days>\n{value}\n</parameter></function></tool_call>"
+    assert read(maker("qwen3_coder"), text, []) == called("weather", f'{{"days": "{value}"}}')
 
 
 def test_the_template_tells_the_format() -> None:

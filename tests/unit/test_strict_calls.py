@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tokenizers import AddedToken
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.choice import make_reader
-from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Reader
 from flashinfer_backend.openai.strict import calls_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
@@ -63,7 +65,33 @@ CALLS: dict[str, list[tuple[str, str]]] = {
         ("<|channel|>analysis<|message|>to=5<|end|><|start|>assistant" + HARMONY, "<|end|>"),
     ],
 }
+XML_CALLS = [
+    ("<tool_call>\n<function={}>\n", "</function>\n</tool_call>"),
+    ("I look.<tool_call><function={}>", "</function></tool_call> done"),
+]
+CALLS["qwen3_coder"] = XML_CALLS
+# The same arguments with a tag for each.
+XML = {
+    GOOD: "<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "<parameter=unit>\nnull\n</parameter>\n",
+    FREE: '<parameter=zone>\n[1, {"a": "[0]"}]\n</parameter>\n',
+}
+XML_BAD = (
+    "<parameter=city>\nBonn",
+    "<parameter=city>\n Ulm",
+    "<parameter=city>\nUlm\n\n",
+    "<parameter=city>Ulm",
+    "<parameter=days>",
+    "<parameter=city>\nUlm\n</parameter><parameter=days>\n13",
+    "<parameter=city>\nUlm\n</parameter><parameter=days>\n3\n</parameter></",
+    "<parameter=city>\nUlm\n</parameter><parameter=city>",
+    XML[GOOD].replace("null", "km"),
+    XML[GOOD].replace("null", '"miles"'),
+    "</function>",
+    "{",
+)
 TEXTS = {
+    "qwen3_coder": ["", "Hello {all}", "<function=x>", "a <tool_cal l> b </tool_call>"],
     "hermes": ["", "Hello {all}", '{"name": "x"}', "a <tool_cal l> b", "[TOOL_CAL"],
     "mistral": ["", '{"name": 1}', "[TOOL_CALL", "<tool_call>x"],
     "llama3_json": ["", " \n", "Hello {all}", "<b>x</b>", "<|python_tag|>search(1)", '["a"]'],
@@ -89,9 +117,13 @@ def tokenizer(folder: Path) -> TextTokenizer:
 
 
 @pytest.fixture(scope="module")
-def compiled(folder: Path, tokenizer: TextTokenizer) -> Any:
+def compiler(folder: Path, tokenizer: TextTokenizer) -> GrammarCompiler:
+    return GrammarCompiler(str(folder), tokenizer.backend.get_vocab_size(with_added_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
     """(format, reasoning, inside) -> a guide in its first state."""
-    compiler = GrammarCompiler(str(folder), tokenizer.backend.get_vocab_size(with_added_tokens=True))
     known: dict[Any, Any] = {}
 
     def make(*key: Any) -> Grammar:
@@ -118,10 +150,14 @@ def allowed(guide: Grammar, token: int) -> bool:
 
 def read(tool_format: str, text: str, reasoning: str = "none", inside: bool = False) -> Any:
     """Content, reasoning and the calls' names and arguments."""
-    reader = make_reader(tool_format, reasoning, SCHEMAS, inside, whole_arguments=True)
+    return gathered(make_reader(tool_format, reasoning, SCHEMAS, inside, FUNCTIONS), [text])
+
+
+def gathered(reader: Reader, pieces: Iterable[str]) -> Any:
     found: dict[str, str] = {CONTENT: "", REASONING: ""}
     calls: list[list[str]] = []
-    for each in [*reader.feed(text), *reader.finish()]:
+    events = [event for piece in pieces for event in reader.feed(piece)]
+    for each in [*events, *reader.finish()]:
         if each.kind == CALL:
             calls.append([each.text, ""])
         elif each.kind == ARGUMENTS:
@@ -135,23 +171,25 @@ def read(tool_format: str, text: str, reasoning: str = "none", inside: bool = Fa
 def test_calls_follow_their_schemas(
     compiled: Any, tokenizer: TextTokenizer, name: str, begin: str, end: str
 ) -> None:
-    whole = begin.format("get.weather") + GOOD + end.format()
+    good, free, bad = (XML[GOOD], XML[FREE], XML_BAD) if name == "qwen3_coder" else (GOOD, FREE, BAD)
+    whole = begin.format("get.weather") + good + end.format()
     guide = compiled(name, "none", False)
     assert follows(guide, tokenizer, whole) and allowed(guide, tokenizer.eos_id or 0)
     assert read(name, whole)[2] == [["get.weather", GOOD]]
-    for arguments in (FREE, FREE.replace("[0]", "<|end|>")):
-        free = begin.format("now") + arguments + end.format()
-        # Hermes has no special tokens in its text.
-        if arguments == FREE or name != "hermes":
-            assert follows(compiled(name, "none", False), tokenizer, free)
-            assert read(name, free)[2] == [["now", arguments]]
-    for bad in BAD:
-        assert not follows(compiled(name, "none", False), tokenizer, begin.format("get.weather") + bad), bad
+    for inner in ("[0]", "<|end|>"):
+        text = begin.format("now") + free.replace("[0]", inner) + end.format()
+        # Hermes and Qwen3-Coder have no special tokens in their text.
+        if inner == "[0]" or name not in ("hermes", "qwen3_coder"):
+            assert follows(compiled(name, "none", False), tokenizer, text)
+            assert read(name, text)[2] == [["now", FREE.replace("[0]", inner)]]
+    for each in bad:
+        assert not follows(compiled(name, "none", False), tokenizer, begin.format("get.weather") + each), each
     unfinished = compiled(name, "none", False)
-    assert follows(unfinished, tokenizer, begin.format("get.weather") + GOOD[:-1])
+    assert follows(unfinished, tokenizer, begin.format("get.weather") + good[:-1])
     assert not allowed(unfinished, tokenizer.eos_id or 0)
     for unknown in ("get_weather", "get.weathers", "no"):
-        assert not follows(compiled(name, "none", False), tokenizer, begin.format(unknown) + "{"), unknown
+        text = begin.format(unknown) + ("" if name == "qwen3_coder" else "{")
+        assert not follows(compiled(name, "none", False), tokenizer, text), unknown
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -186,31 +224,151 @@ def test_whatever_the_guide_admits_is_read_as_calls_of_the_schemas(
     assert len(seen) > 1
 
 
-def test_what_the_model_thinks_is_free(compiled: Any, tokenizer: TextTokenizer) -> None:
+@pytest.mark.parametrize(
+    "name, call, end",
+    [
+        ("hermes", '{"name": "get.weather", "arguments": ' + GOOD, "}</tool_call>"),
+        ("qwen3_coder", "<function=get.weather>\n" + XML[GOOD], "</function></tool_call>"),
+    ],
+)
+def test_what_the_model_thinks_is_free(
+    compiled: Any, tokenizer: TextTokenizer, name: str, call: str, end: str
+) -> None:
     thought = "I could <tool_call>nothing</tool_call>, {}."
-    call = '<tool_call>{"name": "get.weather", "arguments": '
     for inside, before in ((False, "\n<think>"), (True, "")):
-        text = f"{before}{thought}</think>\n{call}{GOOD}}}</tool_call>"
-        guide = compiled("hermes", "think", inside)
+        text = f"{before}{thought}</think>\n<tool_call>{call}{end}"
+        guide = compiled(name, "think", inside)
         assert follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
-        assert read("hermes", text, "think", inside) == ("", thought, [["get.weather", GOOD]])
-        wrong = f"{before}{thought}</think>\n{call}" + '{"days"'
-        assert not follows(compiled("hermes", "think", inside), tokenizer, wrong)
-        cut = compiled("hermes", "think", inside)
+        assert read(name, text, "think", inside) == ("", thought, [["get.weather", GOOD]])
+        assert not follows(compiled(name, "think", inside), tokenizer, text.replace("Ulm", "Bonn"))
+        cut = compiled(name, "think", inside)
         assert follows(cut, tokenizer, before + thought) and allowed(cut, tokenizer.eos_id or 0)
-    assert not follows(compiled("hermes", "think", False), tokenizer, call + '{"days"')
+    assert not follows(compiled(name, "think", False), tokenizer, f"<tool_call>{call}".replace("Ulm", "Bonn"))
 
 
-def test_what_cannot_be_strict_is_refused(folder: Path, tokenizer: TextTokenizer) -> None:
-    with pytest.raises(
-        ApiError, match=r"not supported for the format qwen3_coder.*leave strict out, or force"
-    ):
-        calls_guide(FUNCTIONS, "qwen3_coder", "none", False)
+def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(
         ApiError, match=r"the function f is strict, so its parameters should be .* type object"
     ):
         calls_guide({"f": {"anyOf": []}}, "hermes", "none", False)
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}, "not": {}}
-    compiler = GrammarCompiler(str(folder), tokenizer.backend.get_vocab_size())
     with pytest.raises(GrammarError, match=r"strict functions: the parameters of f: .*'not'.*strict out"):
         compiler.compile(*calls_guide({"f": odd}, "hermes", "none", False))
+
+
+NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "any"},
+        "also": {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}], "default": None},
+        "kind": {"type": ["string", "null"], "enum": ["", "a\n", '"b"', "null", None]},
+        "code": {"type": "string", "pattern": "^[a-z<>/]{1,12}$"},
+        "either": {"type": ["string", "integer"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        "at~/%": {"$ref": "#/$defs/At"},
+    },
+    "required": ["text", "kind", "code", "either", "tags"],
+    "$defs": {"Text": {"type": "string"}, "At": {"$ref": "#/properties/tags"}},
+}
+NOTED = {
+    "text": '"123" </param>\n',
+    "also": "null and more",
+    "kind": "a\n",
+    "code": "a</b>",
+    "either": "12",
+    "tags": ["</parameter>\n</function>"],
+    "at~/%": ["\n"],
+}
+
+
+def as_xml(arguments: dict[str, str]) -> str:
+    """A call of `note`. arguments: as they are written."""
+    parts = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in arguments.items())
+    return f"<tool_call>\n<function=note>\n{parts}</function>\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def note(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
+    """() -> a guide of the function `note` in its first state."""
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    compiled = compiler.compile(*calls_guide({"note": NOTE}, "qwen3_coder", "none", False))
+    return lambda: Grammar(compiled, tokenizer.eos_id or 0, size)
+
+
+def noted(text: str, cuts: Iterable[int] = ()) -> Any:
+    edges = [0, *sorted(cuts), len(text)]
+    reader = make_reader("qwen3_coder", "none", {"note": NOTE}, False, {"note": NOTE})
+    return gathered(reader, [text[begin:end] for begin, end in itertools.pairwise(edges)])
+
+
+def test_values_are_text_or_json_by_their_schemas(note: Any, tokenizer: TextTokenizer) -> None:
+    plain = ("text", "also", "kind")
+    written = {name: value if name in plain else json.dumps(value) for name, value in NOTED.items()}
+    text = as_xml(written)
+    guide = note()
+    assert follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
+    content, _, ((name, arguments),) = noted(text)
+    assert (content, name, json.loads(arguments)) == ("", "note", NOTED)
+    assert noted(text, range(1, len(text))) == noted(text), "a character at a time"
+    for key, value, read_as in (
+        ("also", "null", None),
+        ("also", "None", None),
+        ("also", "nul", "nul"),
+        ("kind", "null", None),
+        ("kind", "", ""),
+        ("either", "12", 12),
+        ("at~/%", '["x", "y"]', ["x", "y"]),
+    ):
+        text = as_xml({**written, key: value})
+        assert follows(note(), tokenizer, text), (key, value)
+        for cuts in ([], range(1, len(text))):
+            assert json.loads(noted(text, cuts)[2][0][1]) == {**NOTED, key: read_as}
+    for key, value in (("either", "x"), ("kind", "a"), ("code", '"A"'), ("tags", "[]"), ("at~/%", "null")):
+        assert not follows(note(), tokenizer, as_xml({**written, key: value})), (key, value)
+    del written["also"], written["at~/%"]
+    assert follows(note(), tokenizer, as_xml(written)), "these are not required"
+    del written["either"]
+    assert not follows(note(), tokenizer, as_xml(written))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_guide_of_tags_admits_is_read_alike_wherever_it_is_cut(
+    note: Any, tokenizer: TextTokenizer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    texts = ["\n</parameter>", "</parameter", "\n", "null", "1", '"', '"]', "</function>"]
+    pieces = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    guide, text = note(), "<tool_call><function=note>"
+    assert follows(guide, tokenizer, text)
+    for _ in range(600):
+        if text.endswith("</tool_call>"):
+            break
+        ids = rng.choice(pieces)
+        if rng.random() < 0.5 or not allowed(guide, ids[0]):
+            ids = [rng.choice([i for i in range(tokenizer.backend.get_vocab_size()) if allowed(guide, i)])]
+        for token in ids:
+            if not allowed(guide, token):
+                break
+            guide.accept(token)
+            text += tokenizer.backend.decode([token], skip_special_tokens=False)
+    else:
+        pytest.fail(f"no end: {text}")
+    ((name, arguments),) = noted(text)[2]
+    assert name == "note"
+    jsonschema.validate(json.loads(arguments), NOTE)
+    assert noted(text, range(1, len(text))) == noted(text)
+
+
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({"minProperties": 1}, "have 'minProperties' at the top"),
+        ({"additionalProperties": {"type": "string"}}, "have 'additionalProperties' at the top"),
+        ({"required": ["a"]}, "require \"a\", which is not in 'properties'"),
+        ({"properties": {"a>b": {}}}, 'have a property "a>b", a name that a tag cannot hold'),
+        ({"properties": [1]}, "should have an object of 'properties'"),
+    ],
+)
+def test_what_tags_cannot_say_is_refused(parameters: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError, match=f"the parameters of f {words}.*qwen3_coder.*leave strict out"):
+        calls_guide({"f": {"type": "object", **parameters}}, "qwen3_coder", "none", False)

@@ -120,8 +120,9 @@ class Turn:
             return NamedReader(self.tools.named)
         if self.tools.guide != NO_GUIDE:
             return ListReader()
-        schemas, whole = self.tools.schemas, bool(self.bound)
-        return formats.make_reader(self.tool_format, self.reasoning_format, schemas, self.inside, whole)
+        return formats.make_reader(
+            self.tool_format, self.reasoning_format, self.tools.schemas, self.inside, self.bound
+        )
 
 
 def render(door: Door, conversation: Conversation) -> str:

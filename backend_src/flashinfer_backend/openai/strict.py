@@ -10,26 +10,42 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.calls import HermesReader, Llama3Reader, MistralReader
 from flashinfer_backend.openai.formats.choice import WITH_SPECIAL_TOKENS
 from flashinfer_backend.openai.formats.harmony import ENDS, MESSAGE
+from flashinfer_backend.openai.formats.qwen_xml import (
+    END_CALL,
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    QwenXmlReader,
+    plain_text,
+)
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 
 Format = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 BLANKS = r"[ \n\r\t]{0,8}"
+# Keywords of a function's parameters, beside those that are said with a tag for each property.
+_NOT_IN_XML = (
+    "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "enum", "const", "allOf", "anyOf", "oneOf",
+    "$ref", "not", "if", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
 
 
 def calls_guide(functions: Functions, tool_format: str, reasoning: str, inside: bool) -> Guide:
     """functions: all that may be called, with the schemas of strict ones. inside: the prompt opens the
-    reasoning. Raises ApiError for a format that this cannot be done for, and for parameters that are not an
-    object's."""
+    reasoning. Raises ApiError for parameters that are not an object's, and for what the format cannot say."""
     for name, schema in functions.items():
         if schema is not None and schema.get("type") != "object":
             raise ApiError(
@@ -38,18 +54,12 @@ def calls_guide(functions: Functions, tool_format: str, reasoning: str, inside: 
             )
     if reasoning == "harmony":  # then all of the text is read as Harmony
         tool_format = reasoning
-    make = _FORMATS.get(tool_format)
-    if make is None:
-        raise ApiError(
-            f"strict functions with tool_choice auto are not supported for the format {tool_format}, where"
-            " arguments get their types from the schema after they are written; leave strict out, or force"
-            " the call by tool_choice",
-            param="tools",
-        )
-    answer = make(functions)
+    answer = _FORMATS[tool_format](functions)
     if reasoning == "think":
         answer = _after_thinking(answer, inside)
-    tag = {"special_tokens": tool_format in WITH_SPECIAL_TOKENS, "format": answer}
+    schemas = {name: ANY_OBJECT if schema is None else schema for name, schema in functions.items()}
+    special = tool_format in WITH_SPECIAL_TOKENS
+    tag = {"special_tokens": special, "functions": schemas, "format": answer}
     return CALLS_GUIDE, msgspec.json.encode(tag).decode()
 
 
@@ -78,9 +88,9 @@ def _mistral(functions: Functions) -> Format:
             _const(name),
             _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]{1,64}"))),
             _optional(_const(arguments)),
-            _parameters(name, schema),
+            _parameters(name),
         )
-        for name, schema in functions.items()
+        for name in functions
     ]
     return _free_until(MistralReader.mark, _sequence(_regex(BLANKS), _either(listed, *named)))
 
@@ -114,10 +124,7 @@ def _harmony(functions: Functions) -> Format:
         _sequence(_const(" "), _text("to=", MESSAGE, *ENDS), _const(MESSAGE)),
         _sequence(_const("<|"), _text("to=", MESSAGE, MESSAGE[2:], *ENDS), _const(MESSAGE)),
     )
-    calls = [
-        _sequence(_const(name), to_body, _parameters(name, schema), _regex(BLANKS))
-        for name, schema in functions.items()
-    ]
+    calls = [_sequence(_const(name), to_body, _parameters(name), _regex(BLANKS)) for name in functions]
     message = _sequence(
         header,
         _optional(
@@ -130,25 +137,90 @@ def _harmony(functions: Functions) -> Format:
     return _sequence(message, _repeated(_sequence(_either(*map(_const, ENDS)), message)))
 
 
+def _qwen3_coder(functions: Functions) -> Format:
+    """xgrammar's own `qwen_xml` admits blanks that become part of a text, texts with `</parameter>` in them
+    where the schema bounds them, and, for a choice of text and number, texts that read as numbers."""
+    calls = [
+        _sequence(
+            _const(f"{FUNCTION}{name}>"),
+            _regex(BLANKS),
+            *(_ANY_PARAMETERS if schema is None else _xml_parameters(name, schema)),
+            _const(END_FUNCTION),
+        )
+        for name, schema in functions.items()
+    ]
+    call = _sequence(_regex(BLANKS), _either(*calls), _regex(BLANKS), _const(END_CALL))
+    return _free_until(QwenXmlReader.mark, call)
+
+
+def _xml_parameters(function: str, schema: Mapping[str, Any]) -> list[Format]:
+    """Each property in its order, those that are not required perhaps."""
+    unsupported = [keyword for keyword in _NOT_IN_XML if schema.get(keyword)]
+    if schema.get("additionalProperties", False) is not False:
+        unsupported.append("additionalProperties")
+    if unsupported:
+        raise _not_in_xml(function, f"have {unsupported[0]!r} at the top")
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise _not_in_xml(function, "should have an object of 'properties' and a list of those 'required'")
+    for name in required:
+        if name not in properties:
+            raise _not_in_xml(function, f"require {shown(name)}, which is not in 'properties'")
+    elements = []
+    for name in properties:
+        if not name or name != name.strip() or ">" in name:
+            raise _not_in_xml(function, f"have a property {shown(name)}, a name that a tag cannot hold")
+        element = _xml_parameter(_const(name), _xml_value(function, name, schema))
+        elements.append(element if name in required else _optional(element))
+    return elements
+
+
+def _not_in_xml(function: str, what: str) -> ApiError:
+    return ApiError(
+        f"the parameters of {function} {what}; that cannot be kept to in the format qwen3_coder. Write them"
+        " without, or leave strict out",
+        param="tools",
+    )
+
+
+def _xml_value(function: str, name: str, schema: Mapping[str, Any]) -> Format:
+    """Text as it is, where the reader takes any text for one that the schema admits; else JSON."""
+    text = plain_text(schema["properties"][name], schema)
+    if text is None:
+        part = name.replace("~", "~0").replace("/", "~1")
+        return {"type": "json_schema", "function": function, "at": f"#/properties/{quote(part)}"}
+    if text.values is None:
+        return _text(END_PARAMETER)  # null, too
+    return _either(*map(_const, (*text.values, *(("null",) if text.null else ()))))
+
+
+def _xml_parameter(name: Format, value: Format) -> Format:
+    """A value has a line of its own; the reader takes one line break off each end."""
+    begin, end = [_const(PARAMETER), name, _const(">\n")], [_const("\n" + END_PARAMETER), _regex(BLANKS)]
+    return _sequence(*begin, value, *end)
+
+
 _FORMATS: dict[str, Callable[[Functions], Format]] = {
     "hermes": _hermes,
     "mistral": _mistral,
     "llama3_json": _llama3,
     "harmony": _harmony,
+    "qwen3_coder": _qwen3_coder,
 }
 
 
 def _json_call(functions: Functions, key: str) -> Format:
     """{"name": ..., key: ...} of one of the functions."""
     calls = []
-    for name, schema in functions.items():
+    for name in functions:
         head = [r"\{", '"name"', ":", f'"{re.escape(name)}"', ",", f'"{key}"', ":", ""]
-        calls.append(_sequence(_regex(BLANKS.join(head)), _parameters(name, schema), _regex(BLANKS + r"\}")))
+        calls.append(_sequence(_regex(BLANKS.join(head)), _parameters(name), _regex(BLANKS + r"\}")))
     return _either(*calls)
 
 
-def _parameters(name: str, schema: Mapping[str, Any] | None) -> Format:
-    return {"type": "json_schema", "json_schema": ANY_OBJECT if schema is None else schema, "function": name}
+def _parameters(name: str) -> Format:
+    """JSON of a function's arguments; structured/compiler.py puts the schema in."""
+    return {"type": "json_schema", "function": name, "at": "#"}
 
 
 def _free_until(mark: str, call: Format) -> Format:
@@ -181,3 +253,7 @@ def _optional(content: Format) -> Format:
 
 def _repeated(content: Format) -> Format:
     return {"type": "star", "content": content}
+
+
+_NAME = r"[^<>\r\n\t ][^<>\r\n]{0,127}"
+_ANY_PARAMETERS = [_repeated(_xml_parameter(_regex(_NAME), _text(END_PARAMETER)))]

@@ -45,7 +45,7 @@ class GrammarCompiler:
                 if tag["special_tokens"]:
                     with self._loading:
                         compiler = self._with_special_tokens
-                compiled = {"type": "structural_tag", "format": _prepared(tag["format"])}
+                compiled = {"type": "structural_tag", "format": _prepared(tag["format"], tag["functions"])}
                 return compiler.compile_structural_tag(json.dumps(compiled))
             if grammar_type == "json":
                 return compiler.compile_builtin_json_grammar()
@@ -94,23 +94,25 @@ class GrammarCompiler:
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def _prepared(tag: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. Raises GrammarError."""
+def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
+    """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. functions: the schemas of
+    their parameters. Raises GrammarError."""
     found = dict(tag)
     function = found.pop("function", None)
     if function is not None:
         try:
-            schema = prepare_schema(json.dumps(found["json_schema"]), is_safe_pattern)
+            schema = prepare_schema(json.dumps(functions[function]), is_safe_pattern, found.pop("at"))
         except ValueError as error:
             raise GrammarError(f"the parameters of {function}: {error}") from error
         return found | {"json_schema": json.loads(schema), "max_whitespace_cnt": MOST_BLANKS}
     for key in ("elements", "rules"):
         if key in found:
             found[key] = [
-                _prepared(one) if isinstance(one, dict) else [one[0], _prepared(one[1])] for one in found[key]
+                _prepared(one, functions) if isinstance(one, dict) else [one[0], _prepared(one[1], functions)]
+                for one in found[key]
             ]
     if isinstance(found.get("content"), dict):
-        found["content"] = _prepared(found["content"])
+        found["content"] = _prepared(found["content"], functions)
     return found
 
 

@@ -73,16 +73,17 @@ NO_ADVICE = "leave it out"
 Schema = dict[str, Any]
 
 
-def prepare_schema(text: str, is_safe_pattern: Callable[[str], bool]) -> str:
+def prepare_schema(text: str, is_safe_pattern: Callable[[str], bool], at: str = "#") -> str:
     """The schema as xgrammar should have it.
 
-    is_safe_pattern: whether all that xgrammar makes of a pattern (in ASCII) is a JSON string.
+    is_safe_pattern: whether all that xgrammar makes of a pattern (in ASCII) is a JSON string. at: JSON
+    pointer to the subschema that is meant.
 
     Raises GrammarError, which names the keyword and its place.
     """
     try:
         root = json.loads(text, parse_constant=_refuse_constant)
-        return _Preparation(root, is_safe_pattern).run()
+        return _Preparation(root, is_safe_pattern).run(at)
     except GrammarError:
         raise
     except RecursionError:
@@ -110,12 +111,13 @@ def _short(text: str) -> str:
 class _Preparation:
     def __init__(self, root: Any, is_safe_pattern: Callable[[str], bool]) -> None:
         self._root, self._is_safe_pattern = root, is_safe_pattern
-        self._names: dict[str, str] = {"#": "#"}  # by pointer
+        self._names: dict[str, str] = {}  # by pointer
         self._pending: list[str] = []  # pointers whose target is not prepared yet
         self._left = MOST_SUBSCHEMAS
 
-    def run(self) -> str:
-        result = self._schema(self._root, "#", 0)
+    def run(self, at: str) -> str:
+        self._names[at] = "#"
+        result = self._schema(self._resolve(at, at), at, 0)
         definitions: dict[str, Any] = {}
         while self._pending:
             pointer = self._pending.pop()

@@ -41,17 +41,23 @@ def detect_reasoning(template: str) -> str:
 
 
 def make_reader(
-    tools: str, reasoning: str, schemas: Schemas, inside: bool, whole_arguments: bool = False
+    tools: str,
+    reasoning: str,
+    schemas: Schemas,
+    inside: bool,
+    bound: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> Reader:
     """tools: the format of calls, "none" where none can come. schemas: of the functions' parameters. inside:
-    the prompt opens the reasoning. whole_arguments: a guide sees to it that arguments are whole JSON."""
+    the prompt opens the reasoning. bound: what the answer's guide was made for (openai/strict.py), if it has
+    one: its calls are of these functions, with arguments that are whole and match the schemas given here."""
     if "harmony" in (tools, reasoning):
-        return HarmonyReader(whole_arguments)
+        return HarmonyReader(whole_arguments=bool(bound))
     reader: Reader
     if tools == "hermes":
         reader = HermesReader()
     elif tools == "qwen3_coder":
-        reader = QwenXmlReader(schemas)
+        guided = [name for name, schema in (bound or {}).items() if schema is not None]
+        reader = QwenXmlReader(schemas, guided)
     elif tools == "llama3_json":
         reader = Llama3Reader(schemas)
     elif tools == "mistral":

@@ -4,34 +4,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flashinfer_backend.openai.formats.calls import MarkedReader
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, held
+from flashinfer_backend.openai.formats.json_scan import ValueScanner
+from flashinfer_backend.openai.formats.text_schemas import Text, text_of
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
 
 
+NULLS = ("null", "None")  # the template shows the model the second one
+
+
 class QwenXmlReader(MarkedReader):
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
 
-    A value is text between two line breaks. It becomes a JSON string where the function's schema says so,
-    else whatever JSON it is.
+    A value stands between two line breaks. It becomes a JSON string where the function's schema says so,
+    else whatever JSON it is. Of a function that a guide holds to its schema, each value is plain text or JSON
+    by `plain_text`, as in the guide (openai/strict.py).
     """
 
     mark = "<tool_call>"
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """schemas: the JSON schema of each function's parameters."""
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], guided: Collection[str] = ()) -> None:
+        """schemas: the JSON schema of each function's parameters. guided: functions that a guide holds to
+        theirs."""
         super().__init__()
-        self._schemas = schemas
+        self._schemas, self._guided = schemas, guided
 
     def _begin_call(self) -> None:
         self._state = "function"
         self._parameters = 0
-        self._is_string = False
+        self._is_string = self._may_be_null = False
         self._value = ""
         self._name = ""
 
@@ -60,19 +67,50 @@ class QwenXmlReader(MarkedReader):
         begin = self._text.lstrip()
         key = self._tag(PARAMETER)
         if key is not None:
-            schema = self._schemas.get(self._name, {}).get("properties", {}).get(key)
-            self._is_string = _is_string(schema)
             comma = ", " if self._parameters else "{"
             self._parameters += 1
             events.append(Event(ARGUMENTS, f"{comma}{json.dumps(key, ensure_ascii=False)}: "))
-            if self._is_string:
-                events.append(Event(ARGUMENTS, '"'))
-            self._state, self._value = "begin", ""
+            self._begin_value(key, events)
         elif begin.startswith((END_FUNCTION, END_CALL)):
             self._close_arguments(events)
             self._state = "end"
         elif begin and not _may_begin(begin, PARAMETER, END_FUNCTION, END_CALL):
             self._text = begin[1:]  # what stands between two parameters says nothing
+
+    def _begin_value(self, key: str, events: list[Event]) -> None:
+        parameters = self._schemas.get(self._name, {})
+        properties = parameters.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        self._value = ""
+        if self._name in self._guided:
+            text = plain_text(schema, parameters)
+            if text is None:
+                self._state, self._scanner = "json", ValueScanner()
+                return
+        else:
+            text = text_of(schema, parameters)
+        self._state = "begin"
+        self._is_string, self._may_be_null = text is not None, text is not None and text.null
+        if self._is_string and not self._may_be_null:
+            events.append(Event(ARGUMENTS, '"'))
+
+    def _in_json(self, events: list[Event]) -> None:
+        """A guide sees to it that this is a JSON value, which may hold what looks like a tag."""
+        if not self._value:
+            self._text = self._text.lstrip()
+        end = self._scanner.feed(self._text, 0)
+        self._value = self._value or self._text[:end]
+        if end:
+            events.append(Event(ARGUMENTS, self._text[:end]))
+        self._text = self._text[end:]
+        if self._scanner.complete:
+            self._state = "close"
+
+    def _in_close(self, events: list[Event]) -> None:
+        """Behind such a value."""
+        _, close, rest = self._text.partition(END_PARAMETER)
+        if close:
+            self._text, self._state = rest, "between"
 
     def _in_begin(self, events: list[Event]) -> None:
         if self._text:
@@ -91,14 +129,26 @@ class QwenXmlReader(MarkedReader):
                 cut -= 1
             value, self._text = value[:cut], value[cut:]
         if self._is_string:
-            if value:
-                events.append(Event(ARGUMENTS, _inside_string(value)))
-            if close:
-                events.append(Event(ARGUMENTS, '"'))
+            self._add_text(value, bool(close), events)
             return
         self._value += value
         if close:
             events.append(Event(ARGUMENTS, _json_or_string(self._value)))
+
+    def _add_text(self, value: str, is_whole: bool, events: list[Event]) -> None:
+        if self._may_be_null:
+            self._value += value
+            if is_whole and self._value in NULLS:
+                events.append(Event(ARGUMENTS, "null"))
+                return
+            if not is_whole and any(null.startswith(self._value) for null in NULLS):
+                return
+            self._may_be_null, value = False, self._value
+            events.append(Event(ARGUMENTS, '"'))
+        if value:
+            events.append(Event(ARGUMENTS, _inside_string(value)))
+        if is_whole:
+            events.append(Event(ARGUMENTS, '"'))
 
     def _in_end(self, events: list[Event]) -> None:
         begin = self._text.lstrip()
@@ -116,8 +166,9 @@ class QwenXmlReader(MarkedReader):
         elif self._state == "between":
             self._close_arguments(events)
         elif self._state in ("begin", "value") and self._is_string:
-            if self._text:
-                events.append(Event(ARGUMENTS, _inside_string(self._text)))
+            opening = '"' if self._may_be_null else ""
+            if text := opening + _inside_string(self._value + self._text):
+                events.append(Event(ARGUMENTS, text))
         elif self._state in ("begin", "value"):
             events.append(Event(ARGUMENTS, self._value + self._text))
 
@@ -138,9 +189,14 @@ def _may_begin(text: str, *tags: str) -> bool:
     return any(tag.startswith(text) or text.startswith(tag) for tag in tags)
 
 
-def _is_string(schema: Any) -> bool:
-    """Whether a value is text for sure; without a schema it is what it looks like."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+def plain_text(schema: Any, root: Mapping[str, Any]) -> Text | None:
+    """How values of a guided function are written: as text, where any that the schema lists, or any without
+    `</parameter>` in it where it lists none, satisfies it; else, None, as JSON. root: all of the function's
+    parameters."""
+    text = text_of(schema, root)
+    if text is None or text.bounded or any(END_PARAMETER in value for value in text.values or ()):
+        return None
+    return text
 
 
 def _inside_string(text: str) -> str:
@@ -149,8 +205,12 @@ def _inside_string(text: str) -> str:
 
 def _json_or_string(value: str) -> str:
     try:
-        json.loads(value)
-    except ValueError:
+        json.loads(value, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
         python = {"True": "true", "False": "false", "None": "null"}.get(value.strip())
         return python or json.dumps(value, ensure_ascii=False)
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
