@@ -51,6 +51,15 @@ def test_one_engine_has_both_doors_requests(both: BothDoors) -> None:
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "found by the other"
 
 
+def test_tools_for_a_template_that_shows_none(both: BothDoors) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    for choice in ("auto", "required"):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": choice}
+        status, answer = both.openai("/v1/chat/completions", body)
+        message = json.loads(answer)["error"]["message"]
+        assert (status, message) == (400, "the checkpoint's chat template makes no use of tools")
+
+
 def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
     first = both.engine_pid()
     os.kill(first, signal.SIGKILL)

@@ -44,6 +44,8 @@ CHAT = "/v1/chat/completions"
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no use of"),
         ({"reasoning_effort": "low"}, "chat_template_kwargs", "no use of reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+         "reasoning_effort", 'says "high"; give one of them'),
         ({"documents": [{"text": "x"}]}, "documents", "no use of documents"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "robot"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     DONE,
     EventResponse,
@@ -57,12 +58,6 @@ class Turn:
     def __init__(self, door: Door, conversation: Conversation, streaming: bool) -> None:
         self.door, self.conversation, self.streaming = door, conversation, streaming
         self.tools = conversation.tools
-        if self.tools.choice == AUTO and door.tool_format == "none":
-            raise ApiError(
-                "the checkpoint's chat template shows no known format of tool calls; start the server with"
-                f" --tool-format ({', '.join(formats.TOOL_FORMATS)}), or force calls by tool_choice",
-                param="tools",
-            )
         self.guide = conversation.guide
         if self.tools.guide != NO_GUIDE:
             if self.guide != NO_GUIDE:
@@ -85,6 +80,13 @@ class Turn:
         conversation, door = self.conversation, self.door
         limits = door.limits
         text = render(door, conversation)
+        if self.tools.choice == AUTO and door.tool_format == "none":
+            known = ", ".join(name for name in formats.TOOL_FORMATS if name != "none")
+            raise ApiError(
+                "the checkpoint's chat template shows no known format of tool calls; start the server with"
+                f" --tool-format ({known}), or force calls by tool_choice",
+                param="tools",
+            )
         (self.prompt,) = await door.encode([text], conversation.add_special_tokens)
         if not self.prompt:
             raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
@@ -192,7 +194,7 @@ async def chat(door: Door, request: ChatRequest) -> Response:
         limit = request.max_tokens
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
+        add_effort(variables, request.reasoning_effort, "reasoning_effort")
     conversation = Conversation(
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
@@ -209,6 +211,16 @@ async def chat(door: Door, request: ChatRequest) -> Response:
     if request.stream:
         return EventResponse(door, turn.streams, reply.events())
     return JsonResponse(door, turn.streams, reply.body)
+
+
+def add_effort(variables: dict[str, Any], effort: Any, param: str) -> None:
+    """Gives it to the template. Raises ApiError where chat_template_kwargs says another one."""
+    other = variables.setdefault("reasoning_effort", effort)
+    if other != effort:
+        raise ApiError(
+            f"{param} is {shown(effort)}, but chat_template_kwargs says {shown(other)}; give one of them",
+            param=param,
+        )
 
 
 class _Reply:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import EventResponse, JsonResponse, Usage, encode
-from flashinfer_backend.openai.chat import Answer, Conversation, Turn
+from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
@@ -28,7 +28,7 @@ async def responses(door: Door, request: ResponsesRequest) -> Response:
     variables = dict(request.chat_template_kwargs or {})
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
     if "effort" in reasoning:
-        variables.setdefault("reasoning_effort", reasoning.pop("effort"))
+        add_effort(variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     conversation = Conversation(
