@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.openai.gate import LOGITS_ROOM
+from flashinfer_backend.openai.link import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir

@@ -33,6 +33,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
 from flashinfer_backend.core.tuned import Scheduling
+from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -181,6 +182,9 @@ class World:
         self.pid, self.closed = 1, False
         core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
         self.loop = EngineLoop(core, self)  # type: ignore[arg-type]
+        # Two of the longest prompts, of which one in ten asks for logits.
+        room = 2 * 4 * VOCABULARY * settings.longest
+        self.loop.logits = LogitsRoom(room, VOCABULARY, self.scheduler.submit)
         self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
@@ -236,7 +240,8 @@ class World:
     def hours_pass(self) -> None:
         """Whoever waits with a timeout, and never ran, has waited too long."""
         self.loop._refuse_late(time.monotonic_ns() + 2 * DAY_US * 1000)
-        left = [r.handle for r in self.scheduler.queue if r.handle in self.timed and not r.first_scheduled_ns]
+        waiting = [*self.scheduler.queue, *self.loop.logits]
+        left = [r.handle for r in waiting if r.handle in self.timed and not r.first_scheduled_ns]
         assert not left, f"requests {left} are late, and still wait"
 
     def leave(self, stub: int) -> None:
@@ -251,6 +256,7 @@ class World:
         manager = self.scheduler.kv_manager
         assert self.loop.step()
         assert not self.wrong, self.wrong
+        self.counts["waits for room"] += len(self.loop.logits)
         used = manager.num_blocks - manager.available
         assert used + manager.cached + len(manager._free) == manager.num_blocks
         for block, key in manager._key_of.items():
@@ -261,7 +267,8 @@ class World:
     def drain(self) -> None:
         """Until all has ended; then nothing may be held."""
         for _ in range(QUIET):
-            if not self.inbox and not self.scheduler.requests and not self.loop.in_flight:
+            left = self.inbox or self.scheduler.requests or self.loop.in_flight or len(self.loop.logits)
+            if not left:
                 break
             self.step()
         assert not self.asked, f"without an end after {QUIET} steps: {list(self.asked)}"
@@ -269,10 +276,16 @@ class World:
         assert not scheduler.requests and not scheduler.running and not len(scheduler.queue)
         assert not scheduler.prefilling and not len(scheduler.decoding) and not scheduler.queue.tokens
         assert manager.available == manager.num_blocks and not scheduler.reserved_blocks
-        assert scheduler.table.free == self.settings.slots
+        assert scheduler.table.free == self.settings.slots and not self.loop.logits.held
         self.counts["preemptions"] += scheduler.preemptions
         self.counts["prompt tokens"] += scheduler.prompt_tokens
         self.counts["prompt tokens from the cache"] += scheduler.prompt_tokens_reused
+
+    def _forget(self, handle: int) -> Asked | None:
+        asked = self.asked.pop(handle, None)
+        if asked is not None and asked.params.context_logits:
+            self.inbox.append(protocol.Freed(handle))
+        return asked
 
     # The socket.
 
@@ -299,12 +312,12 @@ class World:
             else:
                 assert asked.got == asked.answer and code == asked.code, (handle, asked, code)
                 self.counts["whole answers"] += 1
-            del self.asked[handle]
+            self._forget(handle)
 
     def send_failure(self, failure: protocol.Failure) -> None:
         if failure.handle in self.leaving:
             return
-        asked = self.asked.pop(failure.handle, None)
+        asked = self._forget(failure.handle)
         assert asked is not None, f"request {failure.handle} fails after its end: {failure.message}"
         if failure.refused and failure.message.startswith("Request timeout expired"):
             assert failure.handle in self.timed and not asked.got

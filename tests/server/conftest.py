@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
 from openai_server import LOGITS_MIB, OpenAiServer, model_with_template, openai_running
-from running import EngineWatch, Server, build_repository, running, wait_for
+from running import LLM_LOGITS_MIB, EngineWatch, Server, build_repository, running, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +30,11 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The token model under TensorRT-LLM's name for it, and the ensemble under its BLS model's too."""
+    """The token model under TensorRT-LLM's name for it, and the ensemble under its BLS model's too. There is
+    little room for logits, so that few requests fill it."""
     folder = tmp_path_factory.mktemp("contract")
-    repository = build_repository(folder, "tensorrt_llm_bls=true", "--llm-name", "tensorrt_llm")
+    knobs = ["tensorrt_llm_bls=true", f"max_logits_mib={LLM_LOGITS_MIB}"]
+    repository = build_repository(folder, *knobs, "--llm-name", "tensorrt_llm")
     with running(repository, folder) as started:
         yield started
 

@@ -33,6 +33,7 @@ from flashinfer_backend.transport.addresses import resolve
 ROOT = Path(__file__).parents[2]
 START_S = 90
 TIMEOUT_S = 30
+LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
 
 
 def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from running import Server
+from running import EngineWatch, Server, wait_for
 from test_generate import PROMPT, inputs, int32
 from tritonclient.utils import InferenceServerException
 
@@ -33,7 +33,9 @@ def no_more_memory(server: Server) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_logits_that_do_not_fit_are_answered_with_an_error(server: Server, stream: bool) -> None:
+def test_logits_that_do_not_fit_are_answered_with_an_error(
+    server: Server, watch: EngineWatch, stream: bool
+) -> None:
     body = {
         "text_input": "word " * WORDS, "max_tokens": 4, "return_context_logits": True, "stream": stream,
     }  # fmt: skip
@@ -42,6 +44,7 @@ def test_logits_that_do_not_fit_are_answered_with_an_error(server: Server, strea
         assert "cannot send a response: Failed to increase the shared memory" in str(answer)
     status, answer = server.post({"text_input": PROMPT, "max_tokens": 4, "return_context_logits": True})
     assert status == 200 and answer["text_output"]
+    wait_for(lambda: watch.status().logits_bytes == 0, "their room to be free")
 
 
 def test_without_decoupled_mode_such_a_request_ends(unary: Server) -> None:

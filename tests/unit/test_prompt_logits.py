@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai import gate
-from flashinfer_backend.openai.gate import Gate, Place
 from flashinfer_backend.openai.link import EngineLink
 from flashinfer_backend.openai.token_lists import largest, prompt_lists
 from flashinfer_backend.serving.generation import GenerationRequest
@@ -32,10 +31,10 @@ DECODER = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend, skip
 class Places:
     """Of a gate for 100 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_waiting: int | None = None) -> None:
         self.started: list[str] = []
         self.seen: list[tuple[int, int]] = []
-        self.gate = Gate(100, lambda held, waiting: self.seen.append((held, waiting)))
+        self.gate = Gate(100, lambda held, waiting: self.seen.append((held, waiting)), most_waiting)
 
     def enter(self, name: str, size: int, priority: int = 0) -> Place:
         place = Place(size, priority, lambda: self.started.append(name))
@@ -59,9 +58,8 @@ def test_who_waits_goes_in_by_priority_and_then_by_arrival() -> None:
     assert places.started[3:] == ["small"] and places.seen[-1] == (10, 0)
 
 
-def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MOST_WAITING", 2)
-    places = Places()
+def test_too_many_that_wait_are_refused() -> None:
+    places = Places(most_waiting=2)
     for name in ("in", "one", "two"):
         places.enter(name, 100)
     assert not places.gate.enter(Place(1, 0, lambda: None))
@@ -76,6 +74,8 @@ class Sent:
         self.submitted: list[tuple[Any, SamplingParams, int]] = []
         self.cancelled: list[int] = []
         self.cancel = self.cancelled.append
+        self.said_free: list[int] = []
+        self.freed = self.said_free.append
 
     def submit(self, sink: Any, prompt: bytes, params: SamplingParams, share: int, *rest: int) -> int:
         sink.handle = len(self.submitted) + 1
@@ -111,12 +111,14 @@ def test_logits_are_reduced_beside_the_event_loop_and_free_their_room_then() -> 
         assert first.logits is not None and await asyncio.wrap_future(first.logits.reduced) == 4
         while not later.handle:
             await asyncio.sleep(0.001)
+        assert engines.said_free == [first.handle]
         streams.leave()
         assert {other.handle, later.handle} <= set(engines.cancelled)
         later.on_token(protocol.NO_TOKEN, protocol.FINISHED_CANCELLED, None)
         next_one = link.generate([(row(1), 1)], DECODER, reduce).all[0]
         while not next_one.handle:
             await asyncio.sleep(0.001)
+        assert engines.said_free == [first.handle, later.handle]
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

@@ -14,11 +14,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
-from flashinfer_backend.sampling.logprobs import context_logits_problem, log_probs
+from flashinfer_backend.sampling.logprobs import log_probs, logits_problem
 from flashinfer_backend.sampling.rows import upload
 
 VOCAB = 101
@@ -182,6 +183,18 @@ def test_log_probs_are_those_of_a_log_softmax():
 
 
 def test_context_logits_that_fit_no_message_are_refused():
-    assert context_logits_problem(1000, 128256) is None
-    problem = context_logits_problem(8192, 128256)
+    params, room = SamplingParams(max_tokens=9, context_logits=True), 8 << 30
+    assert logits_problem(params, 1000, 9, 128256, room) is None
+    problem = logits_problem(params, 8192, 9, 128256, room)
     assert problem is not None and "4008 MiB" in problem and "4185 tokens" in problem
+    assert logits_problem(SamplingParams(max_tokens=9), 8192, 9, 128256, room) is None
+
+
+def test_logits_for_which_there_is_no_room_are_refused():
+    both = SamplingParams(max_tokens=24, context_logits=True, generation_logits=True)
+    assert logits_problem(both, 1000, 24, 2048, 8 << 20) is None
+    problem = logits_problem(both, 1000, 25, 2048, 8 << 20)
+    assert problem is not None and "1000 prompt tokens and of up to 25 generated tokens" in problem
+    assert "room for 8 MiB, those of 1024 tokens" in problem and "max_logits_mib" in problem
+    alone = SamplingParams(max_tokens=25, context_logits=True)
+    assert logits_problem(alone, 1000, 25, 2048, 8 << 20) is None

@@ -186,6 +186,16 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             words=(AUTO,),
         ),
     ] = -1
+    max_logits_mib: Annotated[
+        int,
+        Setting(
+            "MiB for the logits of all requests together that ask for some: 4 bytes for each word of the "
+            "vocabulary and each token of the prompt (return_context_logits) or of max_tokens "
+            "(return_generation_logits). A request waits until there is room, and has it until its last "
+            "answer is sent; one that needs more is refused",
+            low=1,
+        ),
+    ] = 2048
     cuda_graph_batch_sizes: Annotated[
         Literal["auto", "none"] | list[int],
         Setting(

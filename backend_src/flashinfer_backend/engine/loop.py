@@ -12,10 +12,11 @@ import torch
 
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
+from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.start import Core
-from flashinfer_backend.sampling.logprobs import context_logits_problem
+from flashinfer_backend.sampling.logprobs import logits_problem
 from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.queue import GrammarQueue
@@ -42,6 +43,7 @@ class EngineLoop:
             self.vocab_size,
             self.runner.sampler.grammars.follower,
         )
+        self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size, self.scheduler.submit)
         self.in_flight: deque[Launched] = deque()
         self.pacer = Pacer()
         self._checker = InvariantChecker(self.scheduler) if self.config.check_invariants else None
@@ -124,11 +126,14 @@ class EngineLoop:
             if request is not None:
                 self.scheduler.release(request)
             else:
-                request = self.grammars.cancel(message.handle)
+                request = self.grammars.cancel(message.handle) or self.logits.cancel(message.handle)
             if request is not None:
                 self.cancellations += 1
                 self._send_end(request, protocol.FINISHED_CANCELLED)
+        elif isinstance(message, protocol.Freed):
+            self.logits.freed(message.handle)
         elif isinstance(message, protocol.Hello):
+            self.logits.drop_stub(message.pid)  # which had to connect anew, if it has been here
             if message.wants_status:
                 self._next_status = 0.0
         elif isinstance(message, protocol.Goodbye):
@@ -139,7 +144,10 @@ class EngineLoop:
         params = message.params
         problem = None
         # What has come since the last plan waits for no other request while there are slots.
-        queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free) + len(self.grammars)
+        queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free)
+        queued += len(self.grammars) + len(self.logits)
+        room = self.config.max_seq_len - len(prompt)
+        max_new = min(params.max_tokens, room)
         if self.config.max_queue_size and queued >= self.config.max_queue_size:
             problem = (
                 f"{protocol.QUEUE_FULL} of {self.config.max_queue_size} has been reached, please try again"
@@ -156,12 +164,12 @@ class EngineLoop:
             problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
         elif params.grammar_type and self.config.guided_decoding_backend == "none":
             problem = "guided decoding is switched off (guided_decoding_backend none); send no guide"
-        elif params.context_logits:
-            problem = context_logits_problem(len(prompt), self.vocab_size)
+        else:
+            logits_room = self.config.max_logits_mib << 20
+            problem = logits_problem(params, len(prompt), max_new, self.vocab_size, logits_room)
         if problem is not None:
             self.socket.send_failure(protocol.Failure(message.handle, problem, refused=True))
             return
-        room = self.config.max_seq_len - len(prompt)
         if params.max_tokens > room:
             log.warning(
                 "request %d: max_tokens %d is cut to %d, what max_seq_len %d leaves after the prompt",
@@ -176,7 +184,7 @@ class EngineLoop:
             handle=message.handle,
             prompt=prompt,
             params=params,
-            max_new=min(params.max_tokens, room),
+            max_new=max_new,
             share_prompt_with=message.share_prompt_with,
             arrival_ns=time.time_ns(),
             priority=message.priority,
@@ -185,18 +193,26 @@ class EngineLoop:
         if params.grammar_type:
             self.grammars.submit(request)
         else:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Have a request wait for its slot, and before that for room for the logits that it asks for."""
+        if request.params.context_logits or request.params.generation_logits:
+            self.logits.enter(request)
+        else:
             self.scheduler.submit(request)
 
     def _take_compiled(self) -> None:
         for request, problem in self.grammars.compiled():
             if problem is None:
-                self.scheduler.submit(request)
+                self._queue(request)
             else:
                 self._send_failure(request, problem, refused=True)
 
     def _refuse_late(self, now_ns: int) -> None:
         """Refuse what has waited for as long as it may. None of it ever had a slot."""
-        for request in [*self.scheduler.drop_late(now_ns), *self.grammars.drop_late(now_ns)]:
+        late = [*self.scheduler.drop_late(now_ns), *self.grammars.drop_late(now_ns)]
+        for request in late + self.logits.drop_late(now_ns):
             waited_s = (time.time_ns() - request.arrival_ns) / 1e9
             self._send_failure(
                 request,
@@ -267,6 +283,9 @@ class EngineLoop:
     def _keep_context_logits(self, plan: StepPlan, row: int, logits: np.ndarray) -> None:
         request = self.scheduler.table.requests[int(plan.slots[row])]
         assert request is not None  # its step has only just been launched
+        if len(logits) == len(request.prompt):
+            request.context_logits = logits
+            return
         if request.context_logits is None:
             request.context_logits = np.empty((len(request.prompt), logits.shape[1]), np.float32)
         start = int(plan.starts[row])
@@ -325,6 +344,7 @@ class EngineLoop:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
         self.grammars.drop_stub(pid)
+        self.logits.drop_stub(pid)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:
@@ -352,8 +372,8 @@ class EngineLoop:
             blocks_total=kv_manager.num_blocks,
             blocks_used=kv_manager.num_blocks - kv_manager.available,
             blocks_cached=kv_manager.cached,
-            requests_active=len(scheduler.requests) + len(self.grammars),
-            requests_waiting=len(scheduler.queue) + len(self.grammars),
+            requests_active=len(scheduler.requests) + len(self.grammars) + len(self.logits),
+            requests_waiting=len(scheduler.queue) + len(self.grammars) + len(self.logits),
             requests_running=len(scheduler.running),
             prefill_rows=prefill_rows,
             decode_rows=decode_rows,
@@ -365,6 +385,8 @@ class EngineLoop:
             prompt_tokens_reused=scheduler.prompt_tokens_reused,
             generated_tokens=self.generated_tokens,
             blocks_reused=self.blocks_reused,
+            logits_bytes=self.logits.held,
+            logits_waiting=len(self.logits),
             memory_gpu=memory,
             timestamp_ns=time.time_ns(),
         )

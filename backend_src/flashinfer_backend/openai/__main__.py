@@ -16,7 +16,7 @@ from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
-from flashinfer_backend.openai.gate import LOGITS_ROOM
+from flashinfer_backend.openai.link import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
 from flashinfer_backend.transport.addresses import (

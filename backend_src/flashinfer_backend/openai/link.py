@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.gate import LOGITS_ROOM, MOST_WAITING, Gate, Place
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -25,6 +25,8 @@ from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
 MOST_REDUCERS = 4  # threads that reduce logits of prompts
+LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts, unless a door is started with another bound
+MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 
 
@@ -63,7 +65,7 @@ class EngineLink:
         more. on_logits: Gate's changed, of these bytes."""
         self.engines = engines
         self.loop = loop
-        self.gate = Gate(logits_room, on_logits)
+        self.gate = Gate(logits_room, on_logits, MOST_WAITING)
         # A thread reduces some 2000 tokens of 128 256 logits a second; the loop and the link need cores, too.
         threads = max(1, min(MOST_REDUCERS, len(os.sched_getaffinity(0)) // 4))
         self.reducer = ThreadPoolExecutor(threads, "prompt logits")
@@ -207,6 +209,8 @@ class PromptLogits:
             self._leave()
 
     def _leave(self) -> None:
+        if self._group[0].handle:
+            self._link.engines.freed(self._group[0].handle)
         self._link.loop.call_soon_threadsafe(self._link.gate.leave, self._place)
 
     def _start(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepOutput
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
@@ -93,17 +94,35 @@ def context_logits(model: Transformer, hidden: Tensor) -> np.ndarray:
     The copies are waited for, so that the device holds few rows at a time; steps with such a chunk do
     not overlap with others.
     """
-    parts = [model.logits(part).cpu().float().numpy() for part in hidden.split(CONTEXT_ROWS)]
-    return np.concatenate(parts)
+    result: Tensor | None = None
+    for first in range(0, len(hidden), CONTEXT_ROWS):
+        logits = model.logits(hidden[first : first + CONTEXT_ROWS])
+        if result is None:  # ranks other than 0 have fewer columns
+            result = torch.empty(len(hidden), logits.shape[1], dtype=torch.float32)
+        result[first : first + CONTEXT_ROWS] = logits
+    assert result is not None, "a chunk has tokens"
+    return result.numpy()
 
 
-def context_logits_problem(prompt_len: int, vocab_size: int) -> str | None:
-    """Why a prompt's context logits cannot be sent, if so."""
+def logits_problem(
+    params: SamplingParams, prompt_len: int, max_new: int, vocab_size: int, room: int
+) -> str | None:
+    """Why a sequence's logits cannot be sent, if so. max_new: tokens that it may generate. room: bytes that
+    there is for the logits of all sequences."""
     size = prompt_len * vocab_size * 4
-    if size <= MAX_CONTEXT_LOGITS_BYTES:
+    if params.context_logits and size > MAX_CONTEXT_LOGITS_BYTES:
+        return (
+            f"return_context_logits of {prompt_len} prompt tokens would be {size >> 20} MiB; at most "
+            f"{MAX_CONTEXT_LOGITS_BYTES >> 20} MiB can be sent, a prompt of "
+            f"{MAX_CONTEXT_LOGITS_BYTES // (4 * vocab_size)} tokens"
+        )
+    rows = params.logits_rows(prompt_len, max_new)
+    if rows * vocab_size * 4 <= room:
         return None
+    asked = [f"of {prompt_len} prompt tokens"] * params.context_logits
+    asked += [f"of up to {max_new} generated tokens"] * params.generation_logits
     return (
-        f"return_context_logits of {prompt_len} prompt tokens would be {size >> 20} MiB; at most "
-        f"{MAX_CONTEXT_LOGITS_BYTES >> 20} MiB can be sent, a prompt of "
-        f"{MAX_CONTEXT_LOGITS_BYTES // (4 * vocab_size)} tokens"
+        f"the logits that are asked for, {' and '.join(asked)}, could be {rows * vocab_size * 4 >> 20} MiB; "
+        f"there is room for {room >> 20} MiB, those of {room // (4 * vocab_size)} tokens. Ask for fewer, or "
+        "raise max_logits_mib when building the model repository"
     )

@@ -132,6 +132,10 @@ class Engines:
         """Asks a sequence's engine to end it; its sink gets FINISHED_CANCELLED if it still runs."""
         self._of(handle).cancel(handle)
 
+    def freed(self, handle: int) -> None:
+        """Endpoint.freed of the sequence's engine."""
+        self._of(handle).freed(handle)
+
     def tell_stop(self, request_id: str) -> None:
         """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
         ValueError for an id that does not fit a message."""

@@ -140,10 +140,17 @@ class Endpoint:
 
     def cancel(self, handle: int) -> None:
         """Asks the engine to end a sequence; its sink gets FINISHED_CANCELLED if it still runs."""
+        self._tell(protocol.Cancel(handle))
+
+    def freed(self, handle: int) -> None:
+        """Tells the engine that this process holds none of a sequence's logits any more (protocol.Freed)."""
+        self._tell(protocol.Freed(handle))
+
+    def _tell(self, message: protocol.Cancel | protocol.Freed) -> None:
         with self._lock:
             if self._closing:
                 return  # the link's end is the end of its sequences, and the descriptor may be closed
-            self._outbox.append(protocol.encode(protocol.Cancel(handle)))
+            self._outbox.append(protocol.encode(message))
             os.eventfd_write(self._wake, 1)
 
     def refuse(self, message: str) -> None:

@@ -85,13 +85,21 @@ class Cancel(msgspec.Struct, tag="cancel"):
     handle: int
 
 
+class Freed(msgspec.Struct, tag="freed"):
+    """The stub holds none of a sequence's logits any more, and expects none: it has all of them, the sequence
+    has ended, or it is cancelled. To be said of each sequence that asks for logits, else their room is never
+    free. An unknown handle is not an error."""
+
+    handle: int
+
+
 class Goodbye(msgspec.Struct, tag="goodbye"):
     """The stub leaves; its open sequences are dropped. The engine ends with its last stub."""
 
     pid: int
 
 
-ToEngine = Hello | Submit | Cancel | Goodbye
+ToEngine = Hello | Submit | Cancel | Freed | Goodbye
 
 
 class Failure(msgspec.Struct):
@@ -154,6 +162,8 @@ class Status(msgspec.Struct):
     prompt_tokens_reused: int = 0
     generated_tokens: int = 0
     blocks_reused: int = 0
+    logits_bytes: int = 0
+    logits_waiting: int = 0
     memory_gpu: int = 0
     memory_pinned: int = 0
     timestamp_ns: int = 0

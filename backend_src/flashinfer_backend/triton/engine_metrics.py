@@ -49,6 +49,11 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
             "fraction": lambda s: s.blocks_used / s.blocks_total,
         },
     ),
+    "flashinfer_backend_logits_metrics": (
+        "Logits that sequences asked for",
+        "logits_type",
+        {"bytes": lambda s: s.logits_bytes, "waiting": lambda s: s.logits_waiting},
+    ),
     "nv_trt_llm_inflight_batcher_metrics": (
         "The engine's latest step",
         "inflight_batcher_specific_metric",

@@ -82,6 +82,7 @@ class Responder:
         for sequence in request.sequences:
             sequence.ended = True
             self.metrics.ended(sequence)
+            self._free(sequence)
         self._send_error(request.fail, message, code)
 
     def stop(self, request_id: str) -> None:
@@ -147,6 +148,12 @@ class Responder:
             traceback.print_exc()
             self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
 
+    def _free(self, sequence: Sequence) -> None:
+        """Tells the engine that the room of a sequence's logits is free: it has ended."""
+        params = sequence.row.params
+        if sequence.handle and (params.context_logits or params.generation_logits):
+            self.engines.freed(sequence.handle)
+
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
         request, now = sequence.request, time.monotonic_ns()
         outputs = chunk_outputs(
@@ -185,6 +192,7 @@ class Responder:
         sequence.sent(chunk, now)
         if chunk.last:
             self.metrics.ended(sequence, chunk)
+            self._free(sequence)
 
     def _send_error(self, send: Callable[..., None], message: str, code: Any) -> None:
         error = self._pb.TritonError(message, code)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for what one process may hold at the same time: who wants some waits for their turn.
+"""Room for what may be held at the same time: who wants some waits for their turn.
 
-For the event loop's thread alone.
+A gate belongs to one thread: that of the OpenAI API's event loop, or of the engine's loop.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-
-LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts, unless a door is started with another bound
-MOST_WAITING = 4096  # places; the engine's queue has no smaller bound by default
 
 
 @dataclass(eq=False)
@@ -29,15 +26,21 @@ class Place:
 class Gate:
     """Bounds the bytes of all who are inside. One who wants more than the bound goes in alone."""
 
-    def __init__(self, most: int, changed: Callable[[int, int], None] = lambda held, waiting: None) -> None:
-        """most: bytes. changed: told of the bytes inside and of how many wait, when one of them changes."""
-        self._most, self._changed = most, changed
-        self._held = 0
+    def __init__(
+        self,
+        most: int,
+        changed: Callable[[int, int], None] = lambda held, waiting: None,
+        most_waiting: int | None = None,
+    ) -> None:
+        """most: bytes. changed: told of the bytes inside and of how many wait, when one of them changes.
+        most_waiting: places in the line, None: any number."""
+        self._most, self._changed, self._most_waiting = most, changed, most_waiting
+        self.held = 0  # bytes
         self._waiting: list[Place] = []  # in their order
 
     def enter(self, place: Place) -> bool:
         """Takes a place, or a place in the line. False: too many wait already."""
-        if len(self._waiting) >= MOST_WAITING:
+        if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
             return False
         place.waiting = True
         bisect.insort(self._waiting, place, key=lambda each: each.priority)
@@ -49,15 +52,15 @@ class Gate:
         if place.waiting:
             self._waiting.remove(place)
         elif place.inside:
-            self._held -= place.size
+            self.held -= place.size
         place.waiting = place.inside = False
         self._admit()
 
     def _admit(self) -> None:
         # Nobody overtakes one who is too large for what is left: else it might wait for ever.
-        while self._waiting and (not self._held or self._held + self._waiting[0].size <= self._most):
+        while self._waiting and (not self.held or self.held + self._waiting[0].size <= self._most):
             place = self._waiting.pop(0)
             place.waiting, place.inside = False, True
-            self._held += place.size
+            self.held += place.size
             place.start()
-        self._changed(self._held, len(self._waiting))
+        self._changed(self.held, len(self._waiting))

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for the logits that requests ask for: who waits for it, who passes, and when it is free again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.test_waiting import STUB, Engine, protocol
+from flashinfer_backend.sampling import logprobs
+
+ROW = 4 * 2048  # bytes of a token's logits
+ROWS = (1 << 20) // ROW  # for which there is room
+
+
+def engine(**settings: object) -> Engine:
+    return Engine(max_logits_mib=1, **settings)
+
+
+def free(of: Engine, local_id: int) -> None:
+    of.socket.inbox.append(protocol.Freed(protocol.make_handle(STUB, local_id)))
+
+
+def run_until_idle(of: Engine) -> None:
+    """Until nothing has a slot or waits for one."""
+    while of.socket.inbox or of.loop.scheduler.requests or of.loop.in_flight:
+        of.step()
+
+
+def test_who_finds_no_room_waits_until_the_stub_holds_none_and_others_pass() -> None:
+    engine_ = engine()
+    engine_.submit(1, 2, prompt_tokens=100, context_logits=True)
+    engine_.submit(2, 40, prompt_tokens=8, generation_logits=True)
+    engine_.submit(3, 2, prompt_tokens=8, context_logits=True)  # would fit
+    engine_.submit(4, 2)
+    run_until_idle(engine_)
+    assert sorted(engine_.socket.codes) == [1, 4], "its stub still has the first one's logits"
+    status = engine_.loop.status()
+    assert (status.logits_bytes, status.logits_waiting) == (100 * ROW, 2)
+    assert (status.requests_waiting, status.requests_active) == (2, 2)
+    free(engine_, 1)
+    free(engine_, 1)
+    run_until_idle(engine_)
+    assert sorted(engine_.socket.codes) == [1, 2, 3, 4] and not engine_.socket.failures
+    assert engine_.loop.logits.held == 48 * ROW
+    free(engine_, 2)
+    free(engine_, 3)
+    engine_.run()
+    engine_.step()
+    assert engine_.loop.logits.held == 0
+
+
+def test_who_needs_more_than_there_is_is_refused_at_once() -> None:
+    engine_ = engine()
+    engine_.submit(1, 9, prompt_tokens=ROWS + 1, context_logits=True)
+    engine_.submit(2, 29, prompt_tokens=100, context_logits=True, generation_logits=True)
+    engine_.submit(3, 9000, prompt_tokens=100, generation_logits=True)  # max_seq_len leaves 156
+    engine_.submit(4, 28, prompt_tokens=100, context_logits=True, generation_logits=True)
+    engine_.submit(5, 2, prompt_tokens=ROWS + 1)
+    run_until_idle(engine_)
+    assert sorted(engine_.socket.codes) == [4, 5] and sorted(engine_.socket.failures) == [1, 2, 3]
+    asked = ["129 prompt tokens,", "100 prompt tokens and of up to 29 generated tokens,", "up to 156 gen"]
+    for failure, words in zip(engine_.socket.failures.values(), asked, strict=True):
+        assert failure.refused and words in failure.message, failure.message
+        assert "room for 1 MiB, those of 128 tokens" in failure.message
+
+
+def test_one_that_waits_for_room_can_be_cancelled_and_refused_late() -> None:
+    engine_ = engine(max_queue_size=3)
+    engine_.submit(1, 2, prompt_tokens=ROWS, context_logits=True)
+    engine_.submit(2, 2, prompt_tokens=9, context_logits=True)
+    engine_.submit(3, 2, prompt_tokens=9, context_logits=True, timeout_us=1)
+    engine_.submit(4, 2, prompt_tokens=9, context_logits=True, priority=-1)
+    engine_.submit(5, 2)
+    engine_.submit(6, 2, prompt_tokens=9, context_logits=True)
+    engine_.step()
+    messages = {local_id: failure.message for local_id, failure in engine_.socket.failures.items()}
+    assert sorted(messages) == [3, 5, 6], "those that wait for room count in the queue"
+    assert "Request timeout expired" in messages[3] and "Maximum queue size of 3" in messages[6]
+    engine_.cancel(2)
+    run_until_idle(engine_)
+    assert engine_.socket.codes == {2: protocol.FINISHED_CANCELLED, 1: protocol.FINISHED_LENGTH}
+    free(engine_, 1)
+    run_until_idle(engine_)
+    assert list(engine_.socket.tokens) == [1, 4]
+
+
+def test_room_goes_by_priority_and_a_stub_that_leaves_gives_all_of_its_own() -> None:
+    engine_ = engine()
+    engine_.submit(1, 2, prompt_tokens=100, context_logits=True)
+    engine_.submit(2, 2, prompt_tokens=99, context_logits=True)
+    engine_.submit(3, 2, prompt_tokens=98, context_logits=True, priority=-1)
+    run_until_idle(engine_)
+    free(engine_, 1)
+    run_until_idle(engine_)
+    assert list(engine_.socket.tokens) == [1, 3] and len(engine_.loop.logits) == 1
+    engine_.socket.inbox.append(protocol.Goodbye(STUB))
+    engine_.step()
+    assert (engine_.loop.logits.held, len(engine_.loop.logits)) == (0, 0)
+
+
+def test_a_guided_request_has_its_room_once_its_guide_is_there() -> None:
+    engine_ = engine()
+    engine_.submit(1, 2, prompt_tokens=ROWS, context_logits=True)
+    guide = {"grammar_type": "regex", "grammar": "[ab]{5}"}
+    engine_.submit(2, 5, prompt_tokens=9, context_logits=True, **guide)
+    while not engine_.loop.status().logits_waiting:
+        engine_.step()
+    assert not len(engine_.loop.grammars)
+    free(engine_, 1)
+    while 2 not in engine_.socket.codes:
+        engine_.step()
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100])
+def test_context_logits_are_computed_into_one_array(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CONTEXT_ROWS", 32)
+    hidden = torch.randn(rows, 8, generator=torch.manual_seed(0)).bfloat16()
+    weight = torch.randn(8, 50).bfloat16()
+
+    class Model:
+        logits = staticmethod(lambda part: part @ weight)
+
+    found = logprobs.context_logits(Model(), hidden)  # type: ignore[arg-type]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, (hidden @ weight).float().numpy())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many requests for logits at once: there is a bound for all of them, max_logits_mib."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from contract import LLM
+from running import LLM_LOGITS_MIB, EngineWatch, Server, wait_for
+from test_generate import inputs, int32, stream
+
+ROW = 4 * 2048  # bytes of a token's logits
+ROWS = (LLM_LOGITS_MIB << 20) // ROW
+YES = np.array([[True]])
+
+
+def asking(number: int, tokens: int, max_tokens: int = 2, **more: np.ndarray) -> dict[str, np.ndarray]:
+    ids = (5 + 7 * number + 13 * np.arange(tokens, dtype=np.int32)) % 2000
+    values = {"input_ids": ids[None], "input_lengths": int32(tokens), "request_output_len": int32(max_tokens)}
+    return values | more
+
+
+def logits(results: list[Any], name: str) -> np.ndarray:
+    parts = [result.as_numpy(name) for result, _ in results]
+    return next(part for part in parts if part is not None)
+
+
+class Held:
+    """The most bytes that the engine has told of while it is open."""
+
+    def __init__(self, watch: EngineWatch) -> None:
+        self.most = 0
+        self._watch, self._stop = watch, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Held:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, self._watch.status().logits_bytes)
+
+
+def free(watch: EngineWatch) -> bool:
+    status = watch.status()
+    return not status.logits_bytes and not status.requests_active
+
+
+def test_many_get_what_one_gets_alone_within_the_bound(contract: Server, watch_contract: EngineWatch) -> None:
+    kinds = [
+        {"return_context_logits": YES, "streaming": YES},
+        {"return_context_logits": YES, "num_return_sequences": int32(2)},
+        {"return_generation_logits": YES, "max_tokens": 100},
+    ]
+    requests = [asking(n % 3, 340, **kinds[n % 3]) for n in range(6)]  # type: ignore[arg-type]
+    alone = [stream(contract, LLM, [("", request)]) for request in requests[:3]]
+    with Held(watch_contract) as held, ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda request: stream(contract, LLM, [("", request)]), requests))
+    assert ROWS * ROW // 3 < held.most <= ROWS * ROW
+    for number, results in enumerate(together):
+        assert not any(error for _, error in results)
+        name = "generation_logits" if number % 3 == 2 else "context_logits"
+        np.testing.assert_allclose(logits(results, name), logits(alone[number % 3], name), atol=1e-3)
+    wait_for(lambda: free(watch_contract), "all room to be free")
+
+
+def test_one_that_needs_more_is_refused_with_what_there_is(
+    contract: Server, watch_contract: EngineWatch
+) -> None:
+    ((_, error),) = stream(contract, LLM, [("", asking(1, ROWS + 1, return_context_logits=YES))])
+    assert f"of {ROWS + 1} prompt tokens, could be" in str(error) and "max_logits_mib" in str(error)
+    body = {"text_input": "Once", "max_tokens": ROWS + 1, "return_generation_logits": True}
+    status, answer = contract.post(body)
+    assert status == 400 and f"room for {LLM_LOGITS_MIB} MiB, those of {ROWS} tokens" in answer["error"]
+    assert contract.post({**body, "max_tokens": 3})[0] == 200
+    wait_for(lambda: free(watch_contract), "all room to be free")
+
+
+def test_clients_that_leave_give_their_room_to_those_that_wait(
+    contract: Server, watch_contract: EngineWatch
+) -> None:
+    long = asking(1, ROWS - 2, 900, return_context_logits=YES, streaming=YES)
+    with contextlib.ExitStack() as clients:
+        for _ in range(2):  # one that has all room, and one that waits
+            client = clients.enter_context(grpcclient.InferenceServerClient(contract.grpc))
+            client.start_stream(lambda result, error: None)
+            client.async_stream_infer(LLM, inputs(long))
+            clients.callback(client.stop_stream, cancel_requests=True)
+        wait_for(lambda: watch_contract.status().logits_waiting == 1, "one to have all room, and one to wait")
+        assert watch_contract.status().logits_bytes == (ROWS - 2) * ROW
+        assert contract.text("Once upon a time", 4), "others pass"
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(stream, contract, LLM, [("", asking(2, 9, return_context_logits=YES))])
+            wait_for(lambda: watch_contract.status().logits_waiting == 2, "another one")
+            clients.close()
+            results = last.result(30)
+        assert not any(error for _, error in results)
+    wait_for(lambda: free(watch_contract), "all room to be free")
