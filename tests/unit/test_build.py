@@ -313,7 +313,7 @@ def test_header_names_the_command_and_python_files_are_copied(build, tmp_path, c
     for model in ("ensemble", "preprocessing", "llm", "postprocessing"):
         head = (tmp_path / "repo" / model / "config.pbtxt").read_text().splitlines()[:2]
         assert head[0].startswith("# Generated")
-        assert head[1] == f"#   python3 build.py --model {checkpoint} --set max_num_seqs=8"
+        assert head[1] == f"#   .venv/bin/python build.py --model {checkpoint} --set max_num_seqs=8"
         assert (tmp_path / "repo" / model / "1").is_dir()
 
 

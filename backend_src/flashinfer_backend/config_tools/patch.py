@@ -31,8 +31,9 @@ HEADER = """\
 # Generated; edit the knobs, not this file: the next build refuses to overwrite a changed one.
 #   {command}
 """
+COMMAND = ".venv/bin/python build.py"  # as README.md has it
 # Around the engine's parameters in the llm model's defaults.
-ENGINE_BEGIN = "# The engine's, by `python3 build.py --regenerate`; docs/knobs.md explains each.\n"
+ENGINE_BEGIN = f"# The engine's, by `{COMMAND} --regenerate`; docs/knobs.md explains each.\n"
 ENGINE_END = "# End of the engine's.\n"
 
 
