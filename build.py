@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write a deployable Triton model repository; `.venv/bin/python build.py --help` and docs/knobs.md tell how."""
+"""Write a deployable Triton model repository: `.venv/bin/python build.py --help`, and docs/knobs.md."""
 
 import sys
 from pathlib import Path
