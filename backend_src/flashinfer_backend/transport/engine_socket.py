@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -74,8 +73,10 @@ class EngineSocket:
                     log.error("dropped a message that has not exactly two frames")
                     continue
                 message = self._decode(body)
-                if isinstance(message, protocol.Hello):
-                    self._greet(message, identity)
+                if isinstance(message, protocol.Hello) and not self._greet(message, identity):
+                    continue
+                if isinstance(message, protocol.Submit) and not self._is_here(message):
+                    continue
                 if message is not None:
                     yield message
         for pid, pidfd in list(self._pidfd.items()):
@@ -95,16 +96,30 @@ class EngineSocket:
             log.error("dropped a message that does not follow the protocol: %s", error)
             return None
 
-    def _greet(self, hello: protocol.Hello, identity: bytes) -> None:
+    def _greet(self, hello: protocol.Hello, identity: bytes) -> bool:
+        """Whether the stub is still there: it may have ended right after its Hello."""
+        if hello.pid not in self._pidfd:
+            try:
+                self._pidfd[hello.pid] = os.pidfd_open(hello.pid)
+            except ProcessLookupError:
+                log.warning("stub %d has ended already", hello.pid)
+                return False
+            stub = self._stubs[hello.pid] = find_stub(hello.pid)
+            self.tritonservers |= {int(stub.server)} if stub else set()
+            self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
         self._identity[hello.pid] = identity
         if hello.wants_status:
             self._watching.add(hello.pid)
-        if hello.pid not in self._pidfd:
-            with contextlib.suppress(ProcessLookupError):
-                self._pidfd[hello.pid] = os.pidfd_open(hello.pid)
-                stub = self._stubs[hello.pid] = find_stub(hello.pid)
-                self.tritonservers |= {int(stub.server)} if stub else set()
-                self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
+        return True
+
+    def _is_here(self, submit: protocol.Submit) -> bool:
+        """Whether the stub that wants it can hear of it. What it sent may come after its end was seen, and
+        then nobody would end the sequence or give its room for logits back."""
+        pid, local_id = protocol.split_handle(submit.handle)
+        if pid not in self._identity:
+            log.warning("request %d of stub %d, which has left, is dropped", local_id, pid)
+            return False
+        return True
 
     def forget(self, pid: int) -> None:
         """A stub has left; the engine ends when no stub comes back for a while."""
