@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -197,6 +199,21 @@ def test_wrong_knobs_and_models_are_refused(capsys):
     assert "head_size" in capsys.readouterr().err
     assert main(["--arch", "sm_90", "--model", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_the_image_has_the_modules_of_one_gpu_and_of_several(monkeypatch):
+    """The line of the Dockerfile that compiles them, as its shell would run it."""
+    text = (Path(__file__).parents[2] / "docker/Dockerfile").read_text()
+    (line,) = re.findall(r"^RUN .*flashinfer_backend\.prebuild (.*?) \\$", text, re.MULTILINE)
+    found = []
+    monkeypatch.setattr(prebuild, "prepare", lambda *settings: found.append(settings))
+    monkeypatch.setattr(prebuild, "export", lambda output: output)
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "")  # which main sets
+    assert main(shlex.split(line.replace("${ARCH}", "sm_90"))) == 0
+    ((config, model, dtype),) = found
+    compiled = set(prebuild.needed(model, config, dtype, (9, 0)))
+    for ranks in (1, 2, 4, 8):
+        assert compiled >= kinds(model=model, dtype=dtype, tensor_parallel_size=ranks)
 
 
 BUILD = """
