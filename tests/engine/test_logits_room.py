@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.test_waiting import STUB, Engine, protocol
+from flashinfer_backend.engine.loop import ROOM_POLL_MS
 from flashinfer_backend.sampling import logprobs
 
 ROW = 4 * 2048  # bytes of a token's logits
@@ -84,6 +85,23 @@ def test_one_that_waits_for_room_can_be_cancelled_and_refused_late() -> None:
     free(engine_, 1)
     run_until_idle(engine_)
     assert list(engine_.socket.tokens) == [1, 4]
+
+
+def test_an_engine_with_nothing_else_to_do_still_refuses_them_in_time() -> None:
+    engine_ = engine(stats_check_period_ms=60_000)
+    engine_.submit(1, 2, prompt_tokens=ROWS, context_logits=True)
+    engine_.submit(2, 2, prompt_tokens=9, context_logits=True, timeout_us=50_000)
+    waits, receive = [0], engine_.socket.receive
+
+    def note(timeout_ms: int, until: float) -> list[protocol.ToEngine]:
+        if len(engine_.loop.logits):
+            waits.append(timeout_ms)
+        return receive(min(timeout_ms, 100), until)
+
+    engine_.socket.receive = note  # type: ignore[method-assign]
+    while 2 not in engine_.socket.failures:
+        engine_.step()
+    assert max(waits) <= ROOM_POLL_MS
 
 
 def test_room_goes_by_priority_and_a_stub_that_leaves_gives_all_of_its_own() -> None:

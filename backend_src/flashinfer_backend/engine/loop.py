@@ -27,6 +27,7 @@ from flashinfer_backend.worker.runner import Launched, Point
 log = logging.getLogger(__name__)
 
 GRAMMAR_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
+ROOM_POLL_MS = 20  # how soon it refuses one that has waited too long for room for its logits
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
 DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
 
@@ -86,7 +87,9 @@ class EngineLoop:
         """Take in what has come: at once if nothing runs on the device, else until it is time to plan."""
         timeout_ms = 0
         if not self.in_flight and not self.scheduler.requests:
-            timeout_ms = GRAMMAR_POLL_MS if len(self.grammars) else self.config.stats_check_period_ms
+            timeout_ms = self.config.stats_check_period_ms
+            if len(self.grammars) or len(self.logits):
+                timeout_ms = min(timeout_ms, GRAMMAR_POLL_MS if len(self.grammars) else ROOM_POLL_MS)
         while not self.socket.closed:
             left_s = self._time_to_plan()
             until = time.monotonic() + left_s
