@@ -47,6 +47,7 @@ def idle(server: OpenAiServer) -> bool:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(door: OpenAiServer, stream: bool) -> None:
+    wait_for(lambda: idle(door), "the end of what other tests left")
     before = engine(door, "cancellations")
     with door.asked(CHAT, {**LONG, "stream": stream, "n": 2}) as connection:
         wait_for(lambda: engine(door, "requests_running") == 2, "both to run")
