@@ -365,6 +365,7 @@ def test_whatever_the_guide_of_tags_admits_is_read_alike_wherever_it_is_cut(
         ({"minProperties": 1}, "have 'minProperties' at the top"),
         ({"additionalProperties": {"type": "string"}}, "have 'additionalProperties' at the top"),
         ({"required": ["a"]}, "require \"a\", which is not in 'properties'"),
+        ({"required": [["a"]]}, "require .*a.*, which is not in 'properties'"),
         ({"properties": {"a>b": {}}}, 'have a property "a>b", a name that a tag cannot hold'),
         ({"properties": [1]}, "should have an object of 'properties'"),
     ],

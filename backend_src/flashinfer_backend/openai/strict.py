@@ -164,7 +164,7 @@ def _xml_parameters(function: str, schema: Mapping[str, Any]) -> list[Format]:
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise _not_in_xml(function, "should have an object of 'properties' and a list of those 'required'")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise _not_in_xml(function, f"require {shown(name)}, which is not in 'properties'")
     elements = []
     for name in properties:
