@@ -97,6 +97,7 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
+        ({"is_causal": False}, "is_causal False"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config 'awq'"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),

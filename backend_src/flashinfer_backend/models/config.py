@@ -369,6 +369,7 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
         "hidden_act": "silu",
         "mlp_bias": False,
         "partial_rotary_factor": 1.0,
+        "is_causal": True,  # false in some models that embed texts
     }
     if model_type != "qwen2":
         implemented["attention_bias"] = False
