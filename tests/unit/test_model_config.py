@@ -90,6 +90,7 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; supported: Llama",
         ),
+        ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "supported: default, linear, llama3"),

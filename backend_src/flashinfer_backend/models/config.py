@@ -354,6 +354,11 @@ def _model_type(raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures") or []
     for name in architectures:
         if name in ARCHITECTURES:
+            if raw.get("model_type") not in (None, ARCHITECTURES[name]):  # by which transformers chooses
+                raise UnsupportedModelError(
+                    f"model_type {raw['model_type']!r} contradicts architecture {name}, whose model_type is"
+                    f" {ARCHITECTURES[name]!r}; set the one that the model was trained as"
+                )
             return ARCHITECTURES[name]
     if not architectures and raw.get("model_type") in ARCHITECTURES.values():
         return raw["model_type"]
