@@ -240,6 +240,18 @@ def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, cha
     assert ModelConfig.from_pretrained(path).sliding_window == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_heads_that_are_not_named_are_those_of_transformers(tmp_path, kind):
+    path = make_checkpoint(kind, tmp_path)
+    written = json.loads((path / "config.json").read_text())
+    for key in ("head_dim", "num_key_value_heads"):
+        written.pop(key, None)
+    (path / "config.json").write_text(json.dumps(written | {"hidden_size": 1024, "num_attention_heads": 32}))
+    theirs, ours = transformers.AutoConfig.from_pretrained(path), ModelConfig.from_pretrained(path)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "unigram"])
 @pytest.mark.parametrize(
     "token", ["</s>", "<|turn|>", {"content": "<tool>", "special": False}, "a", "no such"]

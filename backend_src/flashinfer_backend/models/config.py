@@ -32,6 +32,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What transformers takes where config.json has no such key; a sliding_window of null is no window.
 DEFAULT_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
+DEFAULT_HEADS: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
@@ -301,6 +307,7 @@ def _parse(
 ) -> ModelConfig:
     check_kinds(raw, KINDS)
     model_type = _model_type(raw)
+    raw = DEFAULT_HEADS[model_type] | raw
     _refuse_variants(raw, model_type)
     window = _sliding_window(raw, model_type)
     counts = {key: raw[key] for key in COUNTS} | {"sliding_window": 1 if window is None else window}
