@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import KINDS, make_checkpoint
+from checkpoints import KINDS, make_checkpoint, make_model
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
@@ -292,6 +292,16 @@ def test_missing_files_are_named(checkpoint, tmp_path):
         load(sharded)
     with pytest.raises(FileNotFoundError, match=r"no config.json"):
         ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("first", [{}, {"max_shard_size": "100KB"}])
+def test_of_one_file_and_shards_those_are_read_that_transformers_reads(tmp_path, first):
+    """Saving a model again leaves the index of earlier shards, or an earlier single file."""
+    again: dict = {} if first else {"max_shard_size": "100KB"}
+    make_model("llama", seed=1).save_pretrained(tmp_path, **first)
+    make_model("llama", seed=2).save_pretrained(tmp_path, **again)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(load(tmp_path).lm_head.data, theirs.lm_head.weight.data)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):

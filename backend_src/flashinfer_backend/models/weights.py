@@ -35,8 +35,8 @@ class WeightsError(ValueError):
 def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "auto", seed: int = 0) -> None:
     """Fill the model's weights in place.
 
-    load_format "auto" reads model.safetensors, or the shards that model.safetensors.index.json names,
-    one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
+    load_format "auto" reads model.safetensors, or without one the shards that model.safetensors.index.json
+    names, one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
     weight's format says so; before, it looks at the names, shapes and types of all. "dummy" draws them from
     N(0, initializer_range) keyed by seed and rank (norms 1, biases 0) and does not look at model_dir.
     Raises FileNotFoundError for a missing file and WeightsError for tensors that are missing,
@@ -137,6 +137,10 @@ def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[
 
 def _files(model_dir: Path) -> list[Path]:
     index_path, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    if single.is_file():  # goes first in transformers
+        if index_path.is_file():
+            log.warning("%s is read, and %s is not: remove the one that is out of date", single, index_path)
+        return [single]
     if index_path.is_file():
         try:
             files = [model_dir / name for name in shards(index_path)]
@@ -146,8 +150,6 @@ def _files(model_dir: Path) -> list[Path]:
         if absent:
             raise FileNotFoundError(f"{index_path} names files that are not there: {_some(absent)}")
         return files
-    if single.is_file():
-        return [single]
     raise FileNotFoundError(
         f"{model_dir} has neither model.safetensors nor model.safetensors.index.json; "
         "only safetensors checkpoints are loaded"
