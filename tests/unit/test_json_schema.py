@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from typing import Any
 
 import jsonschema
 import pytest
 
-from flashinfer_backend.structured.compiler import MOST_BLANKS, is_safe_pattern
+from flashinfer_backend.structured.compiler import MOST_BLANKS, GrammarCompiler, is_safe_pattern
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import MOST_DEPTH, prepare_schema
 from flashinfer_backend.structured.regex import check_regex
@@ -284,6 +285,23 @@ def test_regular_expressions_that_are_taken(regex):
 
 
 @pytest.mark.parametrize(
+    ("regex", "text"),
+    [
+        (r"\x61b", "ab"),
+        (r"\x20a\x2a1", " a*1"),
+        (r"[\x611]{3}", "1a1"),
+        (r"[\x5d\x61-cA]+", "]bA"),
+        (r"\\x61b", r"\x61b"),
+        (r"\u{61}b\u0061b", "abab"),
+    ],
+)
+def test_characters_by_their_numbers(regex, text):
+    compiled = GrammarCompiler("bundled", vocab_size=2048).compile("regex", regex)
+    assert re.fullmatch(re.sub(r"\\u\{(..)\}", r"\\x\1", regex), text)  # which re has not
+    assert admits(compiled, text)
+
+
+@pytest.mark.parametrize(
     ("regex", "message"),
     [
         ("a^b", r"\^ at character 2"),
@@ -302,6 +320,8 @@ def test_regular_expressions_that_are_taken(regex):
         (r"\Aa", r"\\A at character 1"),
         (r"a\z", r"\\z at character 2"),
         (r"[\q]", r"\\q at character 2"),
+        (r"a\x{61}", r"\\x at character 2 should have two hexadecimal digits"),
+        (r"[\x6]", r"\\x at character 2 should have two"),
     ],
 )
 def test_regular_expressions_that_xgrammar_would_change_are_refused(regex, message):

@@ -14,7 +14,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE, GRAMMAR_TYPES
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import prepare_schema
-from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, check_regex
+from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, prepare_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
@@ -53,8 +53,7 @@ class GrammarCompiler:
                 schema = prepare_schema(text, is_safe_pattern)
                 return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
             if grammar_type == "regex":
-                check_regex(text)
-                return compiler.compile_regex(text)
+                return compiler.compile_regex(prepare_regex(text))
             if grammar_type == "ebnf_grammar":
                 return compiler.compile_grammar(text)
         except Exception as error:  # xgrammar raises RuntimeError with a source position in front

@@ -13,6 +13,7 @@ LETTER_ESCAPES = (
     "dDwWsStnrfv0xuc"  # of the others xgrammar refuses some, and takes the rest for the letter itself
 )
 REFUSED_BY_XGRAMMAR = "bBpPk"
+HEX_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)", re.DOTALL)
 AROUND, MODIFIER = re.compile(r"\((\?<?[=!])"), re.compile(r"\(\?(:|P?<\w*>)?")
 REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
 # Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
@@ -21,9 +22,17 @@ WITHOUT_ESCAPES = re.compile(
 )
 
 
+def prepare_regex(regex: str) -> str:
+    """The regular expression as xgrammar should have it. Raises GrammarError as check_regex does."""
+    check_regex(regex)
+    # Of \xHH it takes hexadecimal digits that follow for more of them.
+    return HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
+
+
 def check_regex(regex: str) -> None:
     """Raise GrammarError for assertions, anchors that are not at an end of the text, escapes of unknown
-    letters and repetitions beyond 2^31. Whatever else is wrong xgrammar finds itself."""
+    letters, \\x without its two digits and repetitions beyond 2^31. Whatever else is wrong xgrammar finds
+    itself."""
     # Of each open group: is its begin the text's, is the current place, has an earlier alternative its $.
     groups = [[True, True, False]]
     anchored = [False]  # of each: has ^ or $ within, so that it cannot be repeated
@@ -36,6 +45,7 @@ def check_regex(regex: str) -> None:
             letter = regex[place + 1 : place + 2]
             if letter.isascii() and letter.isalpha() and letter not in LETTER_ESCAPES + REFUSED_BY_XGRAMMAR:
                 raise GrammarError(f"\\{letter} at character {place + 1} is not supported; leave it out")
+            _refuse_short_hex(regex, place)
         elif char == "[":
             size = _class_length(regex, place)
         elif char == "(":
@@ -94,6 +104,14 @@ def _refuse_after_end(ended: bool, place: int) -> None:
         raise GrammarError(f"$ before character {place + 1} is not at the end, where it is supported")
 
 
+def _refuse_short_hex(regex: str, place: int) -> None:
+    escape = HEX_ESCAPE.match(regex, place)
+    if escape and escape[0] == r"\x":
+        raise GrammarError(
+            rf"\x at character {place + 1} should have two hexadecimal digits; others are \u{{...}}"
+        )
+
+
 def _class_length(regex: str, place: int) -> int:
     end = place + 1
     while end < len(regex) and regex[end] != "]":
@@ -101,6 +119,7 @@ def _class_length(regex: str, place: int) -> int:
             letter = regex[end + 1 : end + 2]
             if letter.isascii() and letter.isalpha() and letter not in LETTER_ESCAPES + "b":
                 raise GrammarError(f"\\{letter} at character {end + 1} is not supported; leave it out")
+            _refuse_short_hex(regex, end)
             end += 1
         end += 1
     return end + 1 - place
