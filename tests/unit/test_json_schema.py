@@ -205,6 +205,12 @@ def test_what_would_be_dropped_is_refused_by_name_and_place(schema, what, place)
     assert what in message and f"(at {place})" in message and len(message) < 300
 
 
+@pytest.mark.parametrize("caret", [r"\^", r"\x5e", r"\u005E", r"\u{5e}"])
+def test_a_class_that_begins_with_an_escaped_caret_is_no_complement(caret):
+    with pytest.raises(GrammarError, match=r"class at character 3 begins with an escaped \^"):
+        GrammarCompiler("bundled", vocab_size=2048).compile("regex", rf"\[[{caret}a]")
+
+
 @pytest.mark.parametrize("text", ['"\t"', '"\x01"', '"a"b"', '"\\"', '"\n"'])
 @pytest.mark.parametrize(
     "string",
@@ -292,6 +298,7 @@ def test_regular_expressions_that_are_taken(regex):
         (r"[\x611]{3}", "1a1"),
         (r"[\x5d\x61-cA]+", "]bA"),
         (r"\\x61b", r"\x61b"),
+        (r"[a\^][^\^]\[\^", "^a[^"),
         (r"\u{61}b\u0061b", "abab"),
     ],
 )

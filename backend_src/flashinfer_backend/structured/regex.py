@@ -14,6 +14,8 @@ LETTER_ESCAPES = (
 )
 REFUSED_BY_XGRAMMAR = "bBpPk"
 HEX_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)", re.DOTALL)
+ESCAPE_OR_CLASS = re.compile(r"\\.|\[(?:\\.|[^]\\])*", re.DOTALL)
+ESCAPED_CARET_FIRST = re.compile(r"\[\\(?:\^|x5e|u005e|u\{0*5e\})", re.IGNORECASE)
 AROUND, MODIFIER = re.compile(r"\((\?<?[=!])"), re.compile(r"\(\?(:|P?<\w*>)?")
 REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
 # Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
@@ -23,8 +25,15 @@ WITHOUT_ESCAPES = re.compile(
 
 
 def prepare_regex(regex: str) -> str:
-    """The regular expression as xgrammar should have it. Raises GrammarError as check_regex does."""
+    """The regular expression as xgrammar should have it. Raises GrammarError as check_regex does, and for a
+    class that begins with an escaped ^, which xgrammar takes for its complement."""
     check_regex(regex)
+    for found in ESCAPE_OR_CLASS.finditer(regex):
+        if ESCAPED_CARET_FIRST.match(found[0]):
+            raise GrammarError(
+                f"the class at character {found.start() + 1} begins with an escaped ^, which is not"
+                " supported; write it further behind, or outside of a class"
+            )
     # Of \xHH it takes hexadecimal digits that follow for more of them.
     return HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
 
