@@ -66,11 +66,15 @@ def request_message(model: str, body: dict[str, Any], types: dict[str, str]) -> 
 def read_response(data: bytes) -> tuple[dict[str, Any] | None, bool]:
     """(the fields of a ModelStreamInferResponse as an event of generate_stream has them, whether it is the
     final response); no event for a response without outputs. Outputs other than text_output, finish_reason
-    and num_output_tokens are left out."""
+    and num_output_tokens are left out. Raises ValueError for what is no such response."""
     import numpy as np
+    from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2
 
-    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    try:
+        message = service_pb2.ModelStreamInferResponse.FromString(data)
+    except DecodeError:
+        raise ValueError(f"message is no ModelStreamInferResponse: {data[:200]!r}") from None
     if message.error_message:
         return {"error": message.error_message}, True
     response = message.infer_response
@@ -82,7 +86,7 @@ def read_response(data: bytes) -> tuple[dict[str, Any] | None, bool]:
         if output.name in ("text_output", "finish_reason"):
             event[output.name] = "\n".join(_strings(raw))
         elif output.name == "num_output_tokens":
-            event[output.name] = int(np.frombuffer(raw, np.int32)[0])
+            event[output.name] = int(np.frombuffer(raw, np.int32).item())
     return event, final
 
 

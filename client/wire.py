@@ -136,7 +136,11 @@ def read_stream(
                 continue
             event: Any
             if backend == "triton-grpc":
-                event, final = grpc_wire.read_response(payload)
+                try:
+                    event, final = grpc_wire.read_response(payload)
+                except ValueError as error:
+                    summary.error = str(error)
+                    break
                 finished = finished or final
                 if event is None:
                     continue
@@ -146,7 +150,10 @@ def read_stream(
                 except ValueError:
                     summary.error = f"chunk is not JSON: {payload[:200]!r}"
                     break
-            text = _read_event(backend, event, time, summary)
+            try:
+                text = _read_event(backend, event, time, summary)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                text, summary.error = None, f"chunk is not of this form: {str(event)[:200]}"
             if summary.error is not None:
                 break
             if text is None:
@@ -200,9 +207,14 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
     delta = choice.get("delta") or {}
     if not delta.keys() - {"role"} and summary.finish_reason is None:
         return None  # it announces the role, before there is a token
-    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    text = delta_text(delta)
     # The announcement of the role may hold an empty text.
-    return None if "role" in delta and not text and summary.finish_reason is None else str(text)
+    return None if "role" in delta and not text and summary.finish_reason is None else text
+
+
+def delta_text(delta: dict[str, Any]) -> str:
+    """The text of a chat's `delta`: what the model thinks, under either of its names, then what it says."""
+    return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
 
 
 def _length_error(

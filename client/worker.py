@@ -279,7 +279,8 @@ def _http_exchange(session: aiohttp.ClientSession, url: str) -> Callable[[bytes,
         try:
             async with session.post(url, data=body) as response:
                 if response.status != 200:
-                    exchange.error = f"HTTP {response.status}: {error_message(await response.text())}"
+                    text = await response.text(errors="replace")
+                    exchange.error = f"HTTP {response.status}: {error_message(text)}"
                     return
                 async for data in response.content.iter_any():
                     note(data, data.count(b"data:"))

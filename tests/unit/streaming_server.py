@@ -6,7 +6,7 @@
 packs all tokens into one segment, `short` omits a token but ends properly, `slow` waits a minute a token.
 Triton's stream ends with a `finish_reason`: `cancelled` makes it that and `stopped` stop, both at half the
 tokens and `stopped` with an empty chunk more; `unmarked` leaves it out, as TensorRT-LLM does.
-`wide` sends text beyond ASCII.
+`wide` sends text beyond ASCII. `foreign` sends a chunk of another form, `latin` answers 503 in Latin-1.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class StreamingServer:
         if "busy" in prompt:
             await self._answer(writer, 503, {"error": "Exceeds maximum queue size"})
             return
+        if "latin" in prompt:
+            writer.write("HTTP/1.1 503 X\r\nContent-Length: 8\r\n\r\nüberlast".encode("latin-1"))
+            await writer.drain()
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         half = any(word in prompt for word in ("early", "cancelled", "stopped"))
         count = tokens // 2 if half else tokens - 1 if "short" in prompt else tokens
@@ -86,6 +90,8 @@ class StreamingServer:
         events = [self._chunk(triton, body, f" w{i}{suffix}") for i in range(count)]
         if triton:
             self._mark_end(prompt, body, events)
+        if "foreign" in prompt:
+            events[0] = {"text_output": " w0", "num_output_tokens": [1]} if triton else {"choices": [None]}
         if "error" in prompt:
             events[1:] = [{"error": "engine failed" if triton else {"message": "engine failed", "code": 500}}]
         if not triton and "early" not in prompt and "error" not in prompt:

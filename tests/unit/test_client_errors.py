@@ -91,6 +91,33 @@ def test_servers_that_never_send_finish_reason_are_served_as_before(server):
     assert [r.error for r in openai.records] == [None, None]
 
 
+@pytest.mark.parametrize("backend", ["triton", "openai"])
+def test_an_answer_of_another_form_fails_alone(server, backend):
+    foreign, latin, plain = send(server, ["foreign", "latin", "plain"], backend=backend).records
+    assert foreign.error.startswith("chunk is not of this form: {")
+    assert (latin.error, plain.error) == ("HTTP 503: \ufffdberlast", None)
+
+
+@pytest.mark.parametrize(
+    "backend, event",
+    [
+        ("openai", {"choices": 5}),
+        ("openai", {"choices": [], "usage": {"prompt_tokens": 1}}),
+        ("openai-chat", {"choices": [{"delta": "text"}]}),
+        ("openai-chat", {"choices": [{"delta": {"content": ["text"]}}]}),
+    ],
+)
+def test_chunks_of_another_form(backend, event):
+    data = f"data: {json.dumps(event)}\n\n".encode()
+    error = wire.read_stream(backend, [(1.0, data)], 3, exact=True).error
+    assert error is not None and error.startswith("chunk is not of this form")
+
+
+def test_a_message_that_is_no_response():
+    error = wire.read_stream("triton-grpc", [(1.0, b"\xff\xff\xff")], 3, exact=True).error
+    assert error is not None and error.startswith("message is no ModelStreamInferResponse")
+
+
 def test_an_empty_last_chunk_does_not_count_for_tpot(server):
     record = RequestRecord(0, 10, 3, ttft=1.0, latency=9.0, last_token=2.0)
     assert record.tpot == 0.5
