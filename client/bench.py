@@ -253,6 +253,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         raise ValueError("--find-rate and --limit go together: the rates to search and what to keep within")
     if args.ramp is not None and ("request_rate" in given or args.find_rate):
         raise ValueError("--ramp says the rate: leave out --request-rate and --find-rate")
+    _refuse_idle(args, given)
     if scenario is not None:
         sampling, spec, lengths = scenario.sampling, scenario.dataset, scenario.lengths
         burstiness, ramp, think = scenario.burstiness, scenario.ramp, scenario.think_seconds
@@ -274,8 +275,12 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
             for slots in args.max_concurrency
         ]
         warm_up = 1
-    if args.find_rate and (len(points) > 1 or not math.isinf(points[0].request_rate)):
-        raise ValueError("--find-rate chooses the rates: leave out --request-rate and lists of concurrencies")
+    rated = ramp is not None or not math.isinf(points[0].request_rate)
+    if args.find_rate and (len(points) > 1 or rated):
+        raise ValueError(
+            "--find-rate chooses the rates: leave out --request-rate, lists of concurrencies, and scenarios"
+            " that say a rate"
+        )
     if twice := sorted(sampling.keys() & args.extra_body.keys()):
         raise ValueError(f"--extra-body must not hold {', '.join(twice)} too: it is given already")
     port = 8001 if args.backend == "triton-grpc" else 8000
@@ -292,6 +297,26 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
     for count in {point.num_prompts for point in points} if not args.find_rate else {2}:
         made.prompts(count, args.seed)  # errors in them show before anything is sent
     return made
+
+
+def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
+    """Raises ValueError for an option that would do nothing beside the others."""
+    if args.find_rate:
+        if "num_prompts" in given:
+            raise ValueError("--num-prompts: a try of --find-rate sends its rate times --try-seconds")
+    elif idle := sorted(given & {"try_seconds", "search_seconds"}):
+        raise ValueError(f"--{idle[0].replace('_', '-')} is for --find-rate")
+    arrivals = args.find_rate or args.ramp or not all(map(math.isinf, args.request_rate))
+    if "burstiness" in given and not arrivals:
+        raise ValueError("--burstiness shapes arrivals: give --request-rate, --ramp or --find-rate")
+    if args.save_itl and not (args.output or args.csv):
+        raise ValueError("--save-itl needs --output or --csv to write to")
+    if "check_tokens" in given and args.backend in OPENAI:
+        raise ValueError("--check-tokens and --no-check-tokens are for Triton: OpenAI servers always count")
+    if args.respect_eos and not args.check_tokens:
+        raise ValueError("--no-check-tokens: with --respect-eos nothing else says how many tokens there were")
+    if len(dict(args.goodput)) < len(args.goodput):
+        raise ValueError("--goodput limits a time twice; give each of ttft, tpot and latency once")
 
 
 def _lengths(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:

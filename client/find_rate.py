@@ -51,12 +51,18 @@ def limit(text: str) -> Limit:
 
 
 def broken(summary: dict[str, Any], limits: list[Limit]) -> str | None:
-    """Why a run does not keep within the limits, or None."""
+    """Why a run does not keep within the limits, or None. Raises ValueError for a limit of what no answer
+    had, such as the tpot of answers of one token."""
     if summary["failed"]:
         return f"{summary['failed']} requests failed"
     for each in limits:
         value = each.value(summary)
-        if value is not None and value > each.ms:
+        if value is None:
+            raise ValueError(
+                f"--limit {each.metric}={each.ms:g}: no answer has that time; tpot takes answers of two"
+                " tokens, itl of two chunks"
+            )
+        if value > each.ms:
             return f"{each.metric} {value:.1f} ms is over {each.ms:g}"
     return None
 

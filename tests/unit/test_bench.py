@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,8 @@ def test_limits_of_a_search():
     assert find_rate.broken(summary, [limit]) == "p99.5_ttft 201.0 ms is over 200"
     assert find_rate.broken(summary, [find_rate.limit("mean_tpot=3")]) is None
     assert find_rate.broken(summary | {"failed": 1}, []) == "1 requests failed"
+    with pytest.raises(ValueError, match=r"--limit p99_itl=3: no answer has that time"):
+        find_rate.broken(summary | {"p99_itl_ms": None}, [find_rate.limit("p99_itl=3")])
 
 
 def test_every_scenario_can_be_read_and_says_what_it_serves_for():
@@ -205,6 +208,7 @@ def test_a_scenario_of_known_lengths_tells_them_by_priority(server, tokenizer_fo
     assert all(body["priority"] == -2 * body["max_tokens"] for body in server.bodies)
 
 
+RAMP = "ramp.toml"  # a scenario
 WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
     (["--scenario", "small", "--priority-per-output-token", "-1"], "the scenario says that"),
@@ -228,6 +232,19 @@ WRONG = [
     (["--goodput", "itl=3"], "the form ttft=200"),
     (["--part", "1,2"], "the form WEIGHT,IN,OUT"),
     (["--burstiness", "0"], "must be a number over 0"),
+    (["--burstiness", "0.5"], "--burstiness shapes arrivals"),
+    (
+        ["--find-rate", "1:4", "--limit", "p99_ttft=1", "--num-prompts", "9"],
+        "sends its rate times --try-seconds",
+    ),
+    (["--scenario", "small", "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
+    (["--scenario", RAMP, "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
+    (["--try-seconds", "3"], "--try-seconds is for --find-rate"),
+    (["--search-seconds", "3"], "--search-seconds is for --find-rate"),
+    (["--save-itl"], "--save-itl needs --output or --csv"),
+    (["--respect-eos", "--no-check-tokens"], "with --respect-eos nothing else says"),
+    (["--backend", "openai", "--no-check-tokens"], "are for Triton"),
+    (["--goodput", "ttft=1", "--goodput", "ttft=9"], "--goodput limits a time twice"),
     (["--api-key-env", "NO_SUCH_KEY"], "there is no such environment variable"),
     (["--backend", "triton-grpc", "--endpoint", "/x"], "takes no endpoint"),
     (["--top-p", "0.5", "--extra-body", '{"top_p": 1}'], "must not hold top_p too"),
@@ -235,7 +252,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG)
-def test_wrong_arguments(server, tokenizer_folder, capsys, arguments, message):
+def test_wrong_arguments(server, tokenizer_folder, tmp_path, capsys, arguments, message):
+    if RAMP in arguments:
+        text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / RAMP
+        path.write_text(re.sub("request_rates = .*", "ramp = { start = 1.0, end = 5.0 }", text))
+        arguments = [str(path) if word == RAMP else word for word in arguments]
     with pytest.raises(SystemExit) as end:
         bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
