@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"
 Range = tuple[int, int]  # lowest and highest, both included
+PART_SEEDS = 1_000_000_007  # from the seed of a part of mixed prompts to the next part's
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def mixed_prompts(tokenizer: Tokenizer, num_prompts: int, parts: Sequence[Part],
     prompts = []
     for number, (part, first, end) in enumerate(zip(parts, [0, *ends], ends, strict=False)):
         ranges = part.input_range, part.output_range
-        prompts += random_prompts(tokenizer, end - first, *ranges, seed + number)
+        # Far from the seeds of neighbouring runs, of which another part would have the same texts.
+        prompts += random_prompts(tokenizer, end - first, *ranges, seed + number * PART_SEEDS)
     random.Random(seed).shuffle(prompts)
     return prompts
 

@@ -324,6 +324,14 @@ def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokeni
     assert "\n100 requests/s\n" in shown.out and shown.err == ""
 
 
+def test_the_parts_of_mixed_prompts_share_none_with_the_next_run():
+    parts = [Part(1, (8, 16), (4, 4)), Part(1, (8, 16), (9, 9))]
+    first, second = (
+        load_prompts("mixed", small_tokenizers.byte_level(), 20, seed, parts=parts) for seed in (0, 1)
+    )
+    assert not {prompt.text for prompt in first} & {prompt.text for prompt in second}
+
+
 def test_what_is_printed_fits_80_columns():
     assert len(Snapshot(1234.5, 10000, 10000, 9999, 9999, 10**8, 12.3456).line()) <= 80
     environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
