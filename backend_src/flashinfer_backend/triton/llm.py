@@ -100,8 +100,6 @@ class TritonPythonModel:
             except ValueError as error:
                 # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
                 self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
-            except EngineDown as error:
-                self._responder.refuse(sender, str(error), self._pb.TritonError.UNAVAILABLE)
             except Exception as error:  # the other requests of this call must not fail with it
                 traceback.print_exc()
                 self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
@@ -136,6 +134,9 @@ class TritonPythonModel:
             self._submit(opened.sequences)
         except EngineDown as error:
             self._responder.drop(opened, str(error), self._pb.TritonError.UNAVAILABLE)
+        except Exception as error:  # what is open is looked after until it is dropped
+            traceback.print_exc()
+            self._responder.drop(opened, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
     def _submit(self, sequences: list[Sequence]) -> None:
         first: Sequence | None = None

@@ -79,10 +79,13 @@ class Responder:
         if self._open.pop(id(request), None) is None:
             return
         request.cancel_all()
-        for sequence in request.sequences:
-            sequence.ended = True
-            self.metrics.ended(sequence)
-            self._free(sequence)
+        if not any(sequence.handle for sequence in request.sequences):  # no engine has heard of it
+            self.metrics.refused()
+        else:
+            for sequence in request.sequences:
+                sequence.ended = True
+                self.metrics.ended(sequence)
+                self._free(sequence)
         self._send_error(request.fail, message, code)
 
     def stop(self, request_id: str) -> None:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that the llm model cannot hand to an engine. Triton and the engines are the test."""
+
+# ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from responder_bench import OUTPUTS, Bench, Error, Sender, bench
+
+from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
+from flashinfer_backend.triton.llm import TritonPythonModel
+from flashinfer_backend.triton.requests import Limits
+
+
+class Counts:
+    """Takes the place of the metrics."""
+
+    def __init__(self) -> None:
+        self.requests, self.sequences = 0, 0
+
+    def refused(self) -> None:
+        self.requests += 1
+
+    def ended(self, *_: Any) -> None:
+        self.sequences += 1
+
+
+def execute(bench: Bench, folder: Path, engines_left: int, **inputs: np.ndarray) -> tuple[Error, Counts]:
+    """The error of a request. engines_left: sequences that are taken before there is no engine."""
+    left = iter(range(1, 1 + engines_left))
+
+    def submit(sequence: Any, *_: Any) -> int:
+        if (handle := next(left, 0)) == 0:
+            raise EngineDown(ENGINE_DOWN)
+        sequence.handle = handle
+        return handle
+
+    counts = Counts()
+    bench.responder.metrics = counts  # type: ignore[assignment]
+    model = TritonPythonModel()
+    model._pb = bench.responder._pb
+    model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
+    model._engines = SimpleNamespace(submit=submit)  # type: ignore[assignment]
+    model._parameters = {"model_dir": str(folder)}
+    tensors = {
+        "input_ids": np.array([[1, 2]], np.int32),
+        "input_lengths": np.array([[2]], np.int32),
+        "request_output_len": np.array([[4]], np.int32),
+    } | inputs
+    sender = Sender()
+    request = SimpleNamespace(
+        inputs=lambda: [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: value)
+            for name, value in tensors.items()
+        ],
+        get_response_sender=lambda: sender,
+        parameters=lambda: "",
+        timeout=lambda: 0,
+        request_id=lambda: "",
+        requested_output_names=lambda: list(OUTPUTS - {"chunk"}),
+    )
+    model.execute([request])
+    ((_, _, error),) = sender.sent
+    assert error is not None and not bench.responder.open_requests()
+    return error, counts
+
+
+def test_without_an_engine_a_request_is_refused_and_counted_once(bench: Bench, tmp_path: Path) -> None:
+    two = np.array([[2]], np.int32)
+    error, counts = execute(bench, tmp_path, 0, num_return_sequences=two)
+    assert (error.message, error.code) == (ENGINE_DOWN, Error.UNAVAILABLE)
+    assert (counts.requests, counts.sequences, bench.cancelled) == (1, 0, [])
+    error, counts = execute(bench, tmp_path, 1, num_return_sequences=two)
+    assert (counts.requests, counts.sequences, bench.cancelled) == (0, 2, [1])
+
+
+def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path) -> None:
+    """Stop words need the tokenizer, which is not there."""
+    error, counts = execute(bench, tmp_path, 9, stop_words_text=np.array([[b"stop"]], object))
+    assert error.message.startswith("internal error: ") and error.code == Error.INTERNAL
+    assert (counts.requests, counts.sequences) == (1, 0)
