@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         module = importlib.import_module(f"client.{argv[0].replace('-', '_')}")
+        return int(module.main(list(argv[1:])))  # gRPC's packages are imported by what needs them
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("client"):
             raise
@@ -41,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    return int(module.main(list(argv[1:])))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 from client.arguments import INT32, http_url, integer, json_object, seconds
 from client.events import ServerError, post_events
 from client.ready import first_model
+from client.wire import delta_text
 
 with suppress(ImportError):
     import readline  # noqa: F401 - input() then has a history and can be edited
@@ -153,8 +154,9 @@ class Chat:
         if self.backend == "openai-chat":
             if event.get("usage"):
                 answer.tokens = int(event["usage"]["completion_tokens"])
-            delta = event["choices"][0].get("delta", {}) if event.get("choices") else {}
-            return (delta.get("reasoning_content") or "") + (delta.get("content") or "") or None
+            return (
+                delta_text(event["choices"][0].get("delta") or {}) or None if event.get("choices") else None
+            )
         if "num_output_tokens" in event:
             answer.tokens = (answer.tokens or 0) + int(event["num_output_tokens"])
         return str(event["text_output"])
@@ -226,7 +228,7 @@ class Terminal:
         except KeyboardInterrupt:
             answer.stopped = True
             stream.close()
-        except (ServerError, KeyError, ValueError, TypeError) as error:
+        except (ServerError, AttributeError, LookupError, ValueError, TypeError) as error:
             chat.turns.pop()
             print(flush=True)
             known = isinstance(error, ServerError)
@@ -266,9 +268,12 @@ class Terminal:
             self.say("\n".join(said) or "nothing was said yet")
         elif name == "/retry":
             if chat.turns:
-                last = chat.turns[-2]
+                before = chat.turns[-2:]
                 del chat.turns[-2:]
-                self.ask(last)
+                length = len(chat.turns)
+                self.ask(before[0])
+                if len(chat.turns) == length:  # it failed: the earlier answer stays
+                    chat.turns += before
             else:
                 self.say("nothing was asked yet")
         elif name == "/set":

@@ -148,7 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # models write what not every terminal can show
         sys.stdout.reconfigure(errors="backslashreplace")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        print(f"error: standard input: {error}", file=sys.stderr)
+        return 1
     start = time.monotonic()
     first, chunks = 0.0, 0
     stream = (stream_grpc if args.grpc else stream_http)(
@@ -160,8 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             first = first or time.monotonic() - start
             print(text, end="", flush=True)
         print(flush=True)
+        if not chunks:
+            raise ServerError(f"{args.url}: the answer holds no text_output")
     except ServerError as error:
         print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another model or server
+        print(f"\nerror: an answer that is none: {error!r}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         stream.close()

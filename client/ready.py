@@ -56,7 +56,7 @@ def missing(load: Load) -> str | None:
     except urllib.error.HTTPError as error:
         text = error_message(error.read().decode(errors="replace"))
         return f"{base}{path}: HTTP {error.code} {text}".rstrip()
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, ValueError) as error:
         return f"{base}{path}: {getattr(error, 'reason', error) or type(error).__name__}"
     return None
 
@@ -110,5 +110,8 @@ def _missing_grpc(load: Load) -> str | None:
 def _get(url: str, api_key: str | None) -> bytes:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
-        return bytes(answer.read())
+    try:
+        with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+            return bytes(answer.read())
+    except http.client.HTTPException as error:
+        raise OSError(f"no answer of an HTTP server ({type(error).__name__})") from None

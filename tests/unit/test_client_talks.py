@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`client generate` and `client chat` against servers that answer otherwise than was due."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from client import chat, generate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def answers():
+    """(URL of a server, the bodies that it still has to answer with)."""
+    waiting = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(waiting.pop(0))
+
+        def do_GET(self):
+            self.wfile.write(b"\x00\x00\x18\x04 HTTP/2\r\n")
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", waiting
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def events(*events):
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (b"<html>", "the answer holds no text_output"),
+        (b"data: nonsense\n\n", "an answer that is none: JSONDecodeError"),
+        (events([1]), "an answer that is none: ValueError"),
+        (events({"output_ids": [1]}), "an answer that is none: KeyError('text_output')"),
+    ],
+)
+def test_generate_says_what_is_no_answer(answers, capsys, answer, message):
+    url, waiting = answers
+    waiting.append(answer)
+    assert generate.main(["--url", url, "Hello"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_generate_says_what_is_no_text(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+    assert generate.main(["-"]) == 1
+    assert "standard input: 'utf-8' codec can't decode" in capsys.readouterr().err
+
+
+def test_without_grpcs_packages_it_is_said_what_to_install():
+    words = [sys.executable, "-S", "-E", "-m", "client", "generate", "--grpc", "Hello"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("client generate needs numpy: pip install")
+
+
+def test_chat_goes_on_after_an_answer_that_is_none(answers, capsys, monkeypatch):
+    url, waiting = answers
+    thought, said = {"reasoning": "hm "}, {"content": "yes"}
+    good = [{"choices": [{"delta": delta}]} for delta in (thought, said, None)]
+    waiting += [events(*good), events({"choices": [None]}), events({"choices": [{"delta": [1]}]})]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Is it?\nAnd then?\n/retry\n/history\n"))
+    assert chat.main(["--backend", "openai-chat", "--model", "m", "--url", url]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("error: an answer that is none: ") == 2 and waiting == []
+    # What failed leaves no trace, and the answer that was to be given again stays.
+    assert "you: Is it?\nmodel: hm yes" in shown.out and "And then?" not in shown.out
+
+
+def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
+    url, _ = answers
+    assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
+    assert capsys.readouterr().err == f"error: {url}: no answer of an HTTP server (BadStatusLine)\n"
