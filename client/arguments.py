@@ -44,6 +44,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def finite(text: str) -> float:
+    """A number; JSON has no other."""
+    if not math.isfinite(value := _number(text)):
+        raise ArgumentTypeError(f"{text!r} must be a number")
+    return value
+
+
 def request_rate(text: str) -> float:
     """Requests/s, or inf."""
     value = _number(text)

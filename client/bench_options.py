@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import arguments, find_rate
-from client.arguments import integer, length_range, output_file, seconds
+from client.arguments import finite, integer, length_range, output_file, seconds
 from client.datasets import DATASETS
 from client.metrics import PERCENTILES
 from client.wire import BACKENDS
 
 # Sampling options and their types; laid over each request's body under the same names.
 SAMPLING: dict[str, Any] = {
-    **{"temperature": float, "top_p": float, "top_k": int, "repetition_penalty": float},
-    **{"presence_penalty": float, "frequency_penalty": float},
+    **{"temperature": finite, "top_p": finite, "top_k": int, "repetition_penalty": finite},
+    **{"presence_penalty": finite, "frequency_penalty": finite},
 }
 # What a scenario says and options may not.
 OF_SCENARIO = {

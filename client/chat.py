@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from client.arguments import INT32, http_url, integer, json_object, seconds
+from client.arguments import INT32, finite, http_url, integer, json_object, seconds
 from client.events import ServerError, post_events
 from client.ready import first_model
 from client.wire import delta_text
@@ -312,8 +312,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--form", choices=FORMS, help="triton: how the conversation is written (default: plain)")
     p.add_argument("--system", default="", help="system prompt")
     p.add_argument("--max-tokens", type=integer(1, INT32[1]), default=512, help="default: %(default)s")
-    p.add_argument("--temperature", type=float)
-    p.add_argument("--top-p", type=float)
+    p.add_argument("--temperature", type=finite)
+    p.add_argument("--top-p", type=finite)
     p.add_argument(
         "--extra-body", type=json_object, default={}, metavar="JSON", help="laid over each request"
     )

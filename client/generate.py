@@ -18,7 +18,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from client.arguments import INT32, UINT64, http_url, integer, seconds
+from client.arguments import INT32, UINT64, finite, http_url, integer, seconds
 from client.events import ServerError, post_events
 
 # option -> (tensor of the ensemble, Triton dtype)
@@ -41,14 +41,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
     p.add_argument("--model", default="ensemble", help="default: %(default)s")
     p.add_argument("--max-tokens", type=integer(*INT32), default=128, help="default: %(default)s")
-    p.add_argument("--temperature", type=float, help="0: greedy")
+    p.add_argument("--temperature", type=finite, help="0: greedy")
     p.add_argument("--top-k", type=integer(*INT32))
-    p.add_argument("--top-p", type=float)
+    p.add_argument("--top-p", type=finite)
     p.add_argument("--seed", type=integer(*UINT64))
     p.add_argument("--min-tokens", type=integer(*INT32))
-    p.add_argument("--repetition-penalty", type=float)
-    p.add_argument("--presence-penalty", type=float)
-    p.add_argument("--frequency-penalty", type=float)
+    p.add_argument("--repetition-penalty", type=finite)
+    p.add_argument("--presence-penalty", type=finite)
+    p.add_argument("--frequency-penalty", type=finite)
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop word; may be repeated")
     p.add_argument(
         "--bad", action="append", default=[], metavar="TEXT", help="forbidden word; may be repeated"

@@ -232,6 +232,8 @@ WRONG = [
     (["--goodput", "itl=3"], "the form ttft=200"),
     (["--part", "1,2"], "the form WEIGHT,IN,OUT"),
     (["--burstiness", "0"], "must be a number over 0"),
+    (["--temperature", "nan"], "'nan' must be a number"),
+    (["--top-p", "inf"], "'inf' must be a number"),
     (["--burstiness", "0.5"], "--burstiness shapes arrivals"),
     (
         ["--find-rate", "1:4", "--limit", "p99_ttft=1", "--num-prompts", "9"],
