@@ -132,7 +132,7 @@ class Bench:
     ) -> None:  # fmt: skip
         args = self.args
         when = datetime.datetime.fromtimestamp(result.started, datetime.timezone.utc)
-        told = {name: _plain(value) for name, value in vars(args).items()}
+        told = {name: _plain(value) for name, value in vars(args).items()} | {"dataset": self.spec}
         run = {
             "label": args.label or f"{load.backend}, {self.facts['server']}",
             "backend": load.backend,

@@ -61,7 +61,7 @@ def sglang_line(run: Run, records: Sequence[RequestRecord]) -> dict[str, Any]:
     line: dict[str, Any] = {
         "backend": run["backend"],
         "dataset_name": run["arguments"]["dataset"].partition(":")[0],
-        "request_rate": "inf" if run["request_rate"] is None else run["request_rate"],
+        "request_rate": run["request_rate"] or run["ramp"] or "inf",
         "max_concurrency": run["max_concurrency"],
         "duration": summary["duration_s"],
         "completed": summary["completed"],

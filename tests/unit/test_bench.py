@@ -291,7 +291,7 @@ def test_grpc_requests_hold_what_the_model_takes():
 
 def test_the_form_of_sglangs_results():
     records = [record(0, 0.1, 0.6), record(1, 0, 0, error="HTTP 503")]
-    run = {"backend": "triton", "request_rate": None, "max_concurrency": 2}
+    run = {"backend": "triton", "request_rate": None, "ramp": None, "max_concurrency": 2}
     run |= {"arguments": {"dataset": "sharegpt:x.json"}, "summary": summarise(records)}
     line = results.sglang_line(run, records)
     # As bench_serving of sglang 0.4.6.post5 writes them.
@@ -308,6 +308,19 @@ def test_the_form_of_sglangs_results():
     assert (line["output_lens"], line["ttfts"], line["errors"]) == ([11, 0], [0.1, 0.0], ["", "HTTP 503"])
     assert line["mean_tpot_ms"] == pytest.approx(50) and line["median_itl_ms"] is None
     json.dumps(line, allow_nan=False)
+
+
+def test_sglangs_form_names_the_scenarios_data_and_ramp(server, tokenizer_folder, tmp_path):
+    text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / RAMP
+    text = re.sub("request_rates = .*", "ramp = { start = 100.0, end = 200.0 }", text)
+    path.write_text(
+        text.replace('"random"', '"multi-turn"').replace("num_prompts = 20", "num_prompts = 2\nturns = 1")
+    )
+    output = tmp_path / "out.jsonl"
+    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1", "--warm-up", "0"]
+    assert bench.main([*arguments, "--scenario", str(path), "--sglang-json", str(output)]) == 0
+    line = json.loads(output.read_text())
+    assert (line["dataset_name"], line["request_rate"]) == ("multi-turn", "100 to 200")
 
 
 def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokenizer_folder, tmp_path, capsys):
