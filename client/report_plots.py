@@ -51,7 +51,7 @@ def draw(runs: Sequence[Measured]) -> list[Plot]:
             plots.append(_latency_by_rate(by_rate))
         if _is_sweep(by_slots, "slots"):
             plots.append(_throughput_by_concurrency(by_slots))
-        single = [run for run in runs if any(t for t in _column(run, "ttft"))]
+        single = [run for run in runs if _first_token_times(run)]
         chosen = single if len(single) <= MOST_CURVES else _spread_out(single)
         if chosen:
             left_out = len(single) - len(chosen)
@@ -137,7 +137,7 @@ def _first_token(runs: Sequence[Measured], note: str) -> Plot:
     highest = 0.0
     lowest = np.inf
     for i, run in enumerate(runs):
-        times = np.sort([t * 1e3 for t in _column(run, "ttft") if t])
+        times = np.sort(_first_token_times(run)) * 1e3
         share = np.arange(1, len(times) + 1) / len(times) * 100
         axis.step(times, share, where="post", label=_name(run, runs), **_style(i, runs))
         highest, lowest = max(highest, times[-1]), min(lowest, times[0])
@@ -183,6 +183,12 @@ def _timelines(runs: Sequence[Measured], note: str) -> Plot:
     return Plot(
         _svg(figure), "What was in flight, and how fast tokens came, in the course of each run." + note
     )
+
+
+def _first_token_times(run: Measured) -> list[float]:
+    """Seconds, of the requests that did not fail."""
+    both = zip(_column(run, "ttft"), _column(run, "error"), strict=True)
+    return [float(seconds) for seconds, error in both if seconds and error is None]
 
 
 def _column(run: Measured, name: str) -> list[Any]:

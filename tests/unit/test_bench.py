@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -379,3 +380,11 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
     assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]
     with pytest.raises(ValueError, match="cannot be read"):
         report.read(tmp_path / "missing.json")
+
+
+def test_failed_requests_are_in_no_curve_of_first_tokens():
+    committed = report.read(ROOT / "perf_configs/results/2026-11-21-h200.json")
+    run = next(run for run in committed if run.requests)
+    times, errors = run.requests["ttft"], [None, "cut off"] + [None] * (len(run.requests["ttft"]) - 2)
+    part = replace(run, requests=run.requests | {"error": errors})
+    assert report_plots._first_token_times(part) == [times[0], *times[2:]]
