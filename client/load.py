@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,7 +228,7 @@ def _run_workers(
             _receive(pipe, deadline, "did not become ready")
         start = time.monotonic() + 0.1
         for _, pipe in workers:
-            pipe.send(start)
+            _tell(pipe, start)
         # After the time limit the recorded streams are still to be parsed.
         deadline = start + time_limit + START_SECONDS
         waiting = [pipe for _, pipe in workers]
@@ -238,7 +239,7 @@ def _run_workers(
             if watch is not None and not interrupted and watch(counters.snapshot(now - start)):
                 interrupted = True
                 for pipe in waiting:
-                    pipe.send("stop")
+                    _tell(pipe, "stop")
                 deadline = now + START_SECONDS
         for process, pipe in workers:
             part, seconds = _receive(pipe, deadline, "did not finish")
@@ -253,12 +254,17 @@ def _run_workers(
     return records, cpu, interrupted, start
 
 
+def _tell(pipe: Any, message: Any) -> None:
+    with suppress(BrokenPipeError):  # the worker has ended: `_receive` gets its results, or says that it died
+        pipe.send(message)
+
+
 def _receive(pipe: Any, deadline: float, what: str) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
         raise RuntimeError(f"a worker process {what} in time")
     try:
         return pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):  # the second where it had not read what it was told
         raise RuntimeError("a worker process died; its error is printed above") from None
 
 

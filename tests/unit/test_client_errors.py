@@ -3,6 +3,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -310,6 +311,22 @@ def test_a_worker_whose_parent_died_before_it_asked_ends():
     with python("-c", f"{code}; end(0); print(2)", stdout=subprocess.PIPE) as process:
         assert process.communicate(timeout=30)[0] == b"1\n"
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_worker_that_has_ended_is_named_and_its_results_are_taken(before):
+    ours, theirs = multiprocessing.Pipe()
+    if not before:  # it ends without having read
+        load._tell(ours, "start")
+    theirs.close()
+    load._tell(ours, "stop")
+    with pytest.raises(RuntimeError, match="a worker process died"):
+        load._receive(ours, time.monotonic() + 5, "did not finish")
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("results")
+    theirs.close()
+    load._tell(ours, "stop")
+    assert load._receive(ours, time.monotonic() + 5, "did not finish") == "results"
 
 
 def alive(process):
