@@ -91,7 +91,7 @@ class StreamingServer:
         if triton:
             self._mark_end(prompt, body, events)
         if "foreign" in prompt:
-            events[0] = {"text_output": " w0", "num_output_tokens": [1]} if triton else {"choices": [None]}
+            events[0] = {"text_output": " w0", "num_output_tokens": [1]}
         if "error" in prompt:
             events[1:] = [{"error": "engine failed" if triton else {"message": "engine failed", "code": 500}}]
         if not triton and "early" not in prompt and "error" not in prompt:

@@ -81,6 +81,6 @@ def test_without_an_engine_a_request_is_refused_and_counted_once(bench: Bench, t
 
 def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path) -> None:
     """Stop words need the tokenizer, which is not there."""
-    error, counts = execute(bench, tmp_path, 9, stop_words_text=np.array([[b"stop"]], object))
+    error, counts = execute(bench, tmp_path / "gone", 9, stop_words_text=np.array([[b"stop"]], object))
     assert error.message.startswith("internal error: ") and error.code == Error.INTERNAL
     assert (counts.requests, counts.sequences) == (1, 0)
