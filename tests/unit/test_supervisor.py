@@ -140,3 +140,10 @@ def test_an_engine_that_stays_outlives_its_last_stub(run_dir: Path) -> None:
     assert record.alive and read_record(run_dir) == record
     stop(record)
     rundir.remove(run_dir)
+
+
+def test_a_program_that_is_missing_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's log goes through tee."""
+    monkeypatch.setenv("PATH", str(run_dir.parent))
+    with pytest.raises(FileNotFoundError, match="tee"):
+        Supervisor(run_dir, os.getpid(), b"{}").attach()

@@ -69,12 +69,19 @@ def locked(run_dir: Path) -> Iterator[None]:
             continue  # removed between the two calls
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                    yield
-                    return
+            if _is_at(path, fd):
+                yield
+                return
         finally:
             os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether an open file is the one that has this path now."""
+    try:
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def start_ticks(pid: int) -> int | None:
