@@ -32,6 +32,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.link import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent
@@ -171,7 +172,7 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    _, fields = processes.stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -180,7 +181,7 @@ def children(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+            if int(processes.stat(folder.name)[1][1]) == pid:
                 found.append(int(folder.name))
     return sorted(found)
 

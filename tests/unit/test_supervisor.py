@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -147,3 +148,16 @@ def test_a_program_that_is_missing_is_named(run_dir: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(run_dir.parent))
     with pytest.raises(FileNotFoundError, match="tee"):
         Supervisor(run_dir, os.getpid(), b"{}").attach()
+
+
+def test_a_process_may_have_any_name(run_dir: Path) -> None:
+    """One that has the pid of a dead server, whose run directory is looked at, is anybody's."""
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) Z \\xff'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        assert rundir.process_alive(other.pid) and not rundir.is_stopped(other.pid)
+        assert rundir.parent_pid(other.pid) == os.getpid()
+        (run_dir.parent / f"{other.pid}-llm").mkdir(parents=True)
+        rundir.create(run_dir)
+        other.stdin.close()

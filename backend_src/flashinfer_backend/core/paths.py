@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from flashinfer_backend.core import processes
+
 BUNDLED = "bundled"
 SERVE_PID = "FLASHINFER_BACKEND_SERVE_PID"  # set by serve for the server and all that comes of it
 
@@ -44,10 +46,10 @@ def owner_pid() -> int:
     serve = os.environ.get(SERVE_PID, "")
     if serve.isdigit():
         try:
-            stat = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+            _, fields = processes.stat(server)
         except OSError:  # tritonserver has just ended
             return server
-        if int(stat[1]) == int(serve):  # not a variable that a server started by hand has inherited
+        if int(fields[1]) == int(serve):  # not a variable that a server started by hand has inherited
             return int(serve)
     return server
 

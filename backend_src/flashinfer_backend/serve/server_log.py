@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from flashinfer_backend.core import processes
+
 STUB_GRACE_S = 3.0  # how long a stub that ended while it was starting may stay uncollected
 _STAMP = r"^[IWE]\d{4} [\d:.]+ \d+ "
 # One model's failure, as each layer of the server says it again.
@@ -172,17 +174,12 @@ def _ended_stubs(server_pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            name, fields = _stat(folder) if folder.name.isdigit() else ("", [])
+            name, fields = processes.stat(folder.name) if folder.name.isdigit() else ("", [])
         except OSError:  # it is gone
             continue
         if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]:
             found.append(int(folder.name))
     return found
-
-
-def _stat(folder: Path) -> tuple[str, list[str]]:
-    head, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
-    return head.partition("(")[2], rest.split()
 
 
 def _write(target: int, data: bytes) -> None:

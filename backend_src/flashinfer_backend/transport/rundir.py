@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from flashinfer_backend.core import processes
+
 # A unix socket's address holds 107 bytes; the longest name in a run directory is "stubs/<pid>.sock".
 _LONGEST_RUN_DIR = 107 - len("/stubs/4194304.sock")
 
@@ -90,7 +92,7 @@ def start_ticks(pid: int) -> int | None:
     Together with the pid it names a process for good, since pids are used again.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        _, fields = processes.stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
@@ -108,14 +110,14 @@ def memory_bytes(pid: int) -> int:
 def parent_pid(pid: int) -> int:
     """The process that started one, or has inherited it; 0 when it has ended."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(processes.stat(pid)[1][1])
     return 0
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process has been stopped by a signal (one that a debugger looks at has not)."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return processes.stat(pid)[1][0] == "T"
     return False
 
 

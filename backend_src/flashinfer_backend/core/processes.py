@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Linux says about a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def stat(pid: int | str) -> tuple[str, list[str]]:
+    """(name, fields behind it: state, parent's pid, ...) of /proc/<pid>/stat, which the manual page proc(5)
+    lists. Raises OSError where there is no such process."""
+    # A name is cut to 15 bytes, perhaps inside of a character, and may hold spaces and brackets.
+    head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    return head.partition("(")[2], rest.split()
