@@ -277,8 +277,10 @@ class _Run:
         self._seen.update(stubs)
         close_memory(self._policy.shm_prefix)
         for stub in stubs:
-            with contextlib.suppress(ProcessLookupError):
-                self._pidfds[os.pidfd_open(stub.pid)] = f"a model ({stub.model}, {stub.pid})"
+            name = f"a model ({stub.model}, {stub.pid})"
+            if name not in self._pidfds.values():  # not counted by an earlier look
+                with contextlib.suppress(ProcessLookupError):
+                    self._pidfds[os.pidfd_open(stub.pid)] = name
         if len(self._pidfds) - 1 < due:
             self._lost_at = self._lost_at or time.monotonic() - START_STUCK_S
             return False

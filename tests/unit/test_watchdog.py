@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serve takes for a server that is ready, on stand-in processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from flashinfer_backend.serve import watchdog
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that says it is ready, with a model of two processes."""
+
+    table = {
+        "/v2/health/ready": "",
+        "/v2/repository/index": json.dumps([{"name": "llm"}]),
+        "/v2/models/llm/config": json.dumps({"backend": "python", "instance_group": [{"count": 2}]}),
+    }
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.table[self.path].encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}"
+    made.shutdown()
+    made.server_close()
+
+
+def stub(folder: Path, server_pid: int) -> subprocess.Popen[bytes]:
+    """A process with the command line of a stub."""
+    model = folder / "llm" / "1" / "model.py"
+    model.parent.mkdir(parents=True, exist_ok=True)
+    model.write_text("import time; time.sleep(60)")
+    words = ["/triton_python_backend_stub", str(model), "region-of-no-stub", "1", "1", str(server_pid)]
+    return subprocess.Popen(words, executable=sys.executable)
+
+
+def test_a_server_without_one_of_its_processes_is_never_ready(url: str, tmp_path: Path) -> None:
+    run = watchdog._Run(SLEEP, {}, url, watchdog.Policy())
+    processes = [stub(tmp_path, run._child.pid)]
+    try:
+        assert [run.look_ready() for _ in range(3)] == [False] * 3
+        assert "ended while it was loaded" in run.problem()
+        processes.append(stub(tmp_path, run._child.pid))
+        assert run.look_ready()
+    finally:
+        run.end()
+        for process in processes:
+            process.wait()
