@@ -76,6 +76,16 @@ def test_a_broken_server_fails_the_probe(server, live, ready, generate, expected
     assert bool(found) == bool(expected) and re.search(expected, found), found
 
 
+def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        names = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
+        server.table = dict.fromkeys(names, (200, ""))
+        assert problem(f"http://127.0.0.1:{server.server_port}", "ensemble", 5) == ""
+
+
 def test_nobody_listening_fails_the_probe() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -15,23 +15,26 @@ import pytest
 
 from flashinfer_backend.serve import watchdog
 
+TABLE = {
+    "/v2/health/ready": "",
+    "/v2/repository/index": json.dumps([{"name": "llm"}]),
+    "/v2/models/llm/config": json.dumps({"backend": "python", "instance_group": [{"count": 2}]}),
+}
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 class Answers(BaseHTTPRequestHandler):
     """A server that says it is ready, with a model of two processes."""
 
-    table = {
-        "/v2/health/ready": "",
-        "/v2/repository/index": json.dumps([{"name": "llm"}]),
-        "/v2/models/llm/config": json.dumps({"backend": "python", "instance_group": [{"count": 2}]}),
-    }
+    cut = 0  # bytes that are missing at the end of each answer
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        body = TABLE[self.path].encode()
         self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + self.cut))
         self.end_headers()
-        self.wfile.write(self.table[self.path].encode())
+        self.wfile.write(body)
 
     do_POST = do_GET
 
@@ -57,13 +60,20 @@ def stub(folder: Path, server_pid: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, executable=sys.executable)
 
 
-def test_a_server_without_one_of_its_processes_is_never_ready(url: str, tmp_path: Path) -> None:
+def test_a_server_without_one_of_its_processes_is_never_ready(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # that nobody listens at
+    monkeypatch.delenv("no_proxy", raising=False)
     run = watchdog._Run(SLEEP, {}, url, watchdog.Policy())
     processes = [stub(tmp_path, run._child.pid)]
     try:
         assert [run.look_ready() for _ in range(3)] == [False] * 3
         assert "ended while it was loaded" in run.problem()
         processes.append(stub(tmp_path, run._child.pid))
+        monkeypatch.setattr(Answers, "cut", 1)
+        assert not run.look_ready(), "it may have died while it answered"
+        monkeypatch.setattr(Answers, "cut", 0)
         assert run.look_ready()
     finally:
         run.end()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.request
+
+from flashinfer_backend.serve.asking import ask
 
 EVERY_S = 5.0
 ONE_TOKEN = [
@@ -48,12 +49,10 @@ class PostprocessingWatch:
             except TimeoutError:
                 return  # it stays stuck
             except OSError:
-                pass  # the server has an error or ends; whoever watches its process sees the second
+                pass  # the server ends, and whoever watches its process sees that
             self._asked_at = None
 
     def _ask(self) -> None:
         """Waits for an answer of any kind. Raises OSError."""
         body = json.dumps({"inputs": ONE_TOKEN}).encode()
-        request = urllib.request.Request(f"{self._url}/v2/models/postprocessing/infer", body)
-        with urllib.request.urlopen(request, timeout=self._answer_s + 1) as answer:
-            answer.read()
+        ask(f"{self._url}/v2/models/postprocessing/infer", body, self._answer_s + 1)

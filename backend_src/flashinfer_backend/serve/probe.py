@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import urllib.error
-import urllib.request
+
+from flashinfer_backend.serve.asking import ask
 
 BUSY = ("queue", "try again")  # in the words of a server that is well, but refuses
 
@@ -31,14 +31,11 @@ def problem(url: str, model: str, timeout_s: float) -> str:
 
 def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
     """Status and text; 0 without an answer in time."""
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return answer.status, answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
+        status, answer = ask(url, body, timeout_s)
     except (OSError, ValueError):
         return 0, ""
+    return status, answer.decode(errors="replace")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,13 +17,14 @@ import select
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
+from flashinfer_backend.serve.asking import ask
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
@@ -412,23 +413,24 @@ def _say(text: str) -> None:
 
 
 def _answers(url: str, status: int) -> bool:
-    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=2) as answer:
-        return bool(answer.status == status)
+    with contextlib.suppress(OSError):
+        return ask(url, timeout_s=2)[0] == status
     return False
 
 
 def _stubs_due(url: str) -> int:
     """How many processes the server's models should have. Raises OSError where it does not say."""
 
-    def ask(path: str, body: bytes | None) -> list[dict] | dict:
-        with urllib.request.urlopen(urllib.request.Request(url + path, body), timeout=5) as answer:
-            return json.loads(answer.read())
+    def told(path: str, body: bytes | None = None) -> Any:
+        status, text = ask(url + path, body)
+        if status != 200:
+            raise OSError(f"{path}: status {status}")
+        return json.loads(text)
 
     count = 0
-    index = ask("/v2/repository/index", b"{}")
-    for entry in index:
-        config = ask(f"/v2/models/{entry['name']}/config", None)
-        if isinstance(config, dict) and config.get("backend") == "python":
+    for entry in told("/v2/repository/index", b"{}"):
+        config = told(f"/v2/models/{entry['name']}/config")
+        if config.get("backend") == "python":
             count += sum(int(group.get("count", 1)) for group in config["instance_group"])
     return count
 
