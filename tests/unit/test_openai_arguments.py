@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import resource
+import socket
 import subprocess
 import sys
 
@@ -38,7 +39,9 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, content, me
     ],
 )
 def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments, words):
-    command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", "bundled", "--port", "0"]
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = str(unused.getsockname()[1])
+    command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", "bundled", "--port", port]
     limit = (resource.RLIMIT_NOFILE, (files, files))
     ran = subprocess.run(
         [*command, *arguments],

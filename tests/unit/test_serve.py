@@ -256,5 +256,16 @@ def test_ports_that_cannot_be_used_are_named():
         port = taken.getsockname()[1]
         with pytest.raises(addresses.AddressError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use"):
             addresses.check_ports(addresses.resolve("127.0.0.1"), {"gRPC port": port})
-    with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*0 to 65535"):
+    with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*1 to 65535"):
         addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 70000})
+    with pytest.raises(addresses.AddressError, match=r"HTTP port is 0: name one of 1 to 65535"):
+        addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 0})
+
+
+def test_two_services_do_not_share_a_port(capsys, tmp_path):
+    # tritonserver's HTTP port and the OpenAI API would both listen, and answer each other's requests.
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = str(unused.getsockname()[1])
+    arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path), "--check"]
+    assert serve.main([*arguments, "--http-port", port, "--openai-port", port]) == 1
+    assert f"HTTP port and OpenAI port are both {port}: each needs one of its own" in capsys.readouterr().err

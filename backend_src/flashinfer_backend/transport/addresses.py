@@ -36,14 +36,20 @@ def resolve(host: str) -> Address:
 
 
 def check_ports(address: Address, ports: dict[str, int]) -> None:
-    """Raises AddressError naming a port that is taken, by its name in `ports`."""
+    """Raises AddressError naming a port that cannot be listened on: one that is taken, that two of `ports`
+    share, or 0, which would be another one than was asked for. ports: by what each is for."""
+    names: dict[int, str] = {}
     for name, port in ports.items():
+        if port == 0:
+            raise AddressError(f"{name} is 0: name one of 1 to 65535, which clients can be told")
+        if (other := names.setdefault(port, name)) != name:
+            raise AddressError(f"{other} and {name} are both {port}: each needs one of its own")
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((str(address), port))
             except (OSError, OverflowError) as error:
-                reason = getattr(error, "strerror", None) or "ports are 0 to 65535"
+                reason = getattr(error, "strerror", None) or "ports are 1 to 65535"
                 raise AddressError(f"{name} {port} on {address} cannot be used: {reason}") from None
 
 
