@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `serve` does to the server's process, on stand-in processes."""
 
-import argparse
 import contextlib
 import os
 import socket
@@ -12,7 +11,7 @@ import time
 import pytest
 
 from flashinfer_backend.serve import launcher as serve
-from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
+from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.serve.server_log import ServerLog
 from flashinfer_backend.serve.server_sockets import (
@@ -223,11 +222,16 @@ def test_hosts_are_resolved_as_the_server_takes_addresses_only():
 
 def test_an_empty_argument_of_the_openai_api_is_not_dropped():
     # `--openai-api-key-file "$KEYS"` with KEYS unset must not open the API to everybody.
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    options = parser.parse_args(["--openai-api-key-file", ""])
+    options = serve._parser().parse_args(["--model-repository", "r", "--openai-api-key-file", ""])
     with pytest.raises(ServeError, match="--openai-api-key-file needs --openai-port"):
         OpenAiDoor(options, addresses.resolve("127.0.0.1"))
+
+
+@pytest.mark.parametrize(("given", "passed_on"), [([], "4"), (["--drain-seconds", "19.5"], "20")])
+def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(given, passed_on):
+    options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
+    arguments = OpenAiDoor(options, addresses.resolve("127.0.0.1"))._arguments
+    assert arguments[arguments.index("--drain-seconds") + 1] == passed_on
 
 
 def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys):

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
+import time
 from importlib import util as importlib_util
 from pathlib import Path
 
@@ -32,7 +34,6 @@ PASSED_ON = {
     "receive-seconds": "how long a request may take to arrive",
     CONNECTIONS: "of each process",
 }
-DRAIN_S = 4  # of the time that the server has for ending
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +54,11 @@ class OpenAiDoor:
     """The API's process, or none."""
 
     def __init__(self, options: argparse.Namespace, address: Address) -> None:
-        """options: of a parser that `add_arguments` was called for. Raises ServeError."""
+        """options: the launcher's. Raises ServeError."""
         self.port: int | None = options.openai_port
         self._process: subprocess.Popen[bytes] | None = None
+        self._drain_s = math.ceil(options.drain_seconds)
+        self._asked_at = 0.0  # when the process was told to end; 0: not yet
         given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
         self._arguments = [
             word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))
@@ -75,7 +78,8 @@ class OpenAiDoor:
             room_for_connections(given[CONNECTIONS] or 0)  # the API's processes inherit the limit
         except ValueError as error:
             raise ServeError(f"--openai-port: {error}") from None
-        self._arguments += ["--host", str(address), "--port", str(self.port), "--drain-seconds", str(DRAIN_S)]
+        self._arguments += ["--host", str(address), "--port", str(self.port)]
+        self._arguments += ["--drain-seconds", str(self._drain_s)]
         self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 
     def configure(self, repository: Path) -> None:
@@ -96,21 +100,19 @@ class OpenAiDoor:
         """Exit status of the process; None while it runs, and where there is none."""
         return None if self._process is None else self._process.poll()
 
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def terminate(self) -> None:
-        """Has it end; running requests have DRAIN_S for it."""
+        """Has it end; running requests have the time for it that those of the server have."""
         if self._process is not None:
+            self._asked_at = self._asked_at or time.monotonic()
             self._process.terminate()
 
     def close(self) -> None:
         """The server has ended: waits for the process, which ends with it."""
+        self.terminate()
         if self._process is not None:
-            self._process.terminate()
+            left = self._asked_at + self._drain_s - time.monotonic()
             try:
-                self._process.wait(DRAIN_S + 1.0)
+                self._process.wait(max(left, 0.0) + 1.0)
             except subprocess.TimeoutExpired:
                 self._process.kill()
 
