@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,27 @@ def test_a_table_that_comes_later_is_found(tmp_path: Path) -> None:
     table = SeenTable(tmp_path, PID)
     marker.mark(handle, 2)
     assert table.newest(handle) == 2
+
+
+FULL = """
+mount -t tmpfs -o size=256k tmpfs "$1" || exit 77
+exec "$2" -c "
+import sys; from pathlib import Path; from flashinfer_backend.transport.seen import ENTRIES, SeenTable
+try:
+    table = SeenTable(Path(sys.argv[1]), 1)
+except OSError as error:
+    sys.exit(error.strerror)
+for number in range(0, ENTRIES, 512):
+    table.begin(number, 1)" "$1"
+"""
+
+
+def test_a_full_disk_is_said_when_the_table_is_made(tmp_path: Path) -> None:
+    command = ["unshare", "-rm", "bash", "-c", FULL, "bash", str(tmp_path), sys.executable]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("this system has no unshare")
+    if ended.returncode == 77 or "unshare failed" in ended.stderr:
+        pytest.skip("this system lets users mount nothing")
+    assert (ended.returncode, ended.stderr) == (1, "No space left on device\n")

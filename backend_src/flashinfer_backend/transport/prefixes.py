@@ -9,11 +9,11 @@ a request goes to another engine than the best.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.protocol import Status
 
 # Of an engine: 2 MiB. A cache of more blocks is known by the newest of them. 131 072 blocks of 16 tokens are
@@ -56,11 +56,7 @@ class PrefixTable:
 
     def __init__(self, run_dir: Path, engines: int) -> None:
         """run_dir: the model's; it has to exist. Raises OSError where there is no room."""
-        shape = (engines, 2, ENTRIES)
-        with os.fdopen(os.open(run_dir / "prefixes", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            size = 8 * engines * 2 * ENTRIES
-            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would be a SIGBUS later
-            self._table = np.asarray(np.memmap(file, dtype=np.uint64, mode="r+", shape=shape))
+        self._table = rundir.shared_array(run_dir / "prefixes", np.uint64, (engines, 2, ENTRIES))
 
     def cached_blocks(self, engine: int, keys: np.ndarray, status: Status) -> int:
         """How many of a prompt's first blocks the engine probably has cached.

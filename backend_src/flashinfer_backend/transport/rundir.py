@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flashinfer_backend.core import processes
 
@@ -84,6 +88,15 @@ def _is_at(path: Path, fd: int) -> bool:
         return os.stat(path).st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
         return False
+
+
+def shared_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A file of a run directory as an array, zeros where it is new, shared by all who map it. Raises OSError
+    where there is no room for it."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        # Else a disk that is full would be a SIGBUS later.
+        os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.asarray(np.memmap(file, dtype=dtype, mode="r+", shape=shape))
 
 
 def start_ticks(pid: int) -> int | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.protocol import split_handle
 
 ENTRIES = 65536
@@ -27,13 +28,14 @@ def _path(run_dir: Path, pid: int) -> Path:
 
 
 class SeenTable:
-    """An llm stub's own table; made anew, so it has to exist before the stub's first chunk."""
+    """An llm stub's own table; made anew, so it has to exist before the stub's first chunk. Raises OSError
+    where there is no room for it."""
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
         # What a killed stub left: whoever has it mapped sees that this is another file.
         self._file.unlink(missing_ok=True)
-        self._times = np.asarray(np.memmap(self._file, dtype=np.int64, mode="w+", shape=(2, ENTRIES)))
+        self._times = rundir.shared_array(self._file, np.int64, (2, ENTRIES))
 
     def last(self, handle: int) -> int:
         """time.monotonic_ns() at the latest chunk of one of this stub's sequences, 0 for none."""
