@@ -36,11 +36,20 @@ class PeerSocket:
         return self._socket.fileno()
 
     def tell_all(self, message: bytes) -> None:
-        """Sends `message` to every stub, this one included."""
+        """Sends `message` to every stub, this one included. Raises TimeoutError naming those that take none;
+        all others have it then."""
+        deaf = []
         for path in self._path.parent.glob("*.sock"):
-            # A stub that has died or just leaves runs no request that could be meant.
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            try:
                 self._sender.sendto(message, str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                pass  # one that has died or just leaves runs no request that could be meant
+            except TimeoutError:
+                deaf.append(path.stem)
+        if deaf:
+            raise TimeoutError(
+                f"process {' and '.join(deaf)} of the model takes no messages: requests that run there go on"
+            )
 
     def receive(self) -> list[bytes]:
         """Every message that has arrived."""
