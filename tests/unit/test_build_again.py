@@ -49,3 +49,33 @@ def test_the_kept_build_equals_the_whole_command(build, tmp_path):
     once = snapshot(tmp_path / "repo")
     assert build(model=None)[0] == 0
     assert snapshot(tmp_path / "repo") == once
+
+
+def test_every_value_that_is_not_given_again_is_named(build, checkpoint, tmp_path):
+    given = ["max_queue_size=64", "preferred_batch_size=4", "ensemble_report_outputs=false", "max_num_seqs=8"]
+    assert build("--set", *given, "streamed_log_probs=all")[0] == 0
+    status, _, err = build("--set", "max_num_seqs=2048")
+    assert status == 0
+    assert err.startswith(f"build.py: {tmp_path / 'repo'} changes to the default: ")
+    changes = err.strip().partition("default: ")[2].split("), ")
+    assert sorted(change.rstrip(")") for change in changes) == [
+        "ensemble_report_outputs (true, was false",
+        "max_queue_size (8192, was 64",
+        "preferred_batch_size (256, was 4",
+        "streamed_log_probs (chunk, was all",
+    ]
+
+
+def test_a_changed_file_is_refused_whatever_it_holds(build, tmp_path):
+    assert build("--set", "max_queue_size=64")[0] == 0
+    file = tmp_path / "repo/llm/config.pbtxt"
+    file.write_text(file.read_text().replace('"256"', '"many"'))
+    status, _, err = build()
+    assert status == 2 and "holds files changed or added since it was built: llm/config.pbtxt" in err
+
+
+def test_what_follows_from_others_changes_with_them_without_a_word(build, tmp_path):
+    given = ["max_num_seqs=2048", "triton_max_batch_size=8"]
+    assert build("--set", *given, "--llm-name", "tensorrt_llm")[0] == 0
+    err = build("--set", "triton_max_batch_size=16", "--llm-name", "llm")[2]
+    assert "changes to the default: max_num_seqs (256, was 2048)\n" in err

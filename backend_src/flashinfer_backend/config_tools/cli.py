@@ -140,12 +140,22 @@ def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> 
     reset = [
         f"{knob} ({value}, was {before[knob]})"
         for knob, value in values.items()
-        if knob not in chosen and before.get(knob, value) != value and knob not in settings.FOLLOWING
+        if knob not in chosen and before.get(knob, value) != value
+        if not _followed(knob, before, name or LLM)
     ]
     if reset:
         notes.append(f"changes to the default: {', '.join(reset)}")
     problems += checks.check(values)
     return values
+
+
+def _followed(knob: str, before: dict[str, str], llm_name: str) -> bool:
+    """Whether a knob had the value that followed from the others, so that it changes as they do."""
+    others = {name: value for name, value in before.items() if name != knob}
+    try:
+        return knob in settings.FOLLOWING and settings.complete(others, llm_name)[knob] == before[knob]
+    except ValueError:  # no number: somebody has changed a file, for which it will be refused
+        return False
 
 
 def _checkpoint(before: dict[str, str]) -> dict[str, str]:

@@ -133,14 +133,17 @@ def read_values(repository: Path, llm_name: str) -> dict[str, str]:
     values = {}
     for knob in KNOBS:
         model, field = knob.places[0]
-        if field == REPORT_OUTPUTS:
-            continue
         if field == SECOND_ENSEMBLE:
             values[knob.name] = str((repository / BLS).is_dir()).lower()
             continue
         file = repository / (llm_name if model == LLM else model) / "config.pbtxt"
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            values[knob.name] = get_field(model_config.read(file), field)
+            config = model_config.read(file)
+            if field == REPORT_OUTPUTS:
+                reports = {output.name for output in config.output} - set(_ANSWER_OUTPUTS)
+                values[knob.name] = str(bool(reports)).lower()
+            else:
+                values[knob.name] = get_field(config, field)
     return values
 
 
