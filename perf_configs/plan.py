@@ -46,6 +46,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
     urls = dict(map(_split_url, args.url))
     if unknown := [name for name in urls if name not in known]:
         raise ValueError(f"unknown server {', '.join(unknown)}; servers are {', '.join(known)}")
+    if unused := [name for name in urls if name not in {spec.name for spec in chosen}]:
+        raise ValueError(f"--url {unused[0]}=URL: --server {args.server} does not name {unused[0]}")
+    if (args.knob or args.profile) and not any(spec.name in OWN for spec in chosen):
+        raise ValueError(
+            f"--knob and --profile are for ours: --server {args.server} names none of {', '.join(OWN)}"
+        )
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     for spec in chosen:

@@ -52,8 +52,8 @@ def server():
 
 def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, model_dir, server, capsys):
     arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "abc"]
-    arguments += ["--workers", "1", "--url", f"ours={server.url}", "--url", f"vllm={server.url}"]
-    assert run.main([*arguments, "--rows", "a"]) == 0
+    arguments += ["--workers", "1", "--url", f"ours={server.url}"]
+    assert run.main([*arguments, "--rows", "a", "--url", f"vllm={server.url}"]) == 0
     assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
     assert "left out for lack of time: ours row b" in capsys.readouterr().err
     (path,) = (tmp_path / "out").glob("*.json")
@@ -276,6 +276,9 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
         (["--server", "zz"], "unknown server zz; servers are ours, ours-openai, vllm"),
         (["--url", "http://x"], "--url http://x should be SERVER=URL"),
         (["--url", "ours=127.0.0.1:8000"], "--url ours=127.0.0.1:8000 should be SERVER=URL"),
+        (["--url", "sglang=http://x"], "--url sglang=URL: --server ours,vllm does not name sglang"),
+        (["--server", "vllm", "--knob", "a=1"], "--knob and --profile are for ours: --server vllm names"),
+        (["--server", "vllm", "--profile", "{tmp}/few.json"], "--server vllm names none of ours, ours-o"),
         (["--knob", "bad"], "knob 'bad' must have the form name=value"),
         (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml", "--url", "ours=http://x"], "without --url ours=URL"),
