@@ -4,7 +4,6 @@ children."""
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
@@ -18,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
+
+from flashinfer_backend.core.parent import end_with_parent
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -255,17 +256,12 @@ def _prepare(spec: ServerSpec, environment: dict[str, str], log: IO[bytes], star
 
 
 def _spawn(script: str, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # Its own process group, so that what it starts can be ended with it.
+    # Its own process group, so that what it starts can be ended with it. A benchmark that is killed must not
+    # leave a server on the GPU.
     return subprocess.Popen(
         ["bash", "-ec", script], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-        stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent,
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
     )  # fmt: skip
-
-
-def _end_with_parent() -> None:
-    # A benchmark that is killed must not leave a server on the GPU.
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:
