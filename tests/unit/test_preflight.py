@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is looked at before a server is started."""
 
+import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -131,9 +133,13 @@ def test_a_repository_that_is_served_is_not_replaced(tmp_path, capsys):
 
 
 def test_a_check_needs_no_repository_and_refuses_what_serve_does(tmp_path):
+    with contextlib.ExitStack() as stack:
+        unused = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        http, grpc, metrics = (str(each.getsockname()[1]) for each in unused)
+
     def check(*more: str) -> tuple[int, str]:
-        words = [sys.executable, "-m", "flashinfer_backend.serve", "--check", "--http-port", "0", *more]
-        words += ["--grpc-port", "0", "--metrics-port", "0", "--model-repository"]
+        words = [sys.executable, "-m", "flashinfer_backend.serve", "--check", "--http-port", http, *more]
+        words += ["--grpc-port", grpc, "--metrics-port", metrics, "--model-repository"]
         done = subprocess.run(
             [*words, str(tmp_path / more[-1] if more else tmp_path / "later")],
             capture_output=True,

@@ -57,7 +57,7 @@ class OpenAiDoor:
         """options: the launcher's. Raises ServeError."""
         self.port: int | None = options.openai_port
         self._process: subprocess.Popen[bytes] | None = None
-        self._drain_s = math.ceil(options.drain_seconds)
+        self._drain_s = 0
         self._asked_at = 0.0  # when the process was told to end; 0: not yet
         given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
         self._arguments = [
@@ -79,6 +79,7 @@ class OpenAiDoor:
         except ValueError as error:
             raise ServeError(f"--openai-port: {error}") from None
         self._arguments += ["--host", str(address), "--port", str(self.port)]
+        self._drain_s = math.ceil(options.drain_seconds)
         self._arguments += ["--drain-seconds", str(self._drain_s)]
         self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 
