@@ -99,16 +99,17 @@ def test_the_server_ends_with_both_doors(tmp_path: Path) -> None:
     ("arguments", "files", "words"),
     [
         (["--openai-workers", "2"], None, "needs --openai-port"),
-        (["--openai-port", "0", "--openai-api-key-file", "/nowhere"], None, "/nowhere"),
-        (["--openai-port", "0"], 128, "needs 129 open files or more"),
+        (["--openai-port", "{openai}", "--openai-api-key-file", "/nowhere"], None, "/nowhere"),
+        (["--openai-port", "{openai}"], 128, "needs 129 open files or more"),
     ],
 )
 def test_wrong_arguments_and_limits_keep_the_server_from_starting(
     repository: Path, arguments: list[str], files: int | None, words: str
 ) -> None:
-    http, grpc, metrics = free_ports(3)
+    http, grpc, metrics, openai = free_ports(4)
     ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    ports += [argument.format(openai=openai) for argument in arguments]
     command = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
     allow = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
-    ran = subprocess.run([*allow, *command, *ports, *arguments], capture_output=True, text=True, timeout=90)
+    ran = subprocess.run([*allow, *command, *ports], capture_output=True, text=True, timeout=90)
     assert ran.returncode == 1 and words in ran.stdout + ran.stderr
