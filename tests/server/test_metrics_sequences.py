@@ -217,7 +217,7 @@ def test_a_new_engine_shows_nothing_of_the_old_one(plain: Server) -> None:
     assert after.blocks("max") == BLOCKS
     count = after.ended()
     plain.text(PROMPT, 3)
-    shown_once(plain, lambda s: s.ended() == count + 1, "the end")
+    shown_once(plain, lambda s: s.ended() > count, "the end")
     assert np.isfinite(list(shown(plain).series.values())).all()
 
 
