@@ -211,6 +211,7 @@ def test_a_new_engine_shows_nothing_of_the_old_one(plain: Server) -> None:
                 assert kind == "gauge" and not any(down.named(name)), name
     wait_for(lambda: plain.ready() and plain.engine_pid() != old, "the new engine")
     wait_for(lambda: plain.answers(PROMPT), "answers")
+    shown_once(plain, lambda s: s.named(up) == [1], "the new engine's gauges")
     after = idle(plain)
     assert after.get(up) == 1
     assert after.general("iteration_counter") < before.general("iteration_counter")
