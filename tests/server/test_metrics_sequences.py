@@ -210,15 +210,15 @@ def test_a_new_engine_shows_nothing_of_the_old_one(plain: Server) -> None:
             if name.startswith("nv_trt_llm_"):
                 assert kind == "gauge" and not any(down.named(name)), name
     wait_for(lambda: plain.ready() and plain.engine_pid() != old, "the new engine")
+    count = shown(plain).ended("length")
     wait_for(lambda: plain.answers(PROMPT), "answers")
-    shown_once(plain, lambda s: s.named(up) == [1], "the new engine's gauges")
+    shown_once(plain, lambda s: s.named(up) == [1] and s.ended("length") == count + 1, "the new engine")
     after = idle(plain)
     assert after.get(up) == 1
     assert after.general("iteration_counter") < before.general("iteration_counter")
     assert after.blocks("max") == BLOCKS
-    count = after.ended()
     plain.text(PROMPT, 3)
-    shown_once(plain, lambda s: s.ended() > count, "the end")
+    shown_once(plain, lambda s: s.ended() == after.ended() + 1, "the end")
     assert np.isfinite(list(shown(plain).series.values())).all()
 
 
