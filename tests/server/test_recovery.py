@@ -110,7 +110,7 @@ def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, t
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("part", ["/llm/1/", "/postprocessing/1/", "bin/tritonserver"])
+@pytest.mark.parametrize("part", ["/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver"])
 def test_whatever_dies_is_replaced_and_the_engine_stays(repository: Path, tmp_path: Path, part: str) -> None:
     with running(repository, tmp_path) as server:
         expected, engine = server.text(PROMPT, 16), server.engine_pid()
