@@ -85,6 +85,11 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         '<tool_call>{"name": "now"}</tool_call>\nDone. ',
         [*called("now", "{}"), content("Done. ")],
     ),
+    "hermes, a closing mark missing": (
+        maker("hermes"),
+        '<tool_call>{"name": "now"}\nDone. <tool_call>{"name": "now"}</tool_call>',
+        [*called("now", "{}"), content("Done."), *called("now", "{}")],
+    ),
     "hermes, cut off": (
         maker("hermes"),
         '<tool_call>{"name": "weather", "arguments": {"city": "Par',

@@ -89,16 +89,18 @@ class HermesReader(MarkedReader):
             return True
         if not scanner.done and not scanner.failed:
             return False
-        before, close, rest = self._text.partition(self.close)
-        if close:
+        if scanner.done:
+            rest = self._text.lstrip()
+            if rest != self.close and self.close.startswith(rest):
+                return False
+            self._text = rest.removeprefix(self.close)  # some models leave it out
+        else:  # what is left of a call that broke off says nothing
+            _, close, rest = self._text.partition(self.close)
+            if not close:
+                return False
             self._text = rest
-            self._leave_call()
-            return True
-        stripped = before.lstrip()
-        if scanner.done and stripped and not self.close.startswith(stripped):  # the closing mark is missing
-            self._leave_call()
-            return True
-        return False
+        self._leave_call()
+        return True
 
     def _end_in_call(self, events: list[Event]) -> None:
         if not self._scanner.begun:
