@@ -139,6 +139,11 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         "<tool_call><function=weather><parameter=city>\nPa\nris</para",
         called("weather", '{"city": "Pa\\nris</para'),
     ),
+    "xml, a text that may be null, cut off": (
+        maker("qwen3_coder"),
+        "<tool_call><function=weather><parameter=unit>\nParis</para",
+        called("weather", '{"unit": "Paris</para'),
+    ),
     "xml, no call": (maker("qwen3_coder"), "<tool_call>hello", [content("<tool_call>hello")]),
     "llama": (
         maker("llama3_json"),

@@ -143,7 +143,7 @@ class QwenXmlReader(MarkedReader):
                 return
             if not is_whole and any(null.startswith(self._value) for null in NULLS):
                 return
-            self._may_be_null, value = False, self._value
+            self._may_be_null, value, self._value = False, self._value, ""
             events.append(Event(ARGUMENTS, '"'))
         if value:
             events.append(Event(ARGUMENTS, _inside_string(value)))
