@@ -80,6 +80,11 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}</tool_call>',
         called("weather", '{"city": "Ulm"}'),
     ),
+    "hermes, halves of surrogate pairs": (
+        maker("hermes"),
+        '<tool_call>{"name": "no\\ud83dw", "arguments": "{\\"city\\": \\"\\udf27\\"}"}</tool_call>',
+        called("no\\ud83dw", '{"city": "\\udf27"}'),
+    ),
     "hermes, no arguments, text after": (
         maker("hermes"),
         '<tool_call>{"name": "now"}</tool_call>\nDone. ',
@@ -211,7 +216,10 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_format_is_read(name: str) -> None:
     make, text, expected = CASES[name]
-    assert read(make, text, []) == merged(expected)
+    found = read(make, text, [])
+    assert found == merged(expected)
+    for event in found:
+        event.text.encode()  # as an answer does
     assert read(make, text, list(range(len(text)))) == merged(expected), "a character at a time"
 
 
@@ -270,6 +278,12 @@ def test_what_a_call_says_is_json() -> None:
         for event in merged(events):
             if event.kind == ARGUMENTS and "Par" not in event.text[-12:] and "ris</para" not in event.text:
                 json.loads(event.text)
+
+
+def test_arguments_nested_too_deeply_for_a_look_pass_as_they_are() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    text = f'<tool_call>{{"arguments": {deep}, "name": "now"}}</tool_call>'
+    assert read(maker("hermes"), text, []) == called("now", deep)
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "[" * 5000])

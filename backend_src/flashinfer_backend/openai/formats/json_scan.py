@@ -211,6 +211,8 @@ class CallListScanner:
 
 def _loads(text: str) -> object:
     try:
-        return json.loads(text, strict=False)
-    except ValueError:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         return None
+    # Half a surrogate pair, which no answer can hold, stays the escape that the model wrote.
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
