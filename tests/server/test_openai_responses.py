@@ -119,6 +119,19 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": "json_object"}}, "text.format is"),
+        ({"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
+        (
+            {"input": [{"type": "reasoning", "content": [{"text": None}]}]},
+            "input[0].content should be a list",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]},
+            },
+            "tool_choice should be",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(door: OpenAiServer, more: dict[str, Any], words: str) -> None:

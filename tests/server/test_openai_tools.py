@@ -230,6 +230,21 @@ def test_any_json_object(client: openai.OpenAI) -> None:
             "the tools are",
         ),
         ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice should be"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": "now"}}, "tool_choice should be"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}},
+            "tool_choice should be",
+        ),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": ["now"]},
+                },
+            },
+            "tool_choice should be",
+        ),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters"),
         ({"response_format": {"type": "json_schema"}}, "JSON schema"),

@@ -71,8 +71,7 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
         elif kind == "reasoning":
-            parts = item.get("content") or []
-            text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+            text = _thought(item.get("content"), f"input[{n}].content")
             if text:
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
@@ -85,6 +84,18 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
         else:
             merged.append(message)
     return merged
+
+
+def _thought(content: Any, place: str) -> str:
+    """The text of a reasoning item. Raises ApiError."""
+    texts: list[Any] = [None]
+    if isinstance(content or [], list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content or []]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(
+            f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param="input"
+        )
+    return "".join(texts)
 
 
 def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, Any]:
@@ -107,7 +118,9 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, A
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = [{"function": {"name": tool.get("name")}} for tool in choice.get("tools") or []]
+        allowed = choice.get("tools")
+        if isinstance(allowed, list):
+            allowed = [{"function": tool} for tool in allowed]
         inner = {"mode": choice.get("mode"), "tools": allowed}
         return {"type": "allowed_tools", "allowed_tools": inner}
     return choice
@@ -120,6 +133,8 @@ def _guide(request: ResponsesRequest) -> Guide:
         raise ApiError(f"text.{next(iter(text))} is not supported", param="text")
     if form is None:
         return guide_of(None, request.structured_outputs)
+    if not isinstance(form, dict):
+        raise ApiError(f"text.format is {shown(form)}; it should be an object with a type", param="text")
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise ApiError(f"text.format.type is {shown(kind)}, which is not supported", param="text")

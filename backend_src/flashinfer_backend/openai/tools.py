@@ -127,20 +127,26 @@ def _choice(choice: str | Mapping[str, Any] | None) -> tuple[str, list[str]]:
         if choice in (AUTO, NONE, REQUIRED):
             return choice, []
     elif choice.get("type") == "function":
-        name = (choice.get("function") or {}).get("name")
+        name = _at(choice, "function", "name")
         if isinstance(name, str):
             return name, []
     elif choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools") or {}
-        listed = [(tool.get("function") or {}).get("name") for tool in allowed.get("tools") or []]
-        names = [name for name in listed if isinstance(name, str)]
-        if allowed.get("mode") in (AUTO, REQUIRED) and names and len(names) == len(listed):
-            return str(allowed["mode"]), names
+        mode, listed = (_at(choice, "allowed_tools", key) for key in ("mode", "tools"))
+        names = [_at(tool, "function", "name") for tool in listed] if isinstance(listed, list) else []
+        if mode in (AUTO, REQUIRED) and names and all(isinstance(name, str) for name in names):
+            return str(mode), names
     raise ApiError(
         "tool_choice should be auto, none, required, or name a function:"
         " {'type': 'function', 'function': {'name': ...}}",
         param="tool_choice",
     )
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """What lies under keys in objects in each other, None where one of them is no object or lacks its key."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _call_schema(
