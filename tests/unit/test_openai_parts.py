@@ -25,6 +25,7 @@ from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.structured.json_schema import prepare_schema
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
@@ -123,16 +124,60 @@ def test_definitions_of_several_tools_stay_apart() -> None:
     kind, text = tools.guide
     schema = json.loads(text)
     assert kind == "json_schema"
-    assert schema["$defs"] == {"f0_X": {"type": "string"}, "f1_X": {"type": "integer"}}
-    first, second = schema["items"]["anyOf"]
-    assert first["properties"]["parameters"]["properties"]["x"] == {"$ref": "#/$defs/f0_X"}
-    assert second["properties"]["parameters"]["properties"]["y"] == {"anyOf": [{"$ref": "#/$defs/f1_X"}]}
+    first, second = (schema["$defs"][place] for place in ("f0", "f1"))
+    assert (first["$defs"], second["$defs"]) == ({"X": {"type": "string"}}, {"X": {"type": "integer"}})
+    assert first["properties"]["x"] == {"$ref": "#/$defs/f0/$defs/X"}
+    assert second["properties"]["y"] == {"anyOf": [{"$ref": "#/$defs/f1/$defs/X"}]}
+    named = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
+    where = [call["properties"]["parameters"]["$ref"] for call in schema["items"]["anyOf"]]
+    assert dict(zip(named, where, strict=True)) == {"a": "#/$defs/f0", "b": "#/$defs/f1"}
     allowed = {
         "type": "allowed_tools",
         "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "b"}}]},
     }
     taken = read_tools([tool("a", "string"), tool("b", "integer")], allowed, None)
     assert (taken.choice, list(taken.schemas)) == (AUTO, ["b"])
+
+
+def test_forced_calls_refer_to_any_part_of_their_own_schema() -> None:
+    """Also to the whole. What only looks like a reference stays: a value, and a property of that name."""
+    value = {"$ref": "#/properties/from"}
+    parameters = {
+        "$id": "https://example.com/f",
+        "type": "object",
+        "properties": {
+            "from": {"type": "object", "properties": {"x": {"enum": [1, value]}}, "required": ["x"]},
+            "to": {"$ref": "#/properties/from"},
+            "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+            "$ref": {"type": "integer"},
+        },
+        "required": ["from", "to", "next"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    _, text = read_tools([tool], "required", None).guide
+    prepared = json.loads(prepare_schema(text, lambda pattern: True))
+
+    def resolved(schema: Any) -> Any:
+        while "$ref" in schema:
+            schema = prepared["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+        return schema
+
+    (call,) = prepared["items"].get("anyOf", [prepared["items"]])
+    own = resolved(call["properties"]["parameters"])
+    assert list(own["properties"]) == ["from", "to", "next", "$ref"]
+    assert own["properties"]["$ref"] == {"type": "integer"}
+    assert resolved(own["properties"]["to"]) == own["properties"]["from"]
+    assert own["properties"]["from"]["properties"]["x"] == {"enum": [1, value]}
+    assert resolved(own["properties"]["next"]["anyOf"][1]) == own
+
+
+def test_parameters_nested_too_deeply_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"type": "array", "items": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    with pytest.raises(ApiError, match="nested too deeply"):
+        _ = read_tools([tool], "required", None).guide
 
 
 TOKENIZER = TextTokenizer(resolve_model_dir("bundled"))

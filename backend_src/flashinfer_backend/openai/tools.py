@@ -15,6 +15,9 @@ from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+# Keywords of JSON schemas that hold values, and those that hold schemas under names of the schema's own.
+_VALUES = ("const", "enum", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,20 @@ class Tools:
             return schema_guide(self.schemas[self.named])
         if self.choice != REQUIRED:
             return NO_GUIDE
-        definitions: dict[str, Any] = {}
-        calls = [_call_schema(n, *each, definitions) for n, each in enumerate(self.schemas.items())]
+        # Each function's schema is whole below $defs, and what its references point into is still there.
+        places = {name: f"f{n}" for n, name in enumerate(self.schemas)}
+        calls = [_call_schema(name, f"#/$defs/{place}") for name, place in places.items()]
         listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         if not self.parallel:
             listed["maxItems"] = 1
-        if definitions:
-            listed["$defs"] = definitions
-        return schema_guide(listed)
+        try:
+            listed["$defs"] = {
+                places[name]: _moved(_without_id(schema), f"#/$defs/{places[name]}")
+                for name, schema in self.schemas.items()
+            }
+            return schema_guide(listed)
+        except RecursionError:
+            raise ApiError("the parameters of a function are nested too deeply", param="tools") from None
 
 
 def read_tools(
@@ -149,34 +158,38 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _call_schema(
-    number: int, name: str, parameters: Mapping[str, Any], definitions: dict[str, Any]
-) -> dict[str, Any]:
-    """The schema of one call in a list. Definitions of its parameters go to the list's, under other names."""
-    prefix = f"f{number}_"
-    for key in ("$defs", "definitions"):
-        for defined, schema in (parameters.get(key) or {}).items():
-            definitions[prefix + defined] = _rename(schema, prefix)
-    own = {key: value for key, value in parameters.items() if key not in ("$defs", "definitions")}
+def _call_schema(name: str, parameters: str) -> dict[str, Any]:
+    """The schema of one call in a list; parameters: where the schema of the function's is."""
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": _rename(own, prefix)},
+        "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
 
 
-def _rename(schema: Any, prefix: str) -> Any:
-    if isinstance(schema, dict):
-        renamed = {key: _rename(value, prefix) for key, value in schema.items()}
-        reference = renamed.get("$ref")
-        for root in ("#/$defs/", "#/definitions/"):
-            if isinstance(reference, str) and reference.startswith(root):
-                renamed["$ref"] = f"#/$defs/{prefix}{reference[len(root) :]}"
-        return renamed
+def _without_id(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole schema's name for others to refer to it by. Nobody can here."""
+    return {key: value for key, value in schema.items() if key != "$id"}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to itself are right when it lies at `place`, a JSON pointer."""
     if isinstance(schema, list):
-        return [_rename(each, prefix) for each in schema]
-    return schema
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            moved[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        else:
+            moved[key] = _moved(value, place)
+    return moved
 
 
 def new_call_id(tool_format: str) -> str:
