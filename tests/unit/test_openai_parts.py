@@ -111,6 +111,17 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
         Defaults.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ('{"a": "\\ud83d"}', "surrogate pair")],
+    ids=["cut off", "deep", "half a pair"],
+)
+def test_arguments_that_no_template_can_show_are_refused(arguments: str, words: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ApiError, match=words):
+        plain_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
 def test_definitions_of_several_tools_stay_apart() -> None:
     def tool(name: str, kind: str) -> dict[str, Any]:
         parameters = {

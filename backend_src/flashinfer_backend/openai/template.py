@@ -143,7 +143,13 @@ def _plain_call(call: Any, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(
+                f"{place}.function.arguments escapes half of a surrogate pair, which is no character",
+                param=place,
+            ) from None
+        except (ValueError, RecursionError) as error:
             raise ApiError(f"{place}.function.arguments is not valid JSON: {error}", param=place) from None
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
