@@ -20,6 +20,11 @@ CHAT = "/v1/chat/completions"
     [
         ({"temprature": 1}, "temprature", "Unrecognized request argument supplied: temprature"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream true"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options",
+         "not supported"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options",
+         "needs include_usage"),
         ({"temperature": "hot"}, "temperature", "Expected"),
         ({"temperature": -1}, "temperature", ">= 0"),
         ({"temperature": 1e308, "structured_outputs": {"regex": "[ab]+"}}, "temperature", "<= 3e+38"),

@@ -119,6 +119,7 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"truncation": "auto"}, "truncation"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "the last event has it"),
         ({"text": {"format": "json_object"}}, "text.format is"),
         ({"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
         (

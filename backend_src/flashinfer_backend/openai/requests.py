@@ -79,6 +79,22 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
 
+    def __post_init__(self) -> None:
+        options = self.stream_options
+        if options is None:
+            return
+        if not self.stream:
+            raise ApiError("stream_options needs stream true", param="stream_options")
+        if options.include_obfuscation:
+            raise ApiError(
+                "stream_options.include_obfuscation is not supported: nothing hides how long tokens are",
+                param="stream_options",
+            )
+        if options.continuous_usage_stats and not options.include_usage:
+            raise ApiError(
+                "stream_options.continuous_usage_stats needs include_usage true", param="stream_options"
+            )
+
     @property
     def stops(self) -> list[str]:
         """Stop words, none of them empty. Raises ApiError for too many."""
@@ -126,6 +142,7 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.modalities not in (None, ["text"]):
             raise ApiError(f"modalities is {self.modalities}; only text is supported", param="modalities")
         _refuse_store(self.store)
@@ -156,6 +173,7 @@ class CompletionRequest(Sampling, kw_only=True):
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.suffix:
             raise ApiError("suffix is not supported; put all of the text into prompt", param="suffix")
         n = self.n or 1
@@ -190,6 +208,12 @@ class ResponsesRequest(Sampling, kw_only=True):
     top_logprobs: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stream_options is not None and self.stream_options.include_usage:
+            raise ApiError(
+                "stream_options.include_usage is for chats and completions; here the last event has it",
+                param="stream_options",
+            )
         _refuse_store(self.store)
         for name in (
             *("background", "conversation", "max_tool_calls", "previous_response_id", "prompt"),
