@@ -63,6 +63,7 @@ CHAT = "/v1/chat/completions"
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, None, "type null; only text is"),
         ({"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "function.name is null;"),
         ({"top_k": 2**64}, "top_k", "<= 2147483647"),
+        ({"min_tokens": 4}, "min_tokens", "at most 3 tokens"),
         ({"min_tokens": 2**64}, "min_tokens", "<= 2147483647"),
     ],
 )  # fmt: skip

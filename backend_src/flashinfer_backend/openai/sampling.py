@@ -76,9 +76,15 @@ def sampling_params(
     for _, value in bias:
         if not -100.0 <= value <= 100.0:
             raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
+    room = _room(prompt_len, max_tokens, limits)
+    if request.min_tokens > room:
+        raise ApiError(
+            f"min_tokens is {request.min_tokens}, but the answer has at most {room} tokens",
+            param="min_tokens",
+        )
     seed = request.seed
     return SamplingParams(
-        max_tokens=_room(prompt_len, max_tokens, limits),
+        max_tokens=room,
         min_tokens=request.min_tokens,
         end_id=-1 if request.ignore_eos or end_id is None else end_id,
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
