@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
     "hermes, no call": (
         maker("hermes"),
         'See <tool_call>{"x": 1}</tool_call> <tool_c',
-        [content("See"), content('<tool_call>{"x": 1}</tool_call> <tool_c')],
+        [content('See <tool_call>{"x": 1}</tool_call> <tool_c')],
     ),
     "hermes, reasoning": (
         maker("hermes", "think"),
@@ -149,7 +149,14 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         "<tool_call><function=weather><parameter=unit>\nParis</para",
         called("weather", '{"unit": "Paris</para'),
     ),
-    "xml, no call": (maker("qwen3_coder"), "<tool_call>hello", [content("<tool_call>hello")]),
+    "xml, no call": (maker("qwen3_coder"), "A \n<tool_call>hello", [content("A \n<tool_call>hello")]),
+    "hermes, cut off before a name": (maker("hermes"), "A <tool_call>{", [content("A <tool_call>{")]),
+    "mistral, cut off before a name": (maker("mistral"), "A [TOOL_CALLS]wea", [content("A [TOOL_CALLS]wea")]),
+    "qwen3_coder, cut off before a name": (
+        maker("qwen3_coder"),
+        "A <tool_call> <func",
+        [content("A <tool_call> <func")],
+    ),
     "llama": (
         maker("llama3_json"),
         f'{{"name": "weather", "parameters": {PARIS}}}',
@@ -182,7 +189,7 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
         [*called("weather", PARIS), *called("now", "{}", "abcdefghi")],
     ),
-    "mistral, no call": (maker("mistral"), "[TOOL_CALLS][1]", [content("[TOOL_CALLS][1]")]),
+    "mistral, no call": (maker("mistral"), "A [TOOL_CALLS][1]", [content("A [TOOL_CALLS][1]")]),
     "harmony": (
         maker("harmony", "harmony"),
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."

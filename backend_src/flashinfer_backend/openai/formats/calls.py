@@ -21,6 +21,7 @@ class MarkedReader:
         self._text = ""  # held back, or not read yet
         self._in_call = False
         self._after_call = False  # blanks that come now are dropped
+        self._blanks = ""  # between the content and the latest mark
 
     def feed(self, text: str) -> list[Event]:
         self._text += text
@@ -38,7 +39,9 @@ class MarkedReader:
                 safe, self._text = split_held(self._text, self.mark)
                 _append(events, safe)
                 return events
-            _append(events, content.rstrip())
+            said = content.rstrip()
+            _append(events, said)
+            self._blanks = content[len(said) :]
             self._text, self._in_call = rest, True
             self._begin_call()
 
@@ -66,8 +69,8 @@ class MarkedReader:
         self._in_call, self._after_call = False, True
 
     def _not_a_call(self, events: list[Event], raw: str) -> None:
-        """What followed the mark is no call: it is content, mark and all."""
-        _append(events, self.mark + raw)
+        """What followed the mark is no call: it is content, with the mark and the blanks before it."""
+        _append(events, self._blanks + self.mark + raw)
         self._in_call = False
 
 
@@ -104,7 +107,7 @@ class HermesReader(MarkedReader):
 
     def _end_in_call(self, events: list[Event]) -> None:
         if not self._scanner.begun:
-            _append(events, self.mark + self._scanner.raw)
+            self._not_a_call(events, self._scanner.raw)
 
 
 class MistralReader(MarkedReader):
@@ -164,9 +167,9 @@ class MistralReader(MarkedReader):
     def _end_in_call(self, events: list[Event]) -> None:
         if self._list is not None:
             if not self._list.begun:
-                _append(events, self.mark + self._list.raw)
+                self._not_a_call(events, self._list.raw)
         elif self._value is None:
-            _append(events, self.mark + self._text)
+            self._not_a_call(events, self._text)
 
 
 class Llama3Reader:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flashinfer_backend.openai.formats.calls import MarkedReader
-from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, held
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, Event, held
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.text_schemas import Text, text_of
 
@@ -162,7 +162,7 @@ class QwenXmlReader(MarkedReader):
 
     def _end_in_call(self, events: list[Event]) -> None:
         if self._state == "function":
-            events.append(Event(CONTENT, self.mark + self._text))
+            self._not_a_call(events, self._text)
         elif self._state == "between":
             self._close_arguments(events)
         elif self._state in ("begin", "value") and self._is_string:
