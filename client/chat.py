@@ -26,7 +26,7 @@ from typing import Any
 from client.arguments import INT32, finite, http_url, integer, json_object, seconds
 from client.events import ServerError, post_events
 from client.ready import first_model
-from client.wire import delta_text
+from client.wire import delta_thought
 
 with suppress(ImportError):
     import readline  # noqa: F401 - input() then has a history and can be edited
@@ -83,7 +83,8 @@ FORMS = {
 
 @dataclass
 class Answer:
-    """What is known of an answer: tokens as the server counts them, or None."""
+    """What is known of an answer. text: without what the model thought. tokens as the server counts them, or
+    None."""
 
     text: str = ""
     chunks: int = 0
@@ -134,32 +135,31 @@ class Chat:
         body |= {"exclude_stop_words_in_output": True, "exclude_input_in_output": True}
         return f"{base}/v2/models/{self.model}/generate_stream", body | self.options
 
-    def stream(self, answer: Answer) -> Generator[str, None, None]:
-        """The answer's deltas; fills `answer` on the way. Closing it closes the connection, which cancels the
-        request. Raises ServerError."""
+    def stream(self, answer: Answer) -> Generator[tuple[str, str], None, None]:
+        """The answer's deltas: what the model thinks, and what it says. Fills `answer` on the way. Closing it
+        closes the connection, which cancels the request. Raises ServerError."""
         url, body = self.request()
         began = time.monotonic()
         for event in post_events(url, body, self.timeout, self.api_key):
-            text = self._delta(event, answer)
-            if text is None:
+            thought, text = self._delta(event, answer)
+            if thought is None and text is None:
                 continue
             answer.chunks += 1
             answer.seconds = time.monotonic() - began
             answer.ttft = answer.ttft or answer.seconds
-            answer.text += text
-            yield text
+            answer.text += text or ""
+            yield thought or "", text or ""
 
-    def _delta(self, event: dict[str, Any], answer: Answer) -> str | None:
-        """The text of an event, None where it holds none."""
+    def _delta(self, event: dict[str, Any], answer: Answer) -> tuple[str | None, str | None]:
+        """What an event says that the model thinks, and that it says; None where it holds none."""
         if self.backend == "openai-chat":
             if event.get("usage"):
                 answer.tokens = int(event["usage"]["completion_tokens"])
-            return (
-                delta_text(event["choices"][0].get("delta") or {}) or None if event.get("choices") else None
-            )
+            delta = event["choices"][0].get("delta") or {} if event.get("choices") else {}
+            return delta_thought(delta) or None, delta.get("content") or None
         if "num_output_tokens" in event:
             answer.tokens = (answer.tokens or 0) + int(event["num_output_tokens"])
-        return str(event["text_output"])
+        return None, str(event["text_output"])
 
 
 class Terminal:
@@ -206,8 +206,9 @@ class Terminal:
         return 0
 
     def ask(self, text: str) -> None:
-        """Sends the text and prints the answer as it comes. What failed leaves no trace in the conversation;
-        an answer that was stopped stays as far as it came."""
+        """Sends the text and prints the answer as it comes, what the model thinks before it. That is no part
+        of the conversation, as models are trained. What failed leaves no trace in the conversation; an answer
+        that was stopped stays as far as it came."""
         chat, answer = self.chat, Answer()
         chat.turns.append(text)
         stream = chat.stream(answer)
@@ -218,12 +219,17 @@ class Terminal:
 
         before = signal.signal(signal.SIGINT, stop)
         try:
-            first = True
-            for piece in stream:
+            thinks, begun = False, False
+            for thought, piece in stream:
                 if answer.stopped:
                     raise KeyboardInterrupt
-                shown = piece.lstrip() if first else piece
-                first = first and not shown
+                if thought:
+                    print(self._dim(thought if thinks else thought.lstrip()), end="", flush=True)
+                    thinks = True
+                shown = piece if begun else piece.lstrip()
+                if shown and thinks and not begun:
+                    print("\n")
+                begun = begun or bool(shown)
                 print(shown, end="", flush=True)
         except KeyboardInterrupt:
             answer.stopped = True
@@ -243,7 +249,7 @@ class Terminal:
         print(flush=True)
         if answer.text:
             chat.turns.append(answer.text.strip())
-        else:  # stopped before it began
+        else:  # it ended, or was stopped, before it began
             chat.turns.pop()
         self.say(f"[{answer.statistics()}]")
 

@@ -213,8 +213,14 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
 
 
 def delta_text(delta: dict[str, Any]) -> str:
-    """The text of a chat's `delta`: what the model thinks, under either of its names, then what it says."""
-    return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    """The text of a chat's `delta`: what the model thinks, then what it says."""
+    return delta_thought(delta) + (delta.get("content") or "")
+
+
+def delta_thought(delta: dict[str, Any]) -> str:
+    """What the model thinks by a chat's `delta`, under either of its names."""
+    thought: str = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return thought
 
 
 def _length_error(

@@ -85,7 +85,9 @@ def test_chat_goes_on_after_an_answer_that_is_none(answers, capsys, monkeypatch)
     shown = capsys.readouterr()
     assert shown.err.count("error: an answer that is none: ") == 2 and waiting == []
     # What failed leaves no trace, and the answer that was to be given again stays.
-    assert "you: Is it?\nmodel: hm yes" in shown.out and "And then?" not in shown.out
+    assert "you: Is it?\nmodel: yes" in shown.out and "And then?" not in shown.out
+    # What the model thought is shown, and is not said to it again.
+    assert "\nhm \n\nyes\n" in shown.out
 
 
 def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
