@@ -95,6 +95,11 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "supported: default, linear, llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
+        ({"rope_theta": 0}, "rope_theta is 0; it should be greater than 0"),
+        (
+            {"rope_parameters": {"rope_theta": 0.0}, "rope_scaling": ...},
+            "rope_theta is 0; it should be greater",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),

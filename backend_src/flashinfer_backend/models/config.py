@@ -32,6 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What transformers takes where config.json has no such key; a sliding_window of null is no window.
 DEFAULT_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
+DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_HEADS: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -402,7 +403,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
                 f"rotary embedding by kind of layer ({key!r}) is not supported; supported: one for all layers"
             )
     check_kinds(scaling, ROPE_KINDS, f"{place}.")
-    theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    thetas = (scaling.pop("rope_theta", None), raw.get("rope_theta"), DEFAULT_ROPE_THETA)
+    theta = float(next(theta for theta in thetas if theta is not None))
     old_name = scaling.pop("type", None)
     rope_type = scaling.setdefault("rope_type", old_name or "default")
     if rope_type not in ROPE_TYPES:
