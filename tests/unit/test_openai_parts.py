@@ -106,7 +106,11 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
     other = sampling_params(silent, defaults, LIMITS, 2, 10, None)
     assert other.seed != params.seed
-    write(tmp_path, generation_config_json={"temperature": "hot"})
+    for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"repetition_penalty": 0}):
+        write(tmp_path, generation_config_json=wrong)
+        with pytest.raises(ValueError, match=rf"generation_config.json.*{next(iter(wrong))}"):
+            Defaults.load(tmp_path)
+    write(tmp_path, generation_config_json='{"temperature": NaN}')
     with pytest.raises(ValueError, match="generation_config"):
         Defaults.load(tmp_path)
 

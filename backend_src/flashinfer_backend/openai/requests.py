@@ -28,6 +28,10 @@ Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Tokens = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=MOST)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -50,14 +54,14 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all kinds of requests say about sampling."""
 
     model: str = ""
-    temperature: Annotated[float, Meta(ge=0.0, le=MOST)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Share | None = None
     seed: int | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=LEAST, le=MOST)] | None = None
+    repetition_penalty: Factor | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
     stop: str | list[str] | None = None

@@ -12,9 +12,19 @@ from typing import Any
 
 import msgspec
 
+from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.requests import ResponseFormat, Sampling, StructuredOutputs
+from flashinfer_backend.openai.requests import (
+    Factor,
+    ResponseFormat,
+    Sampling,
+    Share,
+    StructuredOutputs,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 # Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
@@ -26,24 +36,23 @@ NO_GUIDE: Guide = ("", "")
 class Defaults(msgspec.Struct):
     """Where a request is silent: what the checkpoint's generation_config.json recommends, else OpenAI's."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: Share = 0.0
+    repetition_penalty: Factor = 1.0
 
     @classmethod
     def load(cls, folder: Path) -> Defaults:
         """Raises ValueError for a generation_config.json that is not one."""
         file = folder / "generation_config.json"
-        if not file.is_file():
-            return cls()
+        found = read_object_if_there(file)
+        check_kinds(found, dict.fromkeys(cls.__struct_fields__, "number"), f"{file}: ")
+        known = {name: found[name] for name in cls.__struct_fields__ if found.get(name) is not None}
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            known = {name: found[name] for name in cls.__struct_fields__ if found.get(name) is not None}
             return msgspec.convert(known, cls)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{file} cannot be used: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be used: {error}") from None
 
 
 @dataclass(frozen=True)
