@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from engine.test_waiting import STUB, Engine, protocol
+from flashinfer_backend.engine import logits_room
 from flashinfer_backend.engine.loop import ROOM_POLL_MS
 from flashinfer_backend.sampling import logprobs
 
 ROW = 4 * 2048  # bytes of a token's logits
 ROWS = (1 << 20) // ROW  # for which there is room
+WIDE = {"max_num_tokens": 512}
 
 
 def engine(**settings: object) -> Engine:
@@ -129,6 +131,73 @@ def test_a_guided_request_has_its_room_once_its_guide_is_there() -> None:
     free(engine_, 1)
     while 2 not in engine_.socket.codes:
         engine_.step()
+
+
+def computed(of: Engine, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list]:
+    """Tokens of each prompt whose logits a step computes, step by step, and the logits by prompt: of prompts
+    of these lengths, and of one behind them that asks for none."""
+    steps, found = [], {}
+    schedule, send = of.loop.scheduler.schedule, of.socket.send_tokens
+
+    def note(in_flight: bool) -> object:
+        plan = schedule(in_flight)
+        if plan is not None and len(plan.context_rows):
+            steps.append(plan.lengths[plan.context_rows].tolist())
+        return plan
+
+    def keep(pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
+        for report in reports or []:
+            if report.context_logits is not None:
+                found[report.local_id] = np.frombuffer(report.context_logits, np.float32).reshape(-1, 2048)
+        send(pid, frame, reports)
+
+    monkeypatch.setattr(of.loop.scheduler, "schedule", note)
+    monkeypatch.setattr(of.socket, "send_tokens", keep)
+    for local_id, length in enumerate(lengths, 1):
+        of.submit(local_id, 2, prompt_tokens=length, context_logits=True)
+    of.submit(9, 2)
+    run_until_idle(of)
+    assert not of.socket.failures
+    return steps, [found[n] for n in sorted(found)]
+
+
+def test_prompts_with_logits_come_one_after_the_other_in_parts_and_others_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, whole = computed(Engine(**WIDE), [100, 100], monkeypatch)
+    assert steps == [[100, 100]]
+    monkeypatch.setattr(logits_room, "STEP_BYTES", 40 * ROW)
+    engine_ = Engine(**WIDE)
+    steps, parts = computed(engine_, [100, 100], monkeypatch)
+    assert steps == [[40], [40], [20]] * 2
+    assert list(engine_.socket.tokens) == [9, 1, 2]
+    for expected, found in zip(whole, parts, strict=True):
+        assert found.shape == (100, 2048)
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert computed(Engine(**WIDE), [10, 20, 10, 20], monkeypatch)[0] == [[10, 20, 10], [20]]
+    assert computed(Engine(enable_chunked_context=False, **WIDE), [100, 100], monkeypatch)[0] == [
+        [100],
+        [100],
+    ]
+
+
+def test_one_that_leaves_gives_its_turn_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_room, "STEP_BYTES", 40 * ROW)
+    engine_ = Engine()
+    for local_id in (1, 2, 3):
+        engine_.submit(local_id, 2, prompt_tokens=100, context_logits=True)
+    engine_.step()
+    assert engine_.running == [1] and len(engine_.loop.logits) == 2
+    for local_id in (1, 2):  # amid its prompt, and before its turn
+        engine_.cancel(local_id)
+        free(engine_, local_id)
+    run_until_idle(engine_)
+    cancelled = protocol.FINISHED_CANCELLED
+    assert engine_.socket.codes == {1: cancelled, 2: cancelled, 3: protocol.FINISHED_LENGTH}
+    assert engine_.loop.logits.held == 100 * ROW
+    free(engine_, 3)
+    engine_.step()
+    assert engine_.loop.logits.held == 0
 
 
 @pytest.mark.parametrize("rows", [1, 64, 100])

@@ -55,6 +55,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def reports_logits(self) -> bool:
         return self.log_probs or self.generation_logits
 
+    @property
+    def asks_for_logits(self) -> bool:
+        """Of its prompt, or of what it generates."""
+        return self.context_logits or self.generation_logits
+
     def logits_rows(self, prompt_len: int, max_new: int) -> int:
         """How many rows of logits a sequence of at most `max_new` tokens sends at most."""
         return prompt_len * self.context_logits + max_new * self.generation_logits

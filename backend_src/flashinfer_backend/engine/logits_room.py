@@ -8,15 +8,27 @@ from collections.abc import Callable, Iterator
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.request import Request
 
+# Logits of prompts that a step computes, unless it has to compute a whole prompt at once. They are copied to
+# the host while nothing else is computed, so every stream waits for them.
+STEP_BYTES = 64 << 20
+
+
+def step_tokens(vocab_size: int) -> int:
+    """How many of a prompt's tokens a step computes whose logits are wanted."""
+    return max(1, STEP_BYTES // (4 * vocab_size))
+
 
 class LogitsRoom:
     """Bounds the bytes of logits that this engine and the processes which it sends them to hold together. A
     request has its room before it has a slot, and keeps it until its stub has said `Freed`, or has ended:
-    longer than it is the scheduler's."""
+    longer than it is the scheduler's. The scheduler gets prompts whose logits are wanted one after the other,
+    or as many as one step computes: others have steps between."""
 
     def __init__(self, most: int, vocab_size: int, admit: Callable[[Request], None]) -> None:
         """most: bytes. admit: takes a request that has its room."""
         self._gate = Gate(most)
+        self._turns = Gate(STEP_BYTES)  # of the prompts' logits that the scheduler has and are not computed
+        self._turn: dict[int, Place] = {}  # by handle, of who has room and waits or is inside
         self._vocab_size, self._admit = vocab_size, admit
         self._places: dict[int, Place] = {}  # by handle, of who waits or is inside
         self._waiting: dict[int, Request] = {}  # by handle
@@ -46,9 +58,16 @@ class LogitsRoom:
     def freed(self, handle: int) -> None:
         """Nobody holds the sequence's logits any more. Nothing happens where they have no room."""
         self._waiting.pop(handle, None)
+        self.computed(handle)
         place = self._places.pop(handle, None)
         if place is not None:
             self._gate.leave(place)
+
+    def computed(self, handle: int) -> None:
+        """All of the logits of a sequence's prompt are. May be said more than once."""
+        turn = self._turn.pop(handle, None)
+        if turn is not None:
+            self._turns.leave(turn)
 
     def cancel(self, handle: int) -> Request | None:
         """Forget a request that waits; None if there is no such one."""
@@ -73,5 +92,14 @@ class LogitsRoom:
             self.freed(handle)
 
     def _start(self, request: Request) -> None:
+        if not request.params.context_logits:
+            self._submit(request)
+            return
+        size = 4 * len(request.prompt) * self._vocab_size
+        turn = Place(size, request.priority, lambda: self._submit(request))
+        self._turn[request.handle] = turn
+        self._turns.enter(turn)
+
+    def _submit(self, request: Request) -> None:
         del self._waiting[request.handle]
         self._admit(request)

@@ -200,7 +200,7 @@ class EngineLoop:
 
     def _queue(self, request: Request) -> None:
         """Have a request wait for its slot, and before that for room for the logits that it asks for."""
-        if request.params.context_logits or request.params.generation_logits:
+        if request.params.asks_for_logits:
             self.logits.enter(request)
         else:
             self.scheduler.submit(request)
@@ -286,13 +286,15 @@ class EngineLoop:
     def _keep_context_logits(self, plan: StepPlan, row: int, logits: np.ndarray) -> None:
         request = self.scheduler.table.requests[int(plan.slots[row])]
         assert request is not None  # its step has only just been launched
+        start = int(plan.starts[row])
         if len(logits) == len(request.prompt):
             request.context_logits = logits
-            return
-        if request.context_logits is None:
-            request.context_logits = np.empty((len(request.prompt), logits.shape[1]), np.float32)
-        start = int(plan.starts[row])
-        request.context_logits[start : start + len(logits)] = logits
+        else:
+            if request.context_logits is None:
+                request.context_logits = np.empty((len(request.prompt), logits.shape[1]), np.float32)
+            request.context_logits[start : start + len(logits)] = logits
+        if start + len(logits) == len(request.prompt):
+            self.logits.computed(request.handle)
 
     def _settle(self) -> None:
         """Read every step in flight."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.engine.logits_room import step_tokens
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -74,5 +75,6 @@ def start(
     )
     model_config = runner.state.model.config
     scheduling = device.active().scheduling
-    scheduler = Scheduler(config, manager, model_config.eos_token_ids, scheduling)
+    logits_tokens = step_tokens(model_config.vocab_size)
+    scheduler = Scheduler(config, manager, model_config.eos_token_ids, scheduling, logits_tokens)
     return Core(config, model_config, scheduler, runner)

@@ -43,8 +43,11 @@ class Scheduler:
         kv_manager: KVCacheManager,
         end_ids: tuple[int, ...] = (),
         numbers: tuned.Scheduling | None = None,
+        logits_tokens: int | None = None,
     ) -> None:
-        """numbers: what was measured on the device; by default, those for devices that nobody has."""
+        """numbers: what was measured on the device; by default, those for devices that nobody has.
+        logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
+        as many as of any other."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
@@ -58,6 +61,7 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.prompt_tokens_reused = 0
+        self._logits_tokens = logits_tokens if config.enable_chunked_context else None
         self._named: list[int] = []  # blocks that were registered since the last plan was begun
         # What the next plan tells the sampler.
         self._new: list[NewSequence] = []
@@ -158,6 +162,8 @@ class Scheduler:
                 request = admitted
             start = int(table.computed[request.slot])
             length = min(int(table.known[request.slot]) - start, budget)
+            if request.params.context_logits and self._logits_tokens is not None:
+                length = min(length, self._logits_tokens)
             chunks.append(Chunk(request, start, length))
             budget -= length
         return chunks
