@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
 from openai_server import LOGITS_MIB, OpenAiServer, model_with_template, openai_running
-from running import LLM_LOGITS_MIB, EngineWatch, Server, build_repository, running, wait_for
+from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, build_repository, running, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +34,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     little room for logits, so that few requests fill it."""
     folder = tmp_path_factory.mktemp("contract")
     knobs = ["tensorrt_llm_bls=true", f"max_logits_mib={LLM_LOGITS_MIB}"]
+    knobs += [f"max_json_logits_mib={JSON_LOGITS_MIB}"]
     repository = build_repository(folder, *knobs, "--llm-name", "tensorrt_llm")
     with running(repository, folder) as started:
         yield started
@@ -42,10 +43,10 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same without decoupled mode, for two sequences at a time and four that wait; ids outside of the
-    vocabulary are folded into it."""
+    vocabulary are folded into it, and few logits may be asked for in JSON."""
     folder = tmp_path_factory.mktemp("unary")
     knobs = ["decoupled_mode=false", "max_num_seqs=2", "max_queue_size=4", "llm_instance_count=1"]
-    knobs += ["fold_input_ids=true"]
+    knobs += ["fold_input_ids=true", "max_json_logits_mib=1"]
     with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
         yield started
 

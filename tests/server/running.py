@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 90
 TIMEOUT_S = 30
 LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
+JSON_LOGITS_MIB = 4  # its max_json_logits_mib
 
 
 def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:

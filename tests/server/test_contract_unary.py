@@ -340,3 +340,17 @@ def test_priorities_decide_who_runs_next(
     thread.join()
     assert [label for _, label in found] == ["1", "2", "default", "9"] and found[0][0] > 0
     assert [two_run.get(timeout=30) for _ in range(2)] == [None, None]
+
+
+def test_binary_answers_over_http_may_have_more_logits_than_json(unary: Server) -> None:
+    prompt = PROMPT * 40
+    values = {"text_input": strings(prompt), "max_tokens": int32(1), "return_context_logits": flag(True)}
+    for protocol in ("grpc", "http"):
+        found = Unary(unary, protocol)("ensemble", values).as_numpy("context_logits")
+        assert found.shape == (1, len(encode(prompt)), 2048) and found.nbytes > 1 << 20
+    kinds = {"text_input": "BYTES", "max_tokens": "INT32", "return_context_logits": "BOOL"}
+    body = {"text_input": prompt, "max_tokens": 1, "return_context_logits": True}
+    tensors = [{"name": n, "shape": [1, 1], "datatype": kinds[n], "data": [v]} for n, v in body.items()]
+    status, _, text = unary.raw(json.dumps({"inputs": tensors}).encode(), "ensemble", "infer")
+    assert status == 500 and "max_json_logits_mib" in text
+    assert "max_json_logits_mib" in unary.post(body)[1]["error"]

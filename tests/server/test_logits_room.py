@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests for logits at once: there is a bound for all of them, max_logits_mib."""
+"""Many requests for logits at once: there is a bound for all of them, max_logits_mib, and one for each that
+the ensemble answers in JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 from contract import LLM
-from running import LLM_LOGITS_MIB, EngineWatch, Server, wait_for
-from test_generate import inputs, int32, stream
+from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, wait_for
+from test_generate import inputs, int32, stream, strings
 
 ROW = 4 * 2048  # bytes of a token's logits
 ROWS = (LLM_LOGITS_MIB << 20) // ROW
+JSON_ROWS = (JSON_LOGITS_MIB << 20) // ROW
 YES = np.array([[True]])
 
 
@@ -79,10 +81,42 @@ def test_one_that_needs_more_is_refused_with_what_there_is(
 ) -> None:
     ((_, error),) = stream(contract, LLM, [("", asking(1, ROWS + 1, return_context_logits=YES))])
     assert f"of {ROWS + 1} prompt tokens, could be" in str(error) and "max_logits_mib" in str(error)
-    body = {"text_input": "Once", "max_tokens": ROWS + 1, "return_generation_logits": True}
-    status, answer = contract.post(body)
-    assert status == 400 and f"room for {LLM_LOGITS_MIB} MiB, those of {ROWS} tokens" in answer["error"]
-    assert contract.post({**body, "max_tokens": 3})[0] == 200
+    values = {"text_input": strings("Once"), "max_tokens": int32(ROWS + 1), "return_generation_logits": YES}
+    ((_, error),) = stream(contract, "ensemble", [("", values)])
+    assert f"room for {LLM_LOGITS_MIB} MiB, those of {ROWS} tokens" in str(error)
+    wait_for(lambda: free(watch_contract), "all room to be free")
+
+
+def test_the_ensemble_writes_few_logits_as_json(contract: Server, watch_contract: EngineWatch) -> None:
+    body = {"text_input": "Once", "max_tokens": JSON_ROWS + 1, "return_generation_logits": True}
+    for stream_too in (False, True):
+        answer = contract.post({**body, "stream": stream_too}, stream=stream_too)
+        error = answer[0]["error"] if stream_too else answer[1]["error"]
+        assert f"at most {JSON_LOGITS_MIB} MiB, those of {JSON_ROWS} tokens" in error, error
+        assert "could be 4.0 MiB" in error and "max_json_logits_mib" in error
+    status, answer = contract.post({**body, "max_tokens": 3})
+    assert status == 200 and len(answer["generation_logits"]) == 3 * 2048
+    # What the engine cuts to the room that is left counts as that.
+    long = "Once upon a time " * 400
+    left = {"text_input": long, "max_tokens": 99999, "return_generation_logits": True, "stop_words": [" "]}
+    assert contract.post(left)[0] == 200
+    wait_for(lambda: free(watch_contract), "all room to be free")
+
+
+def test_over_grpc_and_of_the_model_itself_there_may_be_more(
+    contract: Server, watch_contract: EngineWatch
+) -> None:
+    prompt = "Once upon a time " * (JSON_ROWS // 4 + 1)
+    body = {"text_input": prompt, "max_tokens": 1, "return_context_logits": True}
+    assert "max_json_logits_mib" in contract.post(body)[1]["error"]
+    values = {"text_input": strings(prompt), "max_tokens": int32(1), "return_context_logits": YES}
+    results = stream(contract, "ensemble", [("", values)])
+    assert not any(error for _, error in results)
+    assert len(logits(results, "context_logits")[0]) > JSON_ROWS
+    ids = asking(1, JSON_ROWS + 1, 1, return_context_logits=YES)
+    status, answer = contract.post({name: value[0].tolist() for name, value in ids.items()}, LLM)
+    assert status == 200, answer
+    assert len(answer["context_logits"]) == (JSON_ROWS + 1) * 2048
     wait_for(lambda: free(watch_contract), "all room to be free")
 
 

@@ -131,6 +131,12 @@ KNOBS: tuple[Knob, ...] = (
         meaning="true = token ids of a prompt outside of the vocabulary are taken modulo its size instead of "
         "being refused, for benchmarks that draw ids over all of int32 (benchmark_core_model.py)",
     ),
+    _llm(
+        "max_json_logits_mib", "16", "int",
+        meaning="MiB of logits that a sequence may ask of the ensemble over HTTP, as JSON: tritonserver "
+        "sends no other answer of the ensemble while it writes them. One that asks for more is refused; over "
+        "gRPC it is not. 0 = no bound",
+    ),
     Knob(
         BLS, "false", "bool", (("ensemble", SECOND_ENSEMBLE),),
         meaning="true = the ensemble a second time under this name, for clients that ask for TensorRT-LLM's "

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
 from flashinfer_backend.serve.preflight import (
@@ -227,4 +228,5 @@ def main(argv: list[str] | None = None) -> int:
         options.stalled_client_seconds,
     )
     with serving(repository):
-        return Watchdog([*args, *options.server_args], env, address, options.http_port, policy, door).run()
+        args += [*options.server_args, *forwarding(options.server_args)]
+        return Watchdog(args, env, address, options.http_port, policy, door).run()

@@ -6,7 +6,11 @@ Checked before anything is done with a tensor that takes time by its size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+
+from flashinfer_backend.serving.generation import GenerationRequest
 
 MOST_WORDS = 4096  # in one list of a row
 MOST_WORD_BYTES = 1 << 18  # of all words of one list of a row
@@ -45,3 +49,19 @@ def check_ids(name: str, count: int) -> None:
     """Raises ValueError where a request asks for more than MOST_IDS to be decoded."""
     if count > MOST_IDS:
         raise ValueError(f"{name} has {count} ids; it should have at most {MOST_IDS} in a request")
+
+
+def check_json_logits(
+    rows: Iterable[GenerationRequest], vocab_size: int, max_seq_len: int, most_mib: int
+) -> None:
+    """Raises ValueError where a row asks for more than `most_mib` MiB of logits."""
+    for row in rows:
+        max_new = min(row.params.max_tokens, max_seq_len - len(row.prompt))
+        size = 4 * vocab_size * row.params.logits_rows(len(row.prompt), max_new)
+        if size > most_mib << 20:
+            raise ValueError(
+                f"the logits that are asked for could be {size / (1 << 20):.1f} MiB; as JSON, over HTTP, they"
+                f" should be at most {most_mib} MiB, those of {(most_mib << 20) // (4 * vocab_size)} tokens,"
+                " since tritonserver answers nobody else while it writes them. Ask over gRPC, or for fewer,"
+                " or raise max_json_logits_mib when building the model repository"
+            )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.headers import is_json
 from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -20,13 +21,14 @@ from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor, supervisors
+from flashinfer_backend.triton.bounds import check_json_logits
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
 from flashinfer_backend.triton.request_parameters import read_request_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton.sequence import Sequence, of_ensemble
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
 
@@ -44,10 +46,13 @@ class TritonPythonModel:
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(self._parameters)
         server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
+        # Without serve nobody has the server forward the headers that say which answers are JSON.
+        by_serve = owner != server_pid
+        json_logits_mib = int(self._parameters.get("max_json_logits_mib", "16")) if by_serve else 0
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
-            supervisors(Supervisor, folder, owner, config, stays=owner != server_pid),
+            supervisors(Supervisor, folder, owner, config, stays=by_serve),
             config.enable_kv_cache_reuse,
             config.stats_check_period_ms / 1000,
             on_stop=self._responder.stop,
@@ -85,6 +90,8 @@ class TritonPythonModel:
             guided_decoding=config.guided_decoding_backend != "none",
             fold_input_ids=flag_parameter(self._parameters, "fold_input_ids", False),
             log_probs_so_far=self._log_probs == "all",
+            max_seq_len=status.max_seq_len,
+            max_json_logits_mib=json_logits_mib,
         )
 
     def is_ready(self) -> bool:
@@ -117,10 +124,14 @@ class TritonPythonModel:
         if is_stop(tensors):
             self._stop(request, sender)
             return
-        priority, timeout_us = read_request_parameters(request.parameters(), request.timeout())
+        parameters = request.parameters()
+        priority, timeout_us = read_request_parameters(parameters, request.timeout())
         rows = parse_request(tensors, self._limits, priority, timeout_us)
         wanted = set(request.requested_output_names())
         refuse_unmapped(rows, wanted)
+        limits = self._limits
+        if limits.max_json_logits_mib and of_ensemble(wanted) and is_json(parameters):
+            check_json_logits(rows, limits.vocab_size, limits.max_seq_len, limits.max_json_logits_mib)
         opened, schedule = self._responder.open(sender, request.request_id(), wanted)
         for index, row in enumerate(rows):
             for number in range(row.num_return_sequences):

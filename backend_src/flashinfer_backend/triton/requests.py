@@ -38,6 +38,8 @@ class Limits:
     guided_decoding: bool = True
     fold_input_ids: bool = False  # ids outside of the vocabulary are taken modulo its size
     log_probs_so_far: bool = False  # each chunk of a stream has those of all tokens so far
+    max_seq_len: int = 0
+    max_json_logits_mib: int = 0  # of a sequence whose answer from the ensemble is JSON; 0: any number
 
 
 @dataclass(frozen=True)

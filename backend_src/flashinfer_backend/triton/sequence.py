@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from flashinfer_backend.serving.generation import Chunk, Generation
@@ -12,6 +12,13 @@ from flashinfer_backend.triton.outputs import Place, Reported
 from flashinfer_backend.triton.requests import Row
 
 FAILED = "Executor failed process requestId {} due to the following error: {}"
+
+
+def of_ensemble(outputs: Container[str]) -> bool:
+    """Whether the ensemble asks for these outputs of the model. It asks for what it maps, chunk among it; a
+    client that names no outputs asks for all there are, also for context_phase_params, which the ensemble
+    does not map."""
+    return "chunk" in outputs and "context_phase_params" not in outputs
 
 
 class OpenRequest:
@@ -23,9 +30,7 @@ class OpenRequest:
     ) -> None:
         """cancel: asks the engine to end the sequence with this handle."""
         self.sender, self.request_id, self.outputs = sender, request_id, outputs
-        # The ensemble asks for what it maps, chunk among it; a client that names no outputs asks for all
-        # there are, also for context_phase_params, which the ensemble does not map.
-        self.in_ensemble = "chunk" in outputs and "context_phase_params" not in outputs
+        self.in_ensemble = of_ensemble(outputs)
         self.sequences: list[Sequence] = []
         self.remaining = 0  # sequences that have not ended
         # Ended since postprocessing got none of its chunks. Should somebody be there to read, say why.
