@@ -20,6 +20,7 @@ from flashinfer_backend.triton.sequence import OpenRequest, Sequence
 
 TIMEOUT_S = 20
 OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
+OUTPUTS |= {"context_logits"}
 FINAL = 1
 
 
@@ -83,7 +84,9 @@ class Bench:
         self.cancelled: list[int] = []
         self.responder = Responder(pb_utils)
         nothing = lambda *_: None  # noqa: E731
-        self.responder.engines = SimpleNamespace(cancel=self.cancelled.append)  # type: ignore[assignment]
+        self.responder.engines = SimpleNamespace(  # type: ignore[assignment]
+            cancel=self.cancelled.append, freed=nothing
+        )
         self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
         self.last_ns = 1  # when postprocessing had a chunk, 0 for never
         newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
@@ -91,18 +94,27 @@ class Bench:
             begin=nothing, newest=newest, last=lambda _: self.last_ns
         )
         self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]
+        self.probed, self.caught_up = threading.Event(), threading.Event()
+        self.responder.probe = self._probe
 
     def open(
         self, *rows: Row, request_id: str = "", sender: Sender | None = None
     ) -> tuple[Sender, OpenRequest]:
         sender = sender or Sender()
-        request, schedule = self.responder.open(sender, request_id, OUTPUTS)
+        request, schedule = self.responder.open(
+            sender, request_id, OUTPUTS, any(row.params.asks_for_logits for row in rows)
+        )
         for index, row in enumerate(rows):
             place = Place(batch_index=index if len(rows) > 1 else None)
             request.sequences.append(Sequence(request, row, place, schedule))
             request.sequences[-1].handle = 100 + index
         request.remaining = len(rows)
         return sender, request
+
+    def _probe(self) -> bool:
+        """As of a server that has sent all before it when `caught_up` is set."""
+        self.probed.set()
+        return self.caught_up.wait(TIMEOUT_S)
 
     def wait_closed(self) -> None:
         """Until no request is open any more, which is soon after their final responses."""

@@ -21,6 +21,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton.outputs import Place
 from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton.responder import MOST_UNSENT_BYTES, SENDER_THREADS
 from flashinfer_backend.triton.sequence import Sequence
 
 
@@ -188,3 +189,37 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
     matcher.held = 0
     report(3)
     assert sent() == ([2, 3], [-2.0, -3.0], -6.0)
+
+
+def test_who_asks_for_no_logits_never_waits_behind_who_does(bench: Bench) -> None:
+    """The server takes seconds to write large ones as JSON, and a sender waits for that."""
+    asking = SamplingParams(max_tokens=9, context_logits=True)
+    held, request = bench.open(dataclasses.replace(row(), params=asking))
+    held.free.clear()
+    feed(request.sequences[0], 1, end=protocol.FINISHED_LENGTH)
+    assert held.entered.wait(TIMEOUT_S)
+    others = [bench.open(row()) for _ in range(2 * SENDER_THREADS)]
+    for _, other in others:
+        feed(other.sequences[0], 1, 2, end=protocol.FINISHED_LENGTH)
+    assert all(sender.ended.wait(TIMEOUT_S / 4) for sender, _ in others)
+    assert not held.sent
+    held.free.set()
+    assert held.ended.wait(TIMEOUT_S)
+
+
+def test_large_logits_for_the_ensemble_wait_until_those_before_are_sent(bench: Bench) -> None:
+    """The server sends the ensemble's answers one after the other: others' should come between."""
+    wanted = dataclasses.replace(row(), params=SamplingParams(max_tokens=9, context_logits=True))
+    large = memoryview(bytes(MOST_UNSENT_BYTES))  # of a prompt of two tokens
+    (first, one), (second, two) = bench.open(wanted), bench.open(wanted)
+    for request in (one, two):
+        report = protocol.RowReport(0, context_logits=large)
+        request.sequences[0].on_token(1, protocol.FINISHED_LENGTH, report)
+    assert first.ended.wait(TIMEOUT_S) and bench.probed.wait(TIMEOUT_S)
+    sender, other = bench.open(row())
+    feed(other.sequences[0], 1, end=protocol.FINISHED_LENGTH)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert not second.sent
+    bench.caught_up.set()
+    assert second.ended.wait(TIMEOUT_S)
+    assert [tensors["context_logits"].nbytes for tensors, _, _ in second.sent if tensors] == [len(large)]

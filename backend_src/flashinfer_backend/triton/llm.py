@@ -68,13 +68,13 @@ class TritonPythonModel:
             lambda: self._engines.statuses,
             config.stats_check_period_ms / 1000,
         )
+        name = self._parameters.get("postprocessing_model_name", "postprocessing")
+        probe = self._responder.probe = postprocessing_probe(pb_utils, name)
         self._watch = ClientWatch(
             self._responder.open_requests,
             self._engines.cancel,
             self._responder.seen,
-            postprocessing_probe(
-                pb_utils, self._parameters.get("postprocessing_model_name", "postprocessing")
-            ),
+            probe,
             int(self._parameters.get("cancellation_check_period_ms", "100")) / 1000,
         )
         try:
@@ -132,7 +132,8 @@ class TritonPythonModel:
         limits = self._limits
         if limits.max_json_logits_mib and of_ensemble(wanted) and is_json(parameters):
             check_json_logits(rows, limits.vocab_size, limits.max_seq_len, limits.max_json_logits_mib)
-        opened, schedule = self._responder.open(sender, request.request_id(), wanted)
+        logits = any(row.params.asks_for_logits for row in rows)
+        opened, schedule = self._responder.open(sender, request.request_id(), wanted, logits)
         for index, row in enumerate(rows):
             for number in range(row.num_return_sequences):
                 place = Place(

@@ -23,6 +23,8 @@ from flashinfer_backend.triton.sequence import OpenRequest, Sequence
 # A response costs a round trip to the server, so threads overlap their waiting; more than two mostly wait
 # for each other's turn in the interpreter (measured).
 SENDER_THREADS = 2
+# Requests for logits share one more: the server may take seconds for a response of theirs, and whoever is
+# behind it waits.
 # A server that is slower than the engine would queue ever more chunks before postprocessing, and first tokens
 # behind them. A stream so far ahead of postprocessing waits, and what arrives meanwhile is one chunk.
 AHEAD_NS = 50_000_000
@@ -36,6 +38,9 @@ UNREAD = (
 # it takes to copy it.
 LARGE_BYTES = 1 << 16
 MIB = 1 << 20
+# Of logits for the ensemble, before the server has to have sent them. It sends the ensemble's answers one
+# after the other, JSON at 5 to 10 MiB of logits a second, and others should come between.
+MOST_UNSENT_BYTES = MIB
 CLOSE_S = 1.0  # a thread that waits for a server which has been killed never ends
 
 
@@ -47,27 +52,33 @@ class Responder:
         self.engines: Engines  # these are set once they exist; the engines' links refer to us
         self.seen: SeenTable
         self.metrics: Metrics
+        self.probe: Callable[[], bool]  # waits until the server has sent what postprocessing got before
         self._pb = pb_utils
         self._open: dict[int, OpenRequest] = {}  # by id()
+        self._unsent = 0  # bytes of logits for the ensemble; for their thread
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
         self._threads: list[threading.Thread] = []
-        for _ in range(SENDER_THREADS):
+        for _ in range(SENDER_THREADS + 1):
             waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
             self._queues.append(waiting)
             self._threads.append(threading.Thread(target=self._send_loop, args=(waiting,), daemon=True))
         for thread in self._threads:
             thread.start()
-        self._next_queue = itertools.cycle(self._queues)
+        self._next_queue = itertools.cycle(self._queues[:SENDER_THREADS])
 
     def open_requests(self) -> list[OpenRequest]:
         """The requests that have not had their final response."""
         return list(self._open.values())
 
-    def open(self, sender: Any, request_id: str, outputs: set[str]) -> tuple[OpenRequest, Any]:
-        """A new request and the queue to which its sequences are scheduled (`schedule` of Sequence)."""
+    def open(
+        self, sender: Any, request_id: str, outputs: set[str], logits: bool = False
+    ) -> tuple[OpenRequest, Any]:
+        """A new request and the queue to which its sequences are scheduled (`schedule` of Sequence). logits:
+        whether it asks for some."""
         request = OpenRequest(lambda handle: self.engines.cancel(handle), sender, request_id, outputs)
         self._open[id(request)] = request
-        return request, next(self._next_queue).put
+        waiting = self._queues[-1] if logits else next(self._next_queue)
+        return request, waiting.put
 
     def refuse(self, sender: Any, message: str, code: Any) -> None:
         """Answers a request that was never opened with an error."""
@@ -153,8 +164,7 @@ class Responder:
 
     def _free(self, sequence: Sequence) -> None:
         """Tells the engine that the room of a sequence's logits is free: it has ended."""
-        params = sequence.row.params
-        if sequence.handle and (params.context_logits or params.generation_logits):
+        if sequence.handle and sequence.row.params.asks_for_logits:
             self.engines.freed(sequence.handle)
 
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
@@ -196,6 +206,20 @@ class Responder:
         if chunk.last:
             self.metrics.ended(sequence, chunk)
             self._free(sequence)
+        if sequence.row.params.asks_for_logits and request.in_ensemble:
+            self._let_others_pass(sum(value.nbytes for value in outputs.values()))
+
+    def _let_others_pass(self, size: int) -> None:
+        """After `size` bytes for the ensemble: waits for the server where there are many that it may not have
+        sent. Other clients' answers do not wait for those that follow then."""
+        self._unsent += size
+        if self._unsent < MOST_UNSENT_BYTES:
+            return
+        self._unsent = 0
+        try:
+            self.probe()
+        except Exception:  # as one that fails: the server is ending, or will be ended
+            traceback.print_exc()
 
     def _send_error(self, send: Callable[..., None], message: str, code: Any) -> None:
         error = self._pb.TritonError(message, code)
