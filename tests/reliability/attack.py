@@ -34,18 +34,15 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
 from watching import MIB, PARTS, SILENT_S, attempt, ports, usage  # noqa: E402
 
+from flashinfer_backend.config_tools.knobs import BY_NAME  # noqa: E402
+
 PROMPT = "Once upon a time"
 BACK_S = 120.0  # when the server has not come back by then, the attack has won
 PATHS = {"triton": "/v2/models/ensemble/generate", "openai": "/v1/completions"}
 STREAMED = {"triton": "/v2/models/ensemble/generate_stream", "openai": "/v1/completions"}
 # Where one door says something else than the other; both have bodies of text_input and max_tokens here.
 WORDS = {b'"text_input"': b'"prompt"', b'"stop_words"': b'"stop"'}
-LONG_PROMPT = "Once upon a time " * 120
-# Answers of some MB, more than the kernel takes from a server whose client does not read.
-LARGE = {
-    "triton": {"text_input": LONG_PROMPT, "max_tokens": 1, "return_context_logits": True},
-    "openai": {"prompt": [LONG_PROMPT] * 8, "max_tokens": 1, "echo": True, "logprobs": 20},
-}
+MOST_JSON_BYTES = int(BY_NAME["max_json_logits_mib"].default) * MIB  # of logits: the ensemble refuses more
 HOSTILE: list[bytes] = [
     b"",
     b"\xff\xfe",
@@ -56,13 +53,26 @@ HOSTILE: list[bytes] = [
     b'{"max_tokens": 1, "text_input": "' + b"&=" * (3 << 20) + b'"}',
     b'{"max_tokens": 1, "text_input": ""}',
     b'{"max_tokens": -1, "text_input": "a"}',
-    b'{"max_tokens": 99999999999, "text_input": "a"}',
+    # tritonserver makes 1215752191 of it, which is cut to max_seq_len. Random weights end by themselves
+    # nowhere, and a long answer is no silence: so one of the commonest characters ends it.
+    b'{"max_tokens": 99999999999, "text_input": "a", "seed": 1, "stop_words": [" ", "a", "e", "t"]}',
     b'{"max_tokens": 1, "text_input": ["a", "b", "c"]}',
     b'{"max_tokens": 1, "text_input": "a", "temperature": 1e39, "top_p": -3}',
     b'{"max_tokens": 1, "text_input": "\\ud800"}',
     json.dumps({"max_tokens": 1, "text_input": "a", "stop_words": ["x" * 9] * 30_000}).encode(),
     json.dumps({"max_tokens": 1, "text_input": "a " * 1_000_000}).encode(),
 ]
+
+
+def large_requests(vocab_size: int) -> dict[str, dict[str, Any]]:
+    """By door: requests for answers of some MB, more than the kernel takes from a server whose client does
+    not read. vocab_size: words of the model."""
+    tokens = min(480, MOST_JSON_BYTES // (4 * vocab_size))
+    words = "Once upon a time "  # five tokens or fewer
+    return {
+        "triton": {"text_input": words * (tokens // 5), "max_tokens": 1, "return_context_logits": True},
+        "openai": {"prompt": [words * 120] * 8, "max_tokens": 1, "echo": True, "logprobs": 20},
+    }
 
 
 def body_for(door: str, body: bytes) -> bytes:
@@ -90,7 +100,8 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
 class SlowClient:
     """Asks for a large answer twice, and reads a byte a second of it, or nothing."""
 
-    def __init__(self, door: str, port: int, bytes_a_second: int) -> None:
+    def __init__(self, door: str, port: int, large: dict[str, Any], bytes_a_second: int) -> None:
+        """large: the request."""
         self.door, self._rate = door, bytes_a_second
         self._sock = socket.socket()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -99,7 +110,7 @@ class SlowClient:
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             self._sock.setsockopt(socket.IPPROTO_TCP, option, 1)
         self._sock.connect(("127.0.0.1", port))
-        self._sock.sendall(2 * request_bytes(PATHS[door], LARGE[door]))
+        self._sock.sendall(2 * request_bytes(PATHS[door], large))
         self._next = self.began = time.monotonic()
 
     def read(self) -> None:
@@ -134,6 +145,7 @@ class Attack:
         self.recoveries: dict[str, list[float]] = collections.defaultdict(list)
         self.refusals_ms: list[float] = []
         self._expected = server.text(PROMPT, 24)
+        self._large = large_requests(server.engine_status().vocab_size)
         self._ending = threading.Event()
         self._lock = threading.Lock()
         doors = itertools.islice(itertools.cycle(self.ports), streams)
@@ -241,7 +253,7 @@ class Attack:
         for number in range(clients):
             for door, port in self.ports.items():
                 with contextlib.suppress(OSError):
-                    self.slow.append(SlowClient(door, port, number % 2))
+                    self.slow.append(SlowClient(door, port, self._large[door], number % 2))
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.look_at_slow_clients()
