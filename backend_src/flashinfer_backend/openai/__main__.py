@@ -13,20 +13,14 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.core.arguments import count, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
 from flashinfer_backend.openai.link import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
-from flashinfer_backend.transport.addresses import (
-    STALLED_S,
-    AddressError,
-    check_ports,
-    count,
-    resolve,
-    stalled_seconds,
-)
+from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.gpus import visible_devices
 
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
@@ -86,7 +80,7 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--receive-seconds",
-        type=stalled_seconds,
+        type=whole_seconds,
         default=RECEIVE_S,
         help="cut a client whose request is not whole after so long, 0: never (default: %(default)s)",
     )
@@ -104,7 +98,7 @@ def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stalled-client-seconds",
-        type=stalled_seconds,
+        type=whole_seconds,
         default=STALLED_S,
         help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.arguments import count, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
@@ -30,15 +31,7 @@ from flashinfer_backend.serve.preflight import (
     serving,
 )
 from flashinfer_backend.serve.watchdog import DRAIN_S, MIB, RESTARTS, Policy, Watchdog
-from flashinfer_backend.transport.addresses import (
-    STALLED_S,
-    Address,
-    AddressError,
-    check_ports,
-    count,
-    resolve,
-    stalled_seconds,
-)
+from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressError, check_ports, resolve
 
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
 # machine. The server refuses them to everybody, unless they are opened by name.
@@ -117,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=_seconds,
+        type=seconds,
         default=DRAIN_S,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
@@ -139,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--stalled-client-seconds",
-        type=stalled_seconds,
+        type=whole_seconds,
         default=STALLED_S,
         help="cut a client, of either API, that has read nothing of its answer for so long, 0: never"
         " (default: %(default)s)",
@@ -171,13 +164,6 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:
         return []
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 seconds")
-    return value
 
 
 def main(argv: list[str] | None = None) -> int:

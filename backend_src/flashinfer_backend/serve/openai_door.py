@@ -12,10 +12,11 @@ from importlib import util as importlib_util
 from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.core.arguments import count
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.worker import room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
-from flashinfer_backend.transport.addresses import Address, count
+from flashinfer_backend.transport.addresses import Address
 
 PREFIX = "--openai-"
 CONNECTIONS = "max-connections"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import resource
 import socket
@@ -57,20 +56,6 @@ def cut_stalled_clients(listener: socket.socket, seconds: int) -> None:
     """Has the kernel close each connection of a listening socket whose client reads so little for so many
     seconds that nothing more can be sent to it; 0: never. Connections inherit it when they are accepted."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
-
-
-def count(text: str) -> int:
-    """An argument that is a whole number. Raises argparse.ArgumentTypeError."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: it should be 0 or more")
-    return int(text)
-
-
-def stalled_seconds(text: str) -> int:
-    """An argument for `cut_stalled_clients`. Raises argparse.ArgumentTypeError."""
-    if not text.isdigit() or int(text) > 86400:
-        raise argparse.ArgumentTypeError(f"{text}: it should be 0 to 86400 whole seconds")
-    return int(text)
 
 
 def raise_open_files(most: int = MOST_FILES) -> int:
