@@ -51,6 +51,13 @@ def finite(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """A number over 0."""
+    if not 0 < (value := _number(text)) < math.inf:
+        raise ArgumentTypeError(f"{text!r} must be a number over 0")
+    return value
+
+
 def request_rate(text: str) -> float:
     """Requests/s, or inf."""
     value = _number(text)

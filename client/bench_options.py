@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import arguments, find_rate
-from client.arguments import finite, integer, length_range, output_file, seconds
+from client.arguments import INT32, finite, integer, length_range, output_file, seconds
 from client.datasets import DATASETS
 from client.metrics import PERCENTILES
 from client.wire import BACKENDS
 
 # Sampling options and their types; laid over each request's body under the same names.
 SAMPLING: dict[str, Any] = {
-    **{"temperature": finite, "top_p": finite, "top_k": int, "repetition_penalty": finite},
+    **{"temperature": finite, "top_p": finite, "top_k": integer(*INT32), "repetition_penalty": finite},
     **{"presence_penalty": finite, "frequency_penalty": finite},
 }
 # What a scenario says and options may not.
@@ -109,7 +109,7 @@ def _requests(group: Any) -> None:
     add = group.add_argument
     for name, kind in SAMPLING.items():
         add(f"--{name.replace('_', '-')}", type=kind)
-    add("--priority-per-output-token", type=int, default=0, metavar="N",
+    add("--priority-per-output-token", type=integer(*INT32), default=0, metavar="N",
         help="OpenAI servers: each request's priority, N times its output tokens; with -1 those that order"
         " by it, the smallest first, take the longest answers first")  # fmt: skip
     add("--respect-eos", action="store_true", help="let sequences end at their end token")

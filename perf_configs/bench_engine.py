@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from client.arguments import integer
 from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -217,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
     parser.add_argument("--sharegpt", type=Path)
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=integer(1), default=1000)
     parser.add_argument(
         "--batches", default="1,16,64,256", help="sequences of the decode steps, none: empty (%(default)s)"
     )

@@ -32,9 +32,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from client.arguments import integer, positive, seconds
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.openai.link import LOGITS_ROOM
+from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
@@ -200,11 +201,8 @@ def machine() -> str:
 
 
 def rates(text: str) -> list[float]:
-    """A comma list of numbers above 0."""
-    found = [float(word) for word in text.split(",")]
-    if not found or min(found) <= 0:
-        raise ValueError
-    return found
+    """Numbers over 0, separated by commas."""
+    return [positive(word) for word in text.split(",")]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -213,22 +211,22 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes of the API")
-    parser.add_argument("--clients", type=int, default=1, help="processes that read")
-    parser.add_argument("--streams", type=int, default=64, help="at a time, of all clients together")
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--workers", type=integer(1), default=1, help="processes of the API")
+    parser.add_argument("--clients", type=integer(1), default=1, help="processes that read")
+    parser.add_argument("--streams", type=integer(1), default=64, help="at a time, of all clients together")
+    parser.add_argument("--tokens", type=integer(1), default=200, help="of each stream")
     parser.add_argument(
         "--steps-per-second", type=rates, default=[100.0], metavar="N,...", help="one line of the table each"
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="measured for each line, after 1 s")
+    parser.add_argument("--seconds", type=seconds, default=5.0, help="measured for each line, after 1 s")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments()
     options = parser.parse_args(argv)
-    if min(options.workers, options.clients, options.tokens) < 1 or options.streams < options.clients:
-        parser.error("--workers, --clients, --tokens should be at least 1, --streams at least --clients")
+    if options.streams < options.clients:
+        parser.error(f"--streams {options.streams} should be at least --clients {options.clients}")
     spawn = multiprocessing.get_context("spawn")
     base = Path(tempfile.mkdtemp(prefix="bench-openai-"))
     run_dir = base / "user" / f"{os.getpid()}-llm"

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from client.arguments import integer
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
@@ -129,11 +130,11 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m perf_configs.loading", description=__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint of one file, instead of a random one")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=8192, help="of the MLP")
+    parser.add_argument("--layers", type=integer(1), default=4)
+    parser.add_argument("--width", type=integer(1), default=8192, help="of the MLP")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--size", type=int, default=1, help="number of ranks")
+    parser.add_argument("--rank", type=integer(0), default=0)
+    parser.add_argument("--size", type=integer(1), default=1, help="number of ranks")
     parser.add_argument("--keep-cache", action="store_true", help="do not drop the file from the page cache")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)

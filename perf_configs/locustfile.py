@@ -48,7 +48,7 @@ def add_options(parser: Any, **_: Any) -> None:
     add("--output-len", type=length_range, default=(16, 128), metavar="LOW[:HIGH]", help="default 16:128")
     add("--leave", type=share, default=0.0, metavar="SHARE", help="of the requests, left after some chunks")
     add("--requests", type=integer(0), default=0, metavar="N", help="stop after so many; 0: no such limit")
-    add("--seed", type=int, default=0, help="of prompts and lengths; each user has its own from it")
+    add("--seed", type=integer(0), default=0, help="of prompts and lengths; each user has its own from it")
 
 
 @events.test_start.add_listener

@@ -52,8 +52,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--knob and --profile are for ours: --server {args.server} names none of {', '.join(OWN)}"
         )
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats} must be at least 1")
     for spec in chosen:
         if not spec.command and spec.name not in urls:
             raise ValueError(f"{spec.name} is not started here: give its address, --url {spec.name}=URL")

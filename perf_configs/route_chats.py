@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from client.arguments import integer, positive
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.serving.router import Router
 from flashinfer_backend.transport.protocol import Status
@@ -116,14 +117,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--processes", type=int, default=6, help="that send requests")
-    parser.add_argument("--chats", type=int, default=400)
-    parser.add_argument("--turns", type=int, default=6, help="of each chat")
-    parser.add_argument("--rate", type=float, default=40.0, help="turns a second, about")
-    parser.add_argument("--system", type=int, default=800, help="tokens that all chats begin with")
-    parser.add_argument("--blocks", type=int, default=20000, help=f"of {BLOCK} tokens, in each engine")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engines", type=integer(1), default=4)
+    parser.add_argument("--processes", type=integer(1), default=6, help="that send requests")
+    parser.add_argument("--chats", type=integer(1), default=400)
+    parser.add_argument("--turns", type=integer(1), default=6, help="of each chat")
+    parser.add_argument("--rate", type=positive, default=40.0, help="turns a second, about")
+    parser.add_argument("--system", type=integer(0), default=800, help="tokens that all chats begin with")
+    parser.add_argument("--blocks", type=integer(1), default=20000, help=f"of {BLOCK} tokens, in each engine")
+    parser.add_argument("--seed", type=integer(0), default=0)
     options = parser.parse_args()
     print(
         "| table | prompt tokens found, % | first token, mean ms | P99 ms | open sequences, most - fewest |"

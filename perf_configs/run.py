@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from client.arguments import integer, seconds
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
 from client.device_log import DeviceLog, find_devices
 from client.load import Load, run_load
@@ -55,7 +56,9 @@ def argument_parser() -> argparse.ArgumentParser:
         help="of servers.toml, in this order (default: ours,vllm)",
     )  # fmt: skip
     p.add_argument("--rows", default="", help="comma list (default: all that compare servers)")
-    p.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each point (default 1)")
+    p.add_argument(
+        "--repeats", type=integer(1), default=1, metavar="N", help="runs of each point (default 1)"
+    )
     p.add_argument(
         "--load-format", choices=("dummy", "auto"), default="dummy",
         help="of all servers: random weights, or the checkpoint's (default dummy)",
@@ -64,12 +67,17 @@ def argument_parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
     p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
     p.add_argument(
-        "--port", type=int, default=8300, help="HTTP port; the next two are used as well (default 8300)"
+        "--port",
+        type=integer(1, 65533),
+        default=8300,
+        help="HTTP port; the next two are used as well (default 8300)",
     )
     p.add_argument(
-        "--time-limit", type=float, default=1800.0, help="seconds for the whole call (default 1800)"
+        "--time-limit", type=seconds, default=1800.0, help="seconds for the whole call (default 1800)"
     )
-    p.add_argument("--workers", type=int, default=0, help="load generator processes (default: by cores)")
+    p.add_argument(
+        "--workers", type=integer(0), default=0, help="load generator processes (default: by cores)"
+    )
     p.add_argument(
         "--check-tokens", action="store_true", help="count every token of ours while measuring, too"
     )

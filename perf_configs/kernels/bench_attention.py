@@ -22,6 +22,7 @@ import flashinfer
 import numpy as np
 import torch
 
+from client.arguments import integer
 from flashinfer_backend.attention import split, triton_decode
 
 BLOCK_SIZE, DIM = 16, 128
@@ -132,9 +133,9 @@ def main() -> None:
     )
     parser.add_argument("--num-seqs", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--max-seq-lens", default="1024,2048,4096,8192,16384,32768,65536,131072")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--heads", type=integer(1), default=32)
+    parser.add_argument("--kv-heads", type=integer(1), default=8)
+    parser.add_argument("--trials", type=integer(1), default=20)
     parser.add_argument("--json")
     options = parser.parse_args()
     block_bytes = BLOCK_SIZE * options.kv_heads * DIM * 4

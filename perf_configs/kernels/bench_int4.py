@@ -24,6 +24,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from client.arguments import integer
 from flashinfer_backend.core.tuned import Product, Role, Shape, Step, Tiling
 from flashinfer_backend.ops import triton_int4
 from flashinfer_backend.ops.tilings import untuned_int4
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--group", default="128", choices=["32", "64", "128", "row"])
     parser.add_argument("--symmetric", action="store_true", help="without zero points")
     parser.add_argument(
-        "--subtract-from", type=int, default=triton_int4.SUBTRACT_FROM,
+        "--subtract-from", type=integer(1), default=triton_int4.SUBTRACT_FROM,
         help="tokens of a tile from which on zero points are subtracted from the elements",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} tokens")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from client.arguments import positive
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 from flashinfer_backend.kv_cache.cache import KVCache
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="256,1024")
     parser.add_argument("--decode-backend", default="auto")
     parser.add_argument("--prefill", default="2048", help="prompt lengths, or empty")
-    parser.add_argument("--bandwidth", type=float, default=4.29e12, help="bytes/s of a device copy")
+    parser.add_argument("--bandwidth", type=positive, default=4.29e12, help="bytes/s of a device copy")
     parser.add_argument("--per-op", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
     options = parser.parse_args()

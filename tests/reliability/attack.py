@@ -34,6 +34,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
 from watching import MIB, PARTS, SILENT_S, attempt, ports, usage  # noqa: E402
 
+from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.config_tools.knobs import BY_NAME  # noqa: E402
 
 PROMPT = "Once upon a time"
@@ -339,9 +340,9 @@ def report(attack: Attack, minutes: float, before: dict[str, int], after: dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--minutes", type=positive, default=30.0)
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--streams", type=integer(1), default=50)
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KNOB=VALUE",
         help="knobs of the server, as of build.py: another model, a GPU; texts are not compared then",

@@ -40,6 +40,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from openai_server import OpenAiServer, model_with_template, openai_running  # noqa: E402
 from running import Server, build_repository, running  # noqa: E402
 
+from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.openai import requests as openai_requests  # noqa: E402
 
 TIMEOUT_S = 60.0  # an answer that takes longer has been forgotten
@@ -651,11 +652,11 @@ def fuzz(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random requests to real servers.")
-    parser.add_argument("--requests", type=int, default=100_000, help="to each")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first request")
-    parser.add_argument("--threads", type=int, default=6)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="at most, for each")
+    parser.add_argument("--requests", type=integer(1), default=100_000, help="to each")
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--first", type=integer(0), default=0, help="number of the first request")
+    parser.add_argument("--threads", type=integer(1), default=6)
+    parser.add_argument("--minutes", type=positive, default=math.inf, help="at most, for each")
     parser.add_argument("--door", choices=["triton", "openai", "both"], default="both")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -25,6 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 
 from openai_server import OpenAiServer, openai_running  # noqa: E402
 
+from client.arguments import integer  # noqa: E402
+
 TIMEOUT_S = 600
 PING_S = 0.002
 
@@ -116,8 +118,8 @@ def ask(server: OpenAiServer, prompts: int, tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=480)
+    parser.add_argument("--prompts", type=integer(1), default=8)
+    parser.add_argument("--tokens", type=integer(1), default=480)
     parser.add_argument("--streams", action="store_true", help="with other clients beside it")
     parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from client.arguments import integer
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
@@ -474,10 +475,12 @@ def walk(steps: int, seed: int, episodes: int | None = None, length: int = 400) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random walks over the scheduler, every step checked.")
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first episode")
-    parser.add_argument("--episodes", type=int, help="so many, instead of steps")
-    parser.add_argument("--length", type=int, default=400, help="steps of an episode until it only drains")
+    parser.add_argument("--steps", type=integer(1), default=1_000_000)
+    parser.add_argument("--seed", type=integer(0), default=1, help="of the first episode")
+    parser.add_argument("--episodes", type=integer(1), help="so many, instead of steps")
+    parser.add_argument(
+        "--length", type=integer(1), default=400, help="steps of an episode until it only drains"
+    )
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the loop logs each failed step
     began = time.monotonic()

@@ -33,6 +33,8 @@ from reference import Answer, Case, cases  # noqa: E402
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
 from watching import MIB, SILENT_S, Usage, attempt, ports, usage  # noqa: E402
 
+from client.arguments import integer, positive  # noqa: E402
+
 KNOBS = ["max_num_seqs=16", "max_num_tokens=256", "max_num_tokens_while_decoding=128"]
 KV_TOKENS = 8192  # blocks run out now and then, and what is cached has to go
 SETTLED = 0.3  # of a run; what grows before that is the server's own warming up
@@ -334,10 +336,10 @@ def report(soak: Soak) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mixed traffic, every answer compared.")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", type=int, default=500, help="different requests")
-    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--minutes", type=positive, default=30.0)
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--cases", type=integer(1), default=500, help="different requests")
+    parser.add_argument("--clients", type=integer(1), default=12)
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS, help="these alone")
     parser.add_argument("--samples", type=Path, help="where to write all samples, as JSON lines")
     options = parser.parse_args()

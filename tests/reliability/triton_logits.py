@@ -25,6 +25,7 @@ import tritonclient.grpc as grpc  # noqa: E402
 from prompt_logits import forget, memory, waits  # noqa: E402
 from running import Server, build_repository, running  # noqa: E402
 
+from client.arguments import integer  # noqa: E402
 from flashinfer_backend.core.paths import resolve_model_dir  # noqa: E402
 
 TIMEOUT_S = 600
@@ -155,11 +156,13 @@ def run(server: Server, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=250)
-    parser.add_argument("--generation", type=int, default=0, help="logits of so many tokens of each answer")
+    parser.add_argument("--requests", type=integer(1), default=8)
+    parser.add_argument("--tokens", type=integer(1), default=250)
+    parser.add_argument(
+        "--generation", type=integer(0), default=0, help="logits of so many tokens of each answer"
+    )
     parser.add_argument("--stream", action="store_true", help="the requests stream, too")
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--vocabulary", type=integer(1), default=128256)
     parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -8,10 +8,14 @@ import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from flashinfer_backend.openai.__main__ import main
+from flashinfer_backend.serve import launcher, probe
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -64,3 +68,42 @@ def test_as_many_connections_as_there_are_files_for():
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "message"),
+    [
+        (main, "--drain-seconds", "-1", "-1: it should be a whole number from 0 to 86400"),
+        (main, "--workers", "0", "0: it should be a whole number from 1 to 1024"),
+        (main, "--port", "0", "0: it should be a whole number from 1 to 65535"),
+        (main, "--max-request-bytes", "0", "0: it should be a whole number from 1 to"),
+        (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),
+        (main, "--prompt-logits-mib", "inf", "inf: it should be a whole number from 0 to"),
+        (main, "--beside", "-7", "-7: it should be a whole number from 1 to"),
+        (launcher.main, "--drain-seconds", "nan", "nan: it should be 0 to 86400 seconds"),
+        (launcher.main, "--http-port", "65536", "65536: it should be a whole number from 1 to 65535"),
+        (launcher.main, "--openai-port", "-9", "-9: it should be a whole number from 1 to 65535"),
+        (launcher.main, "--openai-workers", "two", "two: it should be a whole number from 1 to 1024"),
+        (launcher.main, "--openai-tool-format", "xml", "invalid choice: 'xml'"),
+        (launcher.main, "--restarts", "-1", "-1: it should be a whole number from 0 to"),
+        (probe.main, "--timeout", "inf", "inf: it should be 0 to 86400 seconds"),
+        (probe.main, "--timeout", "0", "0: it should be more than 0 seconds"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(capsys, command, option, value, message):
+    with pytest.raises(SystemExit):
+        command(["--model-repository", "r"][: 2 * (command is launcher.main)] + [f"{option}={value}"])
+    assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
+def test_every_number_on_a_command_line_has_bounds():
+    """Those of the processes that our own code starts aside."""
+    internal = ("engine/__main__.py", "worker/__main__.py")
+    files = [
+        file
+        for folder in ("backend_src", "client", "perf_configs", "tools", "tests/reliability")
+        for file in (ROOT / folder).rglob("*.py")
+        if not str(file).endswith(internal)
+    ]
+    assert len(files) > 100
+    assert [file for file in files if re.search(r"\btype=(int|float)\b", file.read_text())] == []

@@ -227,6 +227,16 @@ def test_an_empty_argument_of_the_openai_api_is_not_dropped():
         OpenAiDoor(options, addresses.resolve("127.0.0.1"))
 
 
+def test_several_names_of_the_model_are_passed_on():
+    options = serve._parser().parse_args(
+        ["--model-repository", "r", "--openai-port", "9000", "--openai-served-model-name", "one"]
+        + ["--openai-served-model-name", "two", "--openai-max-prompt-bytes", "0"]
+    )
+    arguments = OpenAiDoor(options, addresses.resolve("127.0.0.1"))._arguments
+    names = ["--served-model-name", "one", "--served-model-name", "two"]
+    assert arguments[:6] == [*names, "--max-prompt-bytes", "0"]
+
+
 @pytest.mark.parametrize(("given", "passed_on"), [([], "4"), (["--drain-seconds", "19.5"], "20")])
 def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(given, passed_on):
     options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])

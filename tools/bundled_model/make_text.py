@@ -12,6 +12,8 @@ from pathlib import Path
 import answers
 import stories
 
+from client.arguments import integer
+
 # Share of each kind of document.
 KINDS = [
     (stories.story, 30), (answers.request, 10), (answers.questions, 32), (answers.reading_questions, 15),
@@ -44,8 +46,8 @@ def documents(seed: int, count: int, with_paragraphs: bool = True, reading: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--documents", type=integer(1), default=20)
+    parser.add_argument("--seed", type=integer(0), default=1)
     args = parser.parse_args()
     print("\n\n".join(documents(args.seed, args.documents)))
 

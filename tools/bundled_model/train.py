@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from client.arguments import integer, positive
+
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 IGNORED = -100  # label without a loss
@@ -208,19 +210,19 @@ def parse_args() -> argparse.Namespace:
     default_folder = Path(__file__).parents[2] / "backend_src/flashinfer_backend/bundled_model"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=default_folder)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1700)
-    parser.add_argument("--tokens-per-step", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a training sequence")
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--tokenizer-documents", type=int, default=30000)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--intermediate-size", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=integer(0), default=1)
+    parser.add_argument("--steps", type=integer(1), default=1700)
+    parser.add_argument("--tokens-per-step", type=integer(1), default=2048)
+    parser.add_argument("--length", type=integer(1), default=256, help="tokens of a training sequence")
+    parser.add_argument("--learning-rate", type=positive, default=5e-3)
+    parser.add_argument("--vocab-size", type=integer(1), default=2048)
+    parser.add_argument("--tokenizer-documents", type=integer(1), default=30000)
+    parser.add_argument("--hidden-size", type=integer(1), default=128)
+    parser.add_argument("--intermediate-size", type=integer(1), default=384)
+    parser.add_argument("--layers", type=integer(1), default=4)
+    parser.add_argument("--threads", type=integer(1), default=1)
     parser.add_argument(
-        "--sample-tokens", type=int, default=120, help="length of the samples printed at the end"
+        "--sample-tokens", type=integer(1), default=120, help="length of the samples printed at the end"
     )
     parser.add_argument("--record", type=Path, help="write the greedy continuation of a fixed prompt here")
     return parser.parse_args()

@@ -7,26 +7,27 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
+INT32_MAX = 2**31 - 1
 LONGEST_S = 86400  # of a time to wait
 
 
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+def whole(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
     """A whole number from low to high, both included."""
-    span = f"{low} or more" if high is None else f"{low} to {high}"
 
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = low - 1
-        if value < low or (high is not None and value > high):
-            raise ArgumentTypeError(f"{text}: it should be a whole number, {span}")
+        if not low <= value <= high:
+            raise ArgumentTypeError(f"{text}: it should be a whole number from {low} to {high}")
         return value
 
     return convert
 
 
 count = whole(0)
+port_number = whole(1, 65535)
 whole_seconds = whole(0, LONGEST_S)
 
 
@@ -38,4 +39,11 @@ def seconds(text: str) -> float:
         value = math.nan
     if not 0 <= value <= LONGEST_S:
         raise ArgumentTypeError(f"{text}: it should be 0 to {LONGEST_S} seconds")
+    return value
+
+
+def some_seconds(text: str) -> float:
+    """A time to wait, more than 0."""
+    if not (value := seconds(text)):
+        raise ArgumentTypeError(f"{text}: it should be more than 0 seconds")
     return value

@@ -13,95 +13,14 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.config_tools.model_config import read_parameters
-from flashinfer_backend.core.arguments import count, whole_seconds
+from flashinfer_backend.core.arguments import port_number, whole, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
-from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FORMATS
-from flashinfer_backend.openai.link import LOGITS_ROOM
+from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.gpus import visible_devices
-
-KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
-AUTO = "auto"
-RECEIVE_S = 60
-
-
-def _add_api_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the API itself, whoever starts the engine."""
-    parser.add_argument("--workers", type=int, default=1, help="processes that answer requests (default: 1)")
-    parser.add_argument(
-        "--served-model-name",
-        action="append",
-        help="the model's name in requests, more than once for several (default: its folder's name)",
-    )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        help=f"keys of clients, one a line (also: {KEYS_VARIABLE}, with commas; default: none is needed)",
-    )
-    parser.add_argument(
-        "--chat-template", type=Path, help="a Jinja file instead of the checkpoint's chat template"
-    )
-    parser.add_argument(
-        "--tool-format",
-        choices=(AUTO, *TOOL_FORMATS),
-        default=AUTO,
-        help="how the model writes tool calls (default: as its chat template shows)",
-    )
-    parser.add_argument(
-        "--reasoning-format",
-        choices=(AUTO, *REASONING_FORMATS),
-        default=AUTO,
-        help="how the model writes its reasoning (default: as its chat template shows)",
-    )
-    parser.add_argument(
-        "--default-sampling",
-        choices=("checkpoint", "openai"),
-        default="checkpoint",
-        help="where a request is silent: what generation_config.json recommends, or OpenAI's defaults",
-    )
-    parser.add_argument(
-        "--max-request-bytes", type=int, default=32 << 20, help="largest body (default: 32 MiB)"
-    )
-    parser.add_argument(
-        "--max-prompt-bytes",
-        type=int,
-        default=1 << 20,
-        help="longest text that is tokenized, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
-    )
-    parser.add_argument(
-        "--prompt-logits-mib",
-        type=count,
-        default=LOGITS_ROOM >> 20,
-        help="memory of each process for logits of prompts whose log probabilities are wanted; one prompt may"
-        " have it all to itself, however large (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--receive-seconds",
-        type=whole_seconds,
-        default=RECEIVE_S,
-        help="cut a client whose request is not whole after so long, 0: never (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=count,
-        default=0,
-        help="of each process, 0: as many as it may open files (default)",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=int,
-        default=30,
-        help="how long running requests may go on after SIGTERM (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--stalled-client-seconds",
-        type=whole_seconds,
-        default=STALLED_S,
-        help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     engine = parser.add_mutually_exclusive_group()
     engine.add_argument("--model", help=f"a checkpoint folder, or {BUNDLED!r} for the small one")
     engine.add_argument(
-        "--beside", type=int, metavar="PID", help="use the engine of this tritonserver (needs --llm-config)"
+        "--beside",
+        type=whole(1),
+        metavar="PID",
+        help="use the engine of this tritonserver (needs --llm-config)",
     )
     parser.add_argument(
         "--llm-config",
@@ -122,8 +44,21 @@ def main(argv: list[str] | None = None) -> int:
         "--set", nargs="+", default=[], metavar="KNOB=VALUE", help="settings of the engine (docs/knobs.md)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=9000, help="default: 9000")
-    _add_api_arguments(parser)
+    parser.add_argument("--port", type=port_number, default=9000, help="default: 9000")
+    for name, settings in API_ARGUMENTS.items():
+        parser.add_argument(f"--{name}", **settings)
+    parser.add_argument(
+        "--drain-seconds",
+        type=whole_seconds,
+        default=30,
+        help="how long running requests may go on after SIGTERM (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stalled-client-seconds",
+        type=whole_seconds,
+        default=STALLED_S,
+        help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     try:
         address = resolve(options.host)
@@ -140,8 +75,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
     """The engine's settings, its run directory, and the process that it ends with."""
-    if options.workers < 1:
-        raise ValueError(f"--workers is {options.workers}; it should be at least 1")
     if options.beside is not None:
         if options.llm_config is None or options.set:
             raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")

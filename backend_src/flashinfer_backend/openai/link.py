@@ -15,6 +15,7 @@ import numpy as np
 
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
@@ -25,7 +26,6 @@ from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
 MOST_REDUCERS = 4  # threads that reduce logits of prompts
-LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts, unless a door is started with another bound
 MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashinfer_backend.core.arguments import count, seconds, whole_seconds
+from flashinfer_backend.core.arguments import count, port_number, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1",
         help="address to listen on, IPv4 or IPv6 (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
-    parser.add_argument("--grpc-port", type=int, default=8001, help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=8002, help="default: %(default)s")
+    parser.add_argument("--http-port", type=port_number, default=8000, help="default: %(default)s")
+    parser.add_argument("--grpc-port", type=port_number, default=8001, help="default: %(default)s")
+    parser.add_argument("--metrics-port", type=port_number, default=8002, help="default: %(default)s")
     parser.add_argument(
         "--backends", type=Path, help="where to copy the Python backend (default: in ~/.cache)"
     )

@@ -12,43 +12,23 @@ from importlib import util as importlib_util
 from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
-from flashinfer_backend.core.arguments import count
+from flashinfer_backend.core.arguments import port_number
 from flashinfer_backend.core.parent import end_with_parent
+from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS
 from flashinfer_backend.openai.worker import room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.transport.addresses import Address
 
 PREFIX = "--openai-"
-CONNECTIONS = "max-connections"
-# Arguments that `python -m flashinfer_backend.openai` has under the same names without the prefix.
-PASSED_ON = {
-    "workers": "processes that answer requests",
-    "served-model-name": "the model's name in requests",
-    "api-key-file": "keys of clients, one a line",
-    "chat-template": "a Jinja file instead of the checkpoint's chat template",
-    "tool-format": "how the model writes tool calls",
-    "reasoning-format": "how the model writes its reasoning",
-    "default-sampling": "checkpoint or openai: values where a request is silent",
-    "max-request-bytes": "largest body",
-    "max-prompt-bytes": "longest text that is tokenized",
-    "prompt-logits-mib": "memory for logits of prompts whose log probabilities are wanted",
-    "receive-seconds": "how long a request may take to arrive",
-    CONNECTIONS: "of each process",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--openai-port and what belongs to it."""
     parser.add_argument(
-        "--openai-port", type=int, help="port of the OpenAI API on the same engine (default: none)"
+        "--openai-port", type=port_number, help="port of the OpenAI API on the same engine (default: none)"
     )
-    for name, text in PASSED_ON.items():
-        parser.add_argument(
-            PREFIX + name,
-            type=count if name == CONNECTIONS else str,
-            help=f"{text} (python -m flashinfer_backend.openai --help)",
-            metavar="VALUE",
-        )
+    for name, settings in API_ARGUMENTS.items():
+        parser.add_argument(PREFIX + name, **{**settings, "default": None})  # the API has its own
 
 
 class OpenAiDoor:
@@ -60,9 +40,13 @@ class OpenAiDoor:
         self._process: subprocess.Popen[bytes] | None = None
         self._drain_s = 0
         self._asked_at = 0.0  # when the process was told to end; 0: not yet
-        given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in PASSED_ON}
+        given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in API_ARGUMENTS}
         self._arguments = [
-            word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))
+            word
+            for name, value in given.items()
+            if value is not None
+            for each in (value if isinstance(value, list) else [value])
+            for word in (f"--{name}", str(each))
         ]
         if self.port is None:
             if self._arguments:

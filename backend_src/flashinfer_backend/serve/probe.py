@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 
+from flashinfer_backend.core.arguments import some_seconds
 from flashinfer_backend.serve.asking import ask
 
 BUSY = ("queue", "try again")  # in the words of a server that is well, but refuses
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve.probe", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", default="ensemble", help="default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each answer (default: 5)")
+    parser.add_argument("--timeout", type=some_seconds, default=5.0, help="for each answer (default: 5)")
     options = parser.parse_args(argv)
     found = problem(options.url.rstrip("/"), options.model, options.timeout)
     if found:
