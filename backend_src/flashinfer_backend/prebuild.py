@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set",
         nargs="+",
+        action="extend",
         default=[],
         metavar="KNOB=VALUE",
         help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"

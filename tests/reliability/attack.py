@@ -344,7 +344,7 @@ def main() -> int:
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--streams", type=integer(1), default=50)
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KNOB=VALUE",
+        "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs of the server, as of build.py: another model, a GPU; texts are not compared then",
     )  # fmt: skip
     parser.add_argument("--report", type=Path, help="where to write the tables as well")

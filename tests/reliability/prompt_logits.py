@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=integer(1), default=8)
     parser.add_argument("--tokens", type=integer(1), default=480)
     parser.add_argument("--streams", action="store_true", help="with other clients beside it")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
     knobs = ["--set", "device=cpu", "max_tokens_in_paged_kv_cache=32768", "max_num_seqs=64", *options.set]
     with (

@@ -163,7 +163,7 @@ def main() -> None:
     )
     parser.add_argument("--stream", action="store_true", help="the requests stream, too")
     parser.add_argument("--vocabulary", type=integer(1), default=128256)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name, "model"), options.vocabulary)

@@ -31,6 +31,12 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, content, me
     assert f"--api-key-file {path} {message}" in capsys.readouterr().err
 
 
+def test_settings_may_be_given_one_by_one(capsys):
+    arguments = ["--model", "bundled", "--set", "device=tpu", "--set", "max_num_seqs=2"]
+    assert main(arguments) == 1
+    assert "parameter device of the llm model is 'tpu'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("files", "arguments", "words"),
     [

@@ -195,7 +195,7 @@ def test_it_says_what_to_install_where_flashinfer_is_missing(capsys, monkeypatch
 
 
 def test_wrong_knobs_and_models_are_refused(capsys):
-    assert main(["--arch", "sm_90", "--set", "head_size=3"]) == 1
+    assert main(["--arch", "sm_90", "--set", "head_size=3", "--set", "dtype=float16"]) == 1
     assert "head_size" in capsys.readouterr().err
     assert main(["--arch", "sm_90", "--model", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err

@@ -41,7 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         " an engine to start, with build.py's checks behind them",
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KNOB=VALUE", help="settings of the engine (docs/knobs.md)"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="settings of the engine (docs/knobs.md)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=port_number, default=9000, help="default: 9000")
