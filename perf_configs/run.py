@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from client.arguments import integer, seconds
+from client.bench_options import given_options
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
 from client.device_log import DeviceLog, find_devices
 from client.load import Load, run_load
@@ -42,6 +43,7 @@ from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
 LEFT_OUT = ("url", "api_key")  # of the load, in results
+OF_MERGING = {"merge", "out", "step_times"}  # the options that count where nothing is measured
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
@@ -294,8 +296,12 @@ def _end_with_servers(*_: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser()
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     merge_only = bool(args.merge) and args.model_dir is None
+    if merge_only and (unused := given_options(parser, argv) - OF_MERGING):
+        option = f"--{min(unused).replace('_', '-')}"
+        parser.error(f"{option} has no effect where results are only merged; with --model-dir rows are run")
     try:
         earlier = [results.load(path) for path in args.merge]
         if args.step_times is not None:

@@ -382,6 +382,25 @@ def test_list_knobs(capsys):
         assert f"{knob.name} = {knob.default}\n" in out
 
 
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        ("--list-knobs", ["--output", "there"]),
+        ("--list-knobs", ["--set", "max_num_seqs=9"]),
+        ("--list-knobs", ["--diff"]),
+        ("--list-knobs", ["--regenerate"]),
+        ("--regenerate", ["--model", "there"]),
+        ("--regenerate", ["--markdown"]),
+    ],
+)
+def test_what_has_no_effect_beside_an_option_is_refused(capsys, monkeypatch, option, other):
+    monkeypatch.setattr(cli, "generated", lambda _: pytest.fail("files are written"))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(MODEL_REPO, [option, *other])
+    assert caught.value.code == 2
+    assert f"{other[0]} has no effect beside {option}" in capsys.readouterr().err
+
+
 # ---- properties
 
 

@@ -319,6 +319,15 @@ def test_only_results_are_merged(tmp_path, capsys, name):
     assert caught.value.code == 2 and ("cannot be read" in error or "is no result document" in error)
 
 
+@pytest.mark.parametrize("option", ["--rows=a", "--no-warm-up", "--url=ours=http://x", "--commit="])
+def test_what_has_no_effect_on_merging_is_refused(tmp_path, capsys, option):
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--merge", str(tmp_path / "day.json"), "--out", str(tmp_path / "out"), option])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert f"{option.partition('=')[0]} has no effect where results are only merged" in error
+
+
 def test_a_checkpoint_is_required(capsys):
     with pytest.raises(SystemExit) as caught:
         run.main(["--rows", "a"])

@@ -22,6 +22,8 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     """Run build.py on the defaults in `model_repo`. Returns the exit status; 2 = refused, nothing written."""
     parser = _parser()
     args = parser.parse_args(argv)
+    _refuse_beside(parser, args, "list_knobs", {"markdown"})
+    _refuse_beside(parser, args, "regenerate", set())
     if args.list_knobs:
         print(markdown_table() if args.markdown else text_table(), end="")
         return 0
@@ -100,6 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         "engine's parameters in model_repo",
     )  # fmt: skip
     return parser
+
+
+def _refuse_beside(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, alone: str, allowed: set[str]
+) -> None:
+    """Ends the program where an option that writes no repository stands beside one that says how to."""
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    others = [name for name in given if name not in allowed | {alone}]
+    if alone in given and others:
+        option, other = (f"--{name.replace('_', '-')}" for name in (alone, others[0]))
+        parser.error(f"{other} has no effect beside {option}; give one of them")
 
 
 def generated(model_repo: Path) -> dict[Path, str]:
