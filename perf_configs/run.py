@@ -44,6 +44,7 @@ WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
 LEFT_OUT = ("url", "api_key")  # of the load, in results
 OF_MERGING = {"merge", "out", "step_times"}  # the options that count where nothing is measured
+SLOWER_SERVER = 1.5  # times as long as another server a server is given for a row
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
@@ -102,6 +103,7 @@ class Benchmark:
         self.deadline = time.monotonic() + args.time_limit - STOP_RESERVE
         self.tokenizer = load_tokenizer(args.model_dir)
         self.machine, self.facts = results.machine()
+        self.took: dict[str, float] = {}  # seconds of each row, on the slowest server so far
         self.left_out: list[str] = []
         self.problems: list[str] = []
         self.failed_requests = 0
@@ -115,6 +117,13 @@ class Benchmark:
     def remaining(self) -> float:
         """Seconds left for measuring."""
         return self.deadline - time.monotonic()
+
+    def seconds_of(self, scenario: Scenario) -> float:
+        """How long a row will probably take: somewhat more than on the slowest server that this call has
+        measured; before there is one, what its file says."""
+        if scenario.row in self.took:
+            return self.took[scenario.row] * SLOWER_SERVER
+        return scenario.expected_seconds * self.args.repeats
 
     def prompts(self, scenario: Scenario, count: int, seed: int) -> list[Prompt]:
         """The row's prompts: the same for every server."""
@@ -260,10 +269,14 @@ class Benchmark:
                     flush=True,
                 )
                 for scenario in scenarios:
-                    if scenario.expected_seconds * self.args.repeats > self.remaining():
+                    if self.seconds_of(scenario) > self.remaining():
                         self.left_out.append(f"{spec.label} row {scenario.row}")
                         continue
+                    began, failed = time.monotonic(), self.failed_requests
                     self.run_row(scenario, spec, running)
+                    took = time.monotonic() - began
+                    if self.failed_requests == failed:  # requests that fail may take no time at all
+                        self.took[scenario.row] = max(took, self.took.get(scenario.row, 0.0))
 
 
 def current_commit() -> str:

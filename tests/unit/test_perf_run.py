@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,6 +246,29 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
     seen.clear()
     benchmark(model_dir, tmp_path, "--rows", "flashinfer-70b-random", *two).run_server(read_servers()["ours"])
     assert seen == [("4", "dummy", f"{of}2 --set replicas=2")]
+
+
+def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, model_dir, monkeypatch):
+    """In a time of its own: a slept second is no second of the test."""
+    passed = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: passed[0])
+
+    def run_row(_, scenario, spec, running):
+        measured.append(f"{spec.name} {scenario.row}")
+        passed[0] += 20.0 if scenario.row == "a" else 100.0
+
+    monkeypatch.setattr(run.Benchmark, "run_row", run_row)
+    monkeypatch.setattr(run, "serve", lambda *_: nullcontext(Running("http://127.0.0.1:1", 1.0, "1")))
+    rows = {row: replace(s, expected_seconds=60.0) for row, s in read_scenarios("a,b").items()}
+    known, measured = read_servers(), []
+    # Ours leaves 55 of the 195 s. Row a fits, as it took 20; row b took 100.
+    found = benchmark(model_dir, tmp_path, "--rows", "a,b", "--time-limit", str(195 + run.STOP_RESERVE))
+    found.plan = replace(found.plan, scenarios=rows)
+    found.run_server(known["ours"])
+    passed[0] += 20.0
+    found.run_server(known["vllm"])
+    assert measured == ["ours a", "ours b", "vllm a"]
+    assert found.left_out == ["vllm:servers-4 row b"]
 
 
 @pytest.mark.parametrize(
