@@ -47,7 +47,8 @@ def machine() -> tuple[str, dict[str, Any]]:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             packages[name] = "none"
-    gpu = [part.strip() for part in gpu_query("name,driver_version,memory.total,uuid").split(",")]
+    gpus = gpu_query("name,driver_version,memory.total,uuid")
+    gpu = [part.strip() for part in gpus[0].split(",")] if gpus else []
     gpu_name, driver, memory, uuid = gpu if len(gpu) == 4 else ("none", "none", "none", "none")
     return f"{platform.node()}/{uuid}", {
         "gpu": gpu_name,

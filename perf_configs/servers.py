@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
-GPU_FREE_MIB = 4096
+GPU_FREE_MIB = 4096  # more than before on a GPU counts as memory of a server that ends
 REPORT_SECONDS = 30.0  # of a start, between two lines that say what it waits for
 KEPT_LOG_BYTES = 300_000
 
@@ -129,6 +130,7 @@ def serve(
         raise StartError(f"{url}{spec.health} answers already; is another server running on port {port}?")
     start = _Start(spec.label, work / f"{spec.name}.log", min(limit, spec.start_seconds))
     process: subprocess.Popen[bytes] | None = None
+    used_before = used_mib()
     with start.log_path.open("wb") as log:
         try:
             if spec.prepare:
@@ -153,7 +155,7 @@ def serve(
         finally:
             if process is not None:
                 _stop(process)
-                wait_for_free_gpu()
+                wait_for_free_gpus(used_before)
 
 
 class _Start:
@@ -224,23 +226,31 @@ def _end_of(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def wait_for_free_gpu(seconds: float = 30.0) -> None:
-    """Waits until a stopped server's memory is back; without nvidia-smi returns at once."""
+def used_mib() -> list[float]:
+    """Memory in use on each of this machine's GPUs, nan where it is not said; none without nvidia-smi."""
+    words = [line.split()[0] for line in gpu_query("memory.used")]
+    return [float(word) if word.isdigit() else math.nan for word in words]
+
+
+def wait_for_free_gpus(before: Sequence[float], seconds: float = 30.0) -> None:
+    """Waits until a stopped server's memory is back on every GPU. before: used_mib() when it was started;
+    what other programs had by then is theirs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        used = gpu_query("memory.used")
-        if not used or float(used.split()[0]) < GPU_FREE_MIB:
+        pairs = zip(used_mib(), before, strict=False)  # none where nvidia-smi failed once
+        if not any(now > was + GPU_FREE_MIB for now, was in pairs):
             return
         time.sleep(0.5)
 
 
-def gpu_query(fields: str) -> str:
-    """First GPU's line of `nvidia-smi --query-gpu=<fields>`, "" where there is none."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+def gpu_query(fields: str) -> list[str]:
+    """Lines of `nvidia-smi --query-gpu=<fields>`, one for each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return []
+    return [line for line in ran.stdout.splitlines() if line.strip()]
 
 
 def _prepare(spec: ServerSpec, environment: dict[str, str], log: IO[bytes], start: _Start) -> None:

@@ -550,6 +550,23 @@ def test_a_start_says_what_it_waits_for(tmp_path, capsys, monkeypatch):
     assert list(dict.fromkeys(said))[-2:] == ["two", "three"]
 
 
+def test_the_next_server_waits_until_all_gpus_are_free(tmp_path, monkeypatch):
+    """A stand-in for nvidia-smi: the second GPU is another program's, and the last one is freed late."""
+    looks = ["3 MiB\n70000 MiB\n[N/A]\n0 MiB"]  # when the server is started
+    looks += ["3 MiB\n70000 MiB\n[N/A]\n90000 MiB", "3 MiB\n70000 MiB\n[N/A]\n30 MiB"]  # once it has ended
+    for number, text in enumerate(looks):
+        (tmp_path / f"look{number}").write_text(text)
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f'#!/bin/bash\ncd {tmp_path}; set -- look*; cat "$1"; mv "$1" "seen-$1"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    command = 'exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
+    with serve(spec(command), {}, tmp_path / "work", free_port(), 20.0, tmp_path / "kept"):
+        assert len(list(tmp_path.glob("seen-*"))) == 1
+    assert len(list(tmp_path.glob("seen-*"))) == 3
+
+
 def test_the_log_of_a_server_that_is_interrupted_is_kept(tmp_path):
     kept, command = tmp_path / "kept", 'echo up; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
     with pytest.raises(KeyboardInterrupt), serve(spec(command), {}, tmp_path, free_port(), 20.0, kept):
