@@ -4,6 +4,9 @@
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from responder_bench import OUTPUTS, Bench, Error, Sender, bench
 
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
+from flashinfer_backend.triton import llm
 from flashinfer_backend.triton.llm import TritonPythonModel
 from flashinfer_backend.triton.requests import Limits
 
@@ -46,7 +50,7 @@ def execute(bench: Bench, folder: Path, engines_left: int, **inputs: np.ndarray)
     model._pb = bench.responder._pb
     model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
     model._engines = SimpleNamespace(submit=submit)  # type: ignore[assignment]
-    model._parameters = {"model_dir": str(folder)}
+    model._tokenizer_folder, model._skip_special_tokens = folder, True
     tensors = {
         "input_ids": np.array([[1, 2]], np.int32),
         "input_lengths": np.array([[2]], np.int32),
@@ -84,3 +88,28 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
     error, counts = execute(bench, tmp_path / "gone", 9, stop_words_text=np.array([[b"stop"]], object))
     assert error.message.startswith("internal error: ") and error.code == Error.INTERNAL
     assert (counts.requests, counts.sequences) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("exclude_input_in_output", "maybe", "it should be true, false"),
+        ("fold_input_ids", "2", "it should be true, false"),
+        ("skip_special_tokens", "no", "it should be true, false"),
+        ("streamed_log_probs", "some", "it should be chunk or all"),
+        ("cancellation_check_period_ms", "1e3", "it should be an integer 0..60000"),
+        ("cancellation_check_period_ms", "-1", "it should be an integer 0..60000"),
+        ("max_num_seqs", "0", "it should be an integer 1..4096"),
+        ("tokenizer_dir", "/nowhere", "no folder /nowhere"),
+    ],
+)
+def test_wrong_parameters_are_refused_before_an_engine_is_started(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
+    monkeypatch.setattr(llm, "supervisors", lambda *_, **__: pytest.fail("an engine is started"))
+    parameters = {"model_dir": "bundled", name: value}
+    texts = {key: {"string_value": text} for key, text in parameters.items()}
+    config = {"model_name": "llm", "model_config": json.dumps({"parameters": texts})}
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(expected)):
+        TritonPythonModel().initialize(config)

@@ -24,7 +24,12 @@ from flashinfer_backend.transport.supervisor import Supervisor, supervisors
 from flashinfer_backend.triton.bounds import check_json_logits
 from flashinfer_backend.triton.metrics import Metrics
 from flashinfer_backend.triton.outputs import Place, refuse_unmapped
-from flashinfer_backend.triton.parameters import choice_parameter, flag_parameter, read_parameters
+from flashinfer_backend.triton.parameters import (
+    choice_parameter,
+    flag_parameter,
+    number_parameter,
+    read_parameters,
+)
 from flashinfer_backend.triton.request_parameters import read_request_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
@@ -42,13 +47,19 @@ class TritonPythonModel:
         self._pb = pb_utils
         self._name = args["model_name"]
         self._parameters = read_parameters(args["model_config"])
-        self._log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))
-        model_config = json.loads(args["model_config"])
+        # An engine takes a minute to start: what is wrong with any parameter is said before.
         config = EngineConfig.from_parameters(self._parameters)
+        log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))
+        exclude_input = flag_parameter(self._parameters, "exclude_input_in_output", False)
+        fold_input_ids = flag_parameter(self._parameters, "fold_input_ids", False)
+        period_ms = number_parameter(self._parameters, "cancellation_check_period_ms", 100)
+        self._skip_special_tokens = flag_parameter(self._parameters, "skip_special_tokens", True)
+        self._tokenizer_folder = resolve_model_dir(config.tokenizer_dir or config.model_dir)
+        model_config = json.loads(args["model_config"])
         server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
         # Without serve nobody has the server forward the headers that say which answers are JSON.
         by_serve = owner != server_pid
-        json_logits_mib = int(self._parameters.get("max_json_logits_mib", "16")) if by_serve else 0
+        json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 64) if by_serve else 0
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
@@ -75,7 +86,7 @@ class TritonPythonModel:
             self._engines.cancel,
             self._responder.seen,
             probe,
-            int(self._parameters.get("cancellation_check_period_ms", "100")) / 1000,
+            period_ms / 1000,
         )
         try:
             status = self._engines.wait_ready()
@@ -86,10 +97,10 @@ class TritonPythonModel:
             vocab_size=status.vocab_size,
             max_input_len=status.max_input_len,
             decoupled=model_config.get("model_transaction_policy", {}).get("decoupled", False),
-            default_exclude_input=flag_parameter(self._parameters, "exclude_input_in_output", False),
+            default_exclude_input=exclude_input,
             guided_decoding=config.guided_decoding_backend != "none",
-            fold_input_ids=flag_parameter(self._parameters, "fold_input_ids", False),
-            log_probs_so_far=self._log_probs == "all",
+            fold_input_ids=fold_input_ids,
+            log_probs_so_far=log_probs == "all",
             max_seq_len=status.max_seq_len,
             max_json_logits_mib=json_logits_mib,
         )
@@ -181,11 +192,7 @@ class TritonPythonModel:
     @cached_property
     def _decoder(self) -> DeltaDecoder:
         """As postprocessing's: the characters that are counted here are those that it writes."""
-        folder = self._parameters.get("tokenizer_dir", self._parameters["model_dir"])
-        return DeltaDecoder(
-            TextTokenizer(resolve_model_dir(folder)).backend,
-            flag_parameter(self._parameters, "skip_special_tokens", default=True),
-        )
+        return DeltaDecoder(TextTokenizer(self._tokenizer_folder).backend, self._skip_special_tokens)
 
     def _say_replaced(self) -> None:
         self._pb.Logger.log_warn(

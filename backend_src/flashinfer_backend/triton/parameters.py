@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+from flashinfer_backend.config_tools.knobs import BY_NAME
 from flashinfer_backend.core.values import Values
 
 
@@ -29,6 +30,16 @@ def choice_parameter(parameters: dict[str, str], name: str, words: tuple[str, ..
     if text not in words:
         raise ValueError(f"parameter {name} is {text!r}; it should be {' or '.join(words)}")
     return text
+
+
+def number_parameter(parameters: dict[str, str], name: str, default: int) -> int:
+    """A whole number within the bounds of the knob of that name. Raises ValueError for anything else."""
+    if name not in parameters:
+        return default
+    try:
+        return int(BY_NAME[name].parse(parameters[name]))
+    except ValueError as error:
+        raise ValueError(f"parameter {name} is {parameters[name]!r}; it {error}") from None
 
 
 def flag_parameter(parameters: dict[str, str], name: str, default: bool) -> bool:

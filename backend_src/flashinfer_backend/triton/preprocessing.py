@@ -11,7 +11,12 @@ import numpy as np
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.bounds import check_prompts, check_words
-from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton.parameters import (
+    flag_parameter,
+    number_parameter,
+    read_parameters,
+    required_parameter,
+)
 
 Tensors = dict[str, np.ndarray]
 
@@ -219,7 +224,7 @@ class TritonPythonModel:
         self._preprocessor = Preprocessor(
             TextTokenizer(resolve_model_dir(folder)),
             flag_parameter(parameters, "add_special_tokens", default=True),
-            int(parameters.get("max_prompt_bytes", "0")),
+            number_parameter(parameters, "max_prompt_bytes", default=0),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
