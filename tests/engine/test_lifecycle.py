@@ -129,6 +129,13 @@ def test_status_counts_blocks_and_requests(checkpoint, tmp_path):
         assert (last.blocks_used, last.requests_active, last.generated_tokens) == (0, 0, 200)
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(320, 20), (321, 21), (335, 21)])
+def test_the_bound_of_the_cache_is_rounded_up_to_whole_blocks(checkpoint, tokens, blocks):
+    core = start_core(checkpoint, tokens_per_block=16, max_tokens_in_paged_kv_cache=tokens)
+    assert core.scheduler.kv_manager.num_blocks == blocks
+    core.close()
+
+
 def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
     core = start_core(checkpoint)
     with serve(core, tmp_path) as client:

@@ -148,8 +148,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_tokens_in_paged_kv_cache: Annotated[
         int,
         Setting(
-            "upper bound of the KV cache in tokens; auto = what the memory holds. "
-            "The smaller of both bounds counts",
+            "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in "
+            "TensorRT-LLM; auto = what the memory holds. The smaller of both bounds counts",
             low=16,
             words=(AUTO,),
         ),
