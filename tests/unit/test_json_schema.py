@@ -309,6 +309,16 @@ def test_characters_by_their_numbers(regex, text):
 
 
 @pytest.mark.parametrize(
+    ("regex", "admitted"),
+    [("a.b", "a\nb"), ("a[^x]b", "a\nb"), (r"a[^\n]b", "axb"), (r"a\Sb", "axb")],
+)
+def test_a_point_admits_a_newline(regex, admitted):
+    """Unlike Python's. docs/openai.md and docs/compatibility.md say so."""
+    compiled = GrammarCompiler("bundled", vocab_size=2048).compile("regex", regex)
+    assert [text for text in ("axb", "a\nb") if admits(compiled, text)][-1] == admitted
+
+
+@pytest.mark.parametrize(
     ("regex", "message"),
     [
         ("a^b", r"\^ at character 2"),
