@@ -171,6 +171,17 @@ def test_incomplete_checkpoint(refused, tmp_path, missing, text):
     assert text in refused(model=folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("base", [True, False])
+def test_adapters_are_not_left_out_without_a_word(refused, tmp_path, name, base):
+    folder = write_checkpoint(tmp_path / "tuned")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / name).write_bytes(b"")
+    if not base:  # as peft saves an adapter
+        (folder / "config.json").unlink()
+    assert f"has an adapter ({name}; LoRA, for one), which is not supported: merge" in refused(model=folder)
+
+
 def test_missing_shard(refused, tmp_path):
     folder = write_checkpoint(tmp_path / "bad")
     (folder / "model.safetensors").rename(folder / "a.safetensors")

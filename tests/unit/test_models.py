@@ -339,3 +339,14 @@ def test_a_truncated_file_is_named(tmp_path):
     model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
     with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*download complete"):
         load_weights(model, folder)
+
+
+def test_the_settings_of_an_adapter_that_is_not_there_are_named(tmp_path, caplog):
+    """They are left behind in folders of merged checkpoints."""
+    folder = make_checkpoint("llama", tmp_path / "merged")
+    config = ModelConfig.from_pretrained(folder)
+    for written in (False, True):
+        if written:
+            (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        load_weights(Transformer(config, torch_ops, torch.float32, "cpu", 64), folder)
+        assert ("merged has adapter_config.json, but no adapter's weights" in caplog.text) == written

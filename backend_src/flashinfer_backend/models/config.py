@@ -41,6 +41,8 @@ DEFAULT_HEADS: dict[str, dict[str, int]] = {
 }
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -96,11 +98,12 @@ class ModelConfig:
         """Read config.json and, where present, generation_config.json of a checkpoint folder, and which
         token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
 
-        Raises FileNotFoundError without a config.json, UnsupportedModelError for an architecture, rotary
-        embedding, layer variant or quantisation that is not implemented, and ValueError for a key that is
-        missing or has a wrong value.
+        Raises FileNotFoundError without a config.json, UnsupportedModelError for an adapter, architecture,
+        rotary embedding, layer variant or quantisation that is not implemented, and ValueError for a key that
+        is missing or has a wrong value.
         """
         model_dir = Path(model_dir)
+        _refuse_adapter(model_dir)
         path = model_dir / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{model_dir} is not a checkpoint folder: it has no config.json")
@@ -301,6 +304,17 @@ def tokenizer_end_id(folder: Path) -> int | None:
             'library writes them: vocab as {"text": id}, added_tokens as [{"id": id, "content": "text"}]'
         ) from None
     return next((ids[name] for name in names if name in ids), None)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """transformers puts an adapter in such a folder on top of the weights."""
+    for name in ADAPTER_WEIGHTS:
+        if (folder / name).is_file():
+            raise UnsupportedModelError(
+                f"{folder} has an adapter ({name}; LoRA, for one), which is not supported: merge it into the"
+                " weights (peft: merge_and_unload) and name the merged checkpoint's folder, or move the"
+                " adapter's files away to serve the weights without it"
+            )
 
 
 def _parse(

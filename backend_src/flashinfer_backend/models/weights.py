@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
+from flashinfer_backend.models.config import ADAPTER_CONFIG
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
@@ -220,6 +221,12 @@ def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
 
 @torch.no_grad()
 def _load_safetensors(model: Transformer, model_dir: Path) -> None:
+    if (model_dir / ADAPTER_CONFIG).is_file() and model.config.shard.rank == 0:
+        # Such a file is often left in the folder of a merged checkpoint.
+        log.warning(
+            "%s has %s, but no adapter's weights: serving the weights that are there, as they are",
+            *(model_dir, ADAPTER_CONFIG),
+        )
     scales: dict[tuple[int, str], float] = {}
     targets = destinations(model)
     optional = {name: stored._replace(optional=True) for name, stored in _kv_scales(model, scales).items()}
