@@ -162,10 +162,14 @@ def test_each_end_id_of_the_checkpoint_ends_what_ends_with_one_of_them(checkpoin
 
         ended, longer = submit(named), submit(named, min_tokens=6)
         nothing, stranger = submit(-1), submit(1 << 20)
-        client.wait([ended, longer, nothing, stranger])
+        alone = submit(continuation[5], min_tokens=6)
+        client.wait([ended, longer, alone, nothing, stranger])
         assert client.tokens[ended] == continuation[:5]
         assert client.code[ended] == protocol.FINISHED_END_ID
-        for one in (longer, nothing, stranger):
+        # Until its minimum of tokens it is none of them that is chosen.
+        assert client.tokens[longer][:5] == continuation[:5] and len(client.tokens[longer]) >= 6
+        assert client.tokens[longer][5] != continuation[5] and client.tokens[longer] == client.tokens[alone]
+        for one in (nothing, stranger):
             assert client.tokens[one] == continuation[:7] and client.code[one] == protocol.FINISHED_LENGTH
 
 

@@ -66,8 +66,8 @@ def choose(row: torch.Tensor, ids: list[int], prompt_len: int, p: SamplingParams
         row[0, token] += bias
     if p.bad_words:
         row = NoBadWordsLogitsProcessor(p.bad_words, eos_token_id=[])(seen, row)
-    if len(ids) - prompt_len < p.min_tokens and p.end_id >= 0:
-        row[0, p.end_id] = NEVER
+    if len(ids) - prompt_len < p.min_tokens:
+        row[0, [token for token in (p.end_id, *p.late_ids) if token >= 0]] = NEVER
     if p.temperature > 0:
         scaled = row / p.temperature
         if p.top_k:
@@ -141,6 +141,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
         "min-p": params(temperature=1.5, min_p=0.2, seed=13),
         "greedy in spite of filters": params(top_k=3, top_p=0.5),
         "min_tokens": params(end_id=plain[4], min_tokens=12, log_probs=True, generation_logits=True),
+        "late ids": params(late_ids=[plain[2], plain[5], 250], min_tokens=9),
         "log_probs": params(log_probs=True),
         "log_probs of samples": params(log_probs=True, temperature=1.0, end_id=plain[9]),
         "generation logits": params(generation_logits=True, temperature=1.0, seed=4),
@@ -157,6 +158,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
             seed=77,
             end_id=plain[6],
             min_tokens=10,
+            late_ids=[plain[7]],
             log_probs=True,
             generation_logits=True,
             context_logits=True,
@@ -167,7 +169,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
 
 @pytest.fixture(scope="module")
 def cases(model: PreTrainedModel) -> list[tuple[list[int], SamplingParams]]:
-    prompts = make_prompts(19)
+    prompts = make_prompts(20)
     names = list(features(prompts[0], list(range(10))))
     return [(p, features(p, greedy(model, p, 10))[name]) for p, name in zip(prompts, names, strict=True)]
 

@@ -34,6 +34,30 @@ def test_texts_and_ids_are_prompts(client: openai.OpenAI, door: OpenAiServer) ->
     assert bare[2]["tokens"] == ids["tokens"][1:] and len(bare[2]["token_strs"]) == ids["count"] - 1
 
 
+def test_nothing_ends_an_answer_before_its_minimum_of_tokens(door: OpenAiServer) -> None:
+    """As in vLLM: end ids and stop_token_ids are not chosen, and stop words are no reason."""
+
+    def ask(**more: Any) -> tuple[list[int], str, str]:
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.0, "return_token_ids": True, **more}
+        (choice,) = door.call("/v1/completions", body)[2]["choices"]
+        return choice["token_ids"], choice["text"], choice["finish_reason"]
+
+    ids, text, _ = ask()
+    stop = {"stop_token_ids": [ids[4]]}
+    assert ask(**stop)[0][-1] == ids[4] and len(ask(**stop)[0]) == ids.index(ids[4]) + 1
+    later, _, _ = ask(**stop, min_tokens=9)
+    assert later[: ids.index(ids[4])] == ids[: ids.index(ids[4])]
+    assert len(later) >= 9 and ids[4] not in later[:9]
+
+    word = door.call("/detokenize", {"tokens": ids[:6]})[2]["prompt"].strip()[-4:]
+    first = text.index(word)
+    second = text.index(word, first + 1)
+    assert ask(stop=word)[1:] == (text[:first], "stop")
+    assert ask(stop=word, min_tokens=9)[1:] == (text[:second], "stop")
+    chunks = streamed(door, max_tokens=24, stop=word, min_tokens=9)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:second]
+
+
 def streamed(door: OpenAiServer, **more: Any) -> list[Any]:
     """Raw, since the client's types have no null for the reason of an answer that goes on."""
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, "stream": True, **more}

@@ -12,7 +12,8 @@ CALLS_GUIDE = "calls"  # made by the OpenAI API: free text, and calls that match
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How one sequence is generated. Values are validated by the submitting side.
 
-    end_id -1 means that nothing but the length ends the sequence. temperature 0 is greedy;
+    end_id -1 means that nothing but the length ends the sequence. It cannot be chosen before min_tokens, and
+    neither can late_ids, to which the engine adds the checkpoint's other end ids. temperature 0 is greedy;
     top_k 0, top_p 1 and min_p 0 switch those filters off. Log probabilities, logits and metrics are
     sent only when asked for.
     """
@@ -20,6 +21,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     max_tokens: int
     min_tokens: int = 0
     end_id: int = -1
+    late_ids: list[int] = []
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -43,10 +45,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     @property
     def stateful(self) -> bool:
         """Whether the sampler keeps a state for the sequence: its rows ask for more than a temperature."""
-        return self.changes_logits or self.reports_logits
+        return self.changes_logits or self.reports_logits or bool(self.late_ids)
 
     @property
     def changes_logits(self) -> bool:
+        """Whether all of its rows are sampled from changed logits; with late_ids alone the first ones are."""
         return (
             self.filters or self.needs_history or bool(self.bad_words or self.bias_ids or self.grammar_type)
         )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
 from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
@@ -183,6 +184,7 @@ class EngineLoop:
             )
         if params.end_id >= self.vocab_size:
             params.end_id = -1  # accepted, and never matches
+        params.late_ids = self._late_ids(params)
         request = Request(
             handle=message.handle,
             prompt=prompt,
@@ -197,6 +199,16 @@ class EngineLoop:
             self.grammars.submit(request)
         else:
             self._queue(request)
+
+    def _late_ids(self, params: SamplingParams) -> list[int]:
+        """What cannot be chosen before min_tokens, beside the end id: what the request says and, where it
+        ends with each of the checkpoint's end ids, the others."""
+        if not params.min_tokens:
+            return []
+        ids, others = set(params.late_ids), self.scheduler.table.end_ids
+        if params.end_id in others:
+            ids.update(others[others < self.vocab_size].tolist())
+        return sorted(ids - {params.end_id})
 
     def _queue(self, request: Request) -> None:
         """Have a request wait for its slot, and before that for room for the logits that it asks for."""

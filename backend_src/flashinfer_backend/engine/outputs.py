@@ -38,7 +38,7 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
     ended = tokens == table.end_id[slots]
     if len(table.end_ids):
         others = (tokens[:, None] == table.end_ids).any(axis=1)
-        # Only the request's own end id is suppressed until min_tokens; another is like any token.
+        # Before min_tokens there is one only where a guide allows nothing else.
         ended |= table.any_end[slots] & others & (outputs > table.min_tokens[slots])
     codes = np.full(len(slots), protocol.RUNNING, np.int32)
     codes[outputs >= table.max_new[slots]] = protocol.FINISHED_LENGTH

@@ -147,4 +147,5 @@ def generation_request(
         exclude_stop_words=not request.include_stop_str_in_output and bool(stops or request.stop_token_ids),
         priority=request.priority,
         timeout_us=round((request.queue_timeout or 0) * 1e6),
+        free_of_stops=request.min_tokens,
     )

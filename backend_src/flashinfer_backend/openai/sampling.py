@@ -92,6 +92,7 @@ def sampling_params(
             param="min_tokens",
         )
     seed = request.seed
+    stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
     return SamplingParams(
         max_tokens=room,
         min_tokens=request.min_tokens,
@@ -104,7 +105,8 @@ def sampling_params(
         repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        stop_sequences=[[_token(i, limits, "stop_token_ids")] for i in request.stop_token_ids or []],
+        late_ids=stop_ids if request.min_tokens else [],
+        stop_sequences=[[i] for i in stop_ids],
         bias_ids=[i for i, _ in bias],
         bias_values=[value for _, value in bias],
         grammar_type=guide[0],

@@ -91,7 +91,7 @@ class ProcessedRows:
         parts.add("filtered", _filtered(params, vocab))
         parts.add("repetition", _repetition(params, slots))
         parts.add("counts", _counts(rows, slots))
-        parts.add("words", _bad_words(params, slots))
+        parts.add("words", _bad_words(rows, slots))
         parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
         parts.add("recorded", _chosen((p.needs_history for p in params), slots))
         parts.send()
@@ -163,8 +163,11 @@ def _counts(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] 
     return _chosen((p.counts_tokens for p in params), slots, prompt_len, presence, frequency)
 
 
-def _bad_words(params: list[SamplingParams], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    words = [(i, word) for i, p in enumerate(params) for word in p.bad_words if word]
+def _bad_words(stateful: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+    """Bad words, and among them the late ids of rows that have not come to their min_tokens."""
+    words = [(i, word) for i, row in enumerate(stateful) for word in row.state.params.bad_words if word]
+    for i, row in enumerate(stateful):
+        words += [(i, [token]) for token in row.state.params.late_ids if row.early]
     if not words:
         return None
     longest = max(len(word) for _, word in words) - 1

@@ -3,7 +3,7 @@
 
 `ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
 nothing else cost nothing else. Those that change their logits are sampled again, from a float32 copy
-that is changed in this order: penalties, bias, bad words, end id until min_tokens, grammar,
+that is changed in this order: penalties, bias, bad words, end ids until min_tokens, grammar,
 temperature, top-k, top-p, min-p. The model's logits are left as they are, for what is reported of them.
 """
 
@@ -137,7 +137,7 @@ class Sampler:
         reported = [r for r in rows if r.state.params.reports_logits]
         if reported:
             self._reported = ReportedRows(reported, self._staging)
-        processed = [r for r in rows if r.state.params.changes_logits]
+        processed = [r for r in rows if r.processed]
         if processed:
             self._processed = ProcessedRows(processed, plan, self._vocab_size, self._staging)
         self._composed = rows
@@ -152,7 +152,7 @@ class Sampler:
         reported = []
         for row in rows:
             try:
-                if row.state.params.changes_logits:
+                if row.processed:
                     processed = ProcessedRows([row], plan, self._vocab_size, self._staging)
                     self._sample_processed(processed, logits, tokens, plan.sample_positions)
                 if row.state.params.reports_logits:

@@ -36,6 +36,12 @@ class StatefulRow(NamedTuple):
     slot: int
     state: SequenceState
     suppressed: int  # a token id that must not be chosen, or -1
+    early: bool  # nor must its late_ids
+
+    @property
+    def processed(self) -> bool:
+        """Whether it is sampled from logits that are changed."""
+        return self.early or self.state.params.changes_logits
 
 
 class SequenceStates:
@@ -70,10 +76,12 @@ class SequenceStates:
 
     def rows(self, plan: StepPlan) -> list[StatefulRow]:
         """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees."""
-        slots, epochs = plan.sample_slots, plan.epochs
+        slots, epochs, positions = plan.sample_slots, plan.epochs, plan.sample_positions
         rows = []
         for row in plan.stateful.tolist():
             state = self._by_slot[int(slots[row])]
             assert state.epoch == epochs[row], f"slot {slots[row]} has the state of another sequence"
-            rows.append(StatefulRow(row, state.slot, state, int(plan.suppressed[row])))
+            params = state.params
+            early = bool(params.late_ids) and int(positions[row]) - state.prompt_len < params.min_tokens
+            rows.append(StatefulRow(row, state.slot, state, int(plan.suppressed[row]), early))
         return rows

@@ -32,7 +32,8 @@ Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
 class GenerationRequest:
     """One prompt: what the engine needs, and how its text is cut into chunks. `exclude_input`: whether the
     one chunk of a request without streaming holds the completion alone. `priority`, `timeout_us`: of its
-    place in the engine's queue (protocol.Submit)."""
+    place in the engine's queue (protocol.Submit). `free_of_stops`: so many tokens of the answer complete no
+    stop word."""
 
     prompt: np.ndarray  # int32 [n]
     params: SamplingParams
@@ -42,6 +43,7 @@ class GenerationRequest:
     exclude_stop_words: bool = False
     priority: int = 0
     timeout_us: int = 0
+    free_of_stops: int = 0
 
 
 @dataclass
@@ -110,7 +112,9 @@ class Generation:
         prompt = row.prompt.tolist() if echo else []
         # The engine says that a word ended the sequence, not where in the text it begins.
         cut_at = ids if row.exclude_stop_words else []
-        self._matcher = StopWordMatcher(row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at)
+        self._matcher = StopWordMatcher(
+            row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at, row.free_of_stops
+        )
         # What the prompt adds to the one text that a row without streaming is decoded to.
         self._prompt_chars = len(decoder.delta([], prompt, last=False))
         return protocol.msgspec.structs.replace(params, stop_sequences=ids)

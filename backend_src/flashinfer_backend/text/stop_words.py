@@ -47,10 +47,12 @@ class StopWordMatcher:
         context_ids: Sequence[int] = (),
         hold_back: bool = False,
         id_words: Sequence[Sequence[int]] = (),
+        free: int = 0,
     ) -> None:
         """words: stop words, empty ones are ignored. context_ids: the prompt, where the text follows
         it in one decode, else empty (a sequence's first token may lose its leading space). id_words:
-        stop words that are exactly these ids, such as those with ids that write no text."""
+        stop words that are exactly these ids, such as those with ids that write no text. free: of the
+        sequence's first ids; a word that is complete with one of them is no match."""
         # Each automaton takes the same steps for any number of words.
         self._text_search = _search([(word, index) for index, word in enumerate(words)])
         self._id_search = _search([(_as_text(ids), len(words) + n) for n, ids in enumerate(id_words)])
@@ -64,6 +66,7 @@ class StopWordMatcher:
         self._decoder = decoder
         self._context = list(context_ids[-CONTEXT_IDS:])
         self._hold_back = hold_back
+        self._free = free
         self._tail = ""  # the end of the text, long enough to hold the beginning of any word
         self._length = 0  # characters of the whole text
         self._held_ends: list[int] = []  # per held id, the text's length after it
@@ -87,8 +90,10 @@ class StopWordMatcher:
             ends.append(self._length)
         text = "".join(pieces)
         self._tail += text
-        found = [self._find_ids(new_ids, ends)]
-        match = self._find(text)
+        free = min(self._free, len(new_ids))
+        self._free -= free
+        found = [self._find_ids(new_ids, ends, free)]
+        match = self._find(text, ends[free - 1] if free else self._length - len(text))
         if match is not None:
             begin, end, word = match
             ids = next(n for n, reached in enumerate(ends, start=1) if reached >= end)
@@ -102,14 +107,15 @@ class StopWordMatcher:
         self._update_held(ends, len(text))
         return None
 
-    def _find_ids(self, new_ids: Sequence[int], ends: list[int]) -> StopMatch | None:
-        """The first id word that ends within the ids fed last. ends: the text's length after each."""
+    def _find_ids(self, new_ids: Sequence[int], ends: list[int], free: int) -> StopMatch | None:
+        """The first id word that ends within the ids fed last, but the first `free` of them. ends: the text's
+        length after each."""
         if self._id_search is None:
             return None
         recent = self._ids[-(len(new_ids) + self._longest_ids - 1) :]
         earlier = len(recent) - len(new_ids)
         found = self._id_search.iter(_as_text(recent))
-        matches = [(at - earlier, size, index) for at, (index, size) in found if at >= earlier]
+        matches = [(at - earlier, size, index) for at, (index, size) in found if at >= earlier + free]
         if not matches:
             return None
         first = min(at for at, _, _ in matches)
@@ -120,14 +126,15 @@ class StopWordMatcher:
         end = ends[first]
         return StopMatch(index, begin - self._sent, end - self._sent, begin, end, first + 1)
 
-    def _find(self, text: str) -> tuple[int, int, int] | None:
-        """(begin, end, word) of the first word that ends within `text`, the characters fed last."""
+    def _find(self, text: str, after: int) -> tuple[int, int, int] | None:
+        """(begin, end, word) of the first word that ends within `text`, the characters fed last, and not
+        within the first `after` characters of all."""
         if self._text_search is None:
             return None
         recent = self._tail[-(len(text) + self._longest - 1) :]
-        offset, earlier = self._length - len(recent), self._length - len(text)
+        offset = self._length - len(recent)
         found = ((offset + at + 1, index, size) for at, (index, size) in self._text_search.iter(recent))
-        matches = ((end - size, end, index) for end, index, size in found if end > earlier)
+        matches = ((end - size, end, index) for end, index, size in found if end > after)
         return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
 
     def _update_held(self, ends: list[int], new_chars: int) -> None:
