@@ -20,7 +20,7 @@ import pytest
 from flashinfer_backend.core.paths import SERVE_PID, run_dir
 from flashinfer_backend.serve import openai_door
 from flashinfer_backend.serve.watchdog import Policy, Watchdog
-from flashinfer_backend.transport import orphans
+from flashinfer_backend.transport import orphans, rundir
 
 SERVER, OTHER = 4194305, 4194306  # no process has them
 NAME = "/backends/python/triton_python_backend_stub"
@@ -80,7 +80,9 @@ def test_a_stub_that_starts_a_program_counts_once(start: Start, tmp_path: Path) 
     os.mkfifo(fifo)
     stub = start("forks", SERVER, f"(read line < {fifo}) & wait; {ENDLESS}")
     (child,) = _wait_for(lambda: [c for c in psutil.Process(stub.pid).children() if orphans.find_stub(c.pid)])
-    assert orphans.find_stub(child.pid) == orphans.find_stub(stub.pid)._replace(pid=child.pid)
+    ticks = rundir.start_ticks(child.pid)
+    copy = orphans.find_stub(stub.pid)._replace(pid=child.pid, start_ticks=ticks)
+    assert orphans.find_stub(child.pid) == copy
     assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
     fifo.write_text("go on\n")
     _wait_for(lambda: not child.is_running())

@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flashinfer_backend.serve import watchdog
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.orphans import Stub
+from flashinfer_backend.transport.supervisor import EngineRecord
 
 TABLE = {
     "/v2/health/ready": "",
@@ -79,3 +85,36 @@ def test_a_server_without_one_of_its_processes_is_never_ready(
         run.end()
         for process in processes:
             process.wait()
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("what", ["engine", "stub"])
+def test_a_pid_that_is_used_again_is_another_process(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, same: bool
+) -> None:
+    """The process that has the pid now is stopped, which would be a reason to start the server again."""
+    monkeypatch.setattr(watchdog, "STOPPED_S", -1.0)
+    monkeypatch.setattr(watchdog, "_answers", lambda *_: True)
+    run = watchdog._Run(SLEEP, {}, url, watchdog.Policy())
+    other = stub(tmp_path, 4194305)
+    try:
+        ticks = rundir.start_ticks(other.pid)
+        assert ticks is not None
+        other.send_signal(signal.SIGSTOP)
+        while not rundir.is_stopped(other.pid):
+            time.sleep(0.01)
+        next_engine = EngineRecord(other.pid, ticks, 0.0, ready=True)
+        (tmp_path / "engine.json").write_bytes(msgspec.json.encode(next_engine))
+        ticks -= not same
+        run.ready_at = run._answered_at = time.monotonic()
+        if what == "stub":
+            run._seen.add(Stub(other.pid, "4194305", "region-of-no-stub", "llm", ticks))
+        else:
+            run._engines[tmp_path] = EngineRecord(other.pid, ticks, 0.0, ready=True)
+        found = {(True, "engine"): "stopped", (True, "stub"): "stopped", (False, "engine"): "ended"}
+        problem = run.problem()
+        assert found[same, what] in problem if (same, what) in found else problem == ""
+    finally:
+        run.end()
+        other.kill()
+        other.wait()

@@ -37,6 +37,7 @@ from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.transport import peers, rundir, supervisor
 from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
+from flashinfer_backend.transport.supervisor import EngineRecord
 
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
@@ -51,6 +52,7 @@ RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
 MIB = 1 << 20
+Process = tuple[int, int | None]  # its pid and when it started: pids are used again
 GROWN = "The server is being started again; please try again."
 LOST = "A process of the server ended unexpectedly, and the server is being started again; please try again."
 STOPPING = "The server is shutting down."
@@ -182,8 +184,9 @@ class _Run:
         self._pidfds = {os.pidfd_open(self._child.pid): "tritonserver"}
         self._seen: set[Stub] = set()
         self._lost_at = 0.0  # when a stub was found to be gone while the server was starting
-        self._engines: dict[Path, int] = {}  # pid by run directory; 0: it has ended, and another one serves
-        self._stopped: dict[int, float] = {}  # by pid, since when
+        # By run directory; None: it has ended, and another one serves.
+        self._engines: dict[Path, EngineRecord | None] = {}
+        self._stopped: dict[Process, float] = {}  # since when
         self._next_look = self._answered_at = 0.0
         self._ready_bytes = 0  # the server's memory when it was ready
         self._postprocessing: PostprocessingWatch | None = None  # from when the server is ready
@@ -198,17 +201,17 @@ class _Run:
             return self._problem_at_start()
         for fd, _ in self._poll(0.0):
             return f"the process of {self._pidfds[fd]} ended"
-        for folder, pid in list(self._engines.items()):
-            record = supervisor.read_record(folder)
-            alive = record is not None and record.alive
-            if pid and not (record is not None and record.pid == pid and alive):
+        for folder, engine in list(self._engines.items()):
+            if engine is not None and not engine.alive:
                 if not self._others_serve(folder):
-                    return f"the engine process {pid} ended"
-                self._engines[folder] = 0
-                _say(f"{_name(folder)} (process {pid}) ended and is started again; the others go on")
-            elif not pid and record is not None and alive and record.ready:
-                self._engines[folder] = record.pid
-                _say(f"{_name(folder)} is ready again")
+                    return f"the engine process {engine.pid} ended"
+                self._engines[folder] = None
+                _say(f"{_name(folder)} (process {engine.pid}) ended and is started again; the others go on")
+            elif engine is None:
+                record = supervisor.read_record(folder)
+                if record is not None and record.alive and record.ready:
+                    self._engines[folder] = record
+                    _say(f"{_name(folder)} is ready again")
         return self._hangs()
 
     def _others_serve(self, folder: Path) -> bool:
@@ -242,14 +245,16 @@ class _Run:
         self._next_look = now + LOOK_EVERY_S
         if closed := close_silent_clients(self._child.pid):
             _say(f"tritonserver had hardly a descriptor left; closed {closed} connections that were silent")
-        engines = {pid: folder for folder, pid in self._engines.items() if pid}
-        for pid in [self._child.pid, *engines, *(stub.pid for stub in self._seen)]:
-            if not rundir.is_stopped(pid):
-                self._stopped.pop(pid, None)
-            elif now > self._stopped.setdefault(pid, now) + STOPPED_S:
-                if pid not in engines or not self._others_serve(engines[pid]):
+        engines = {(e.pid, e.start_ticks): folder for folder, e in self._engines.items() if e is not None}
+        stubs = [(stub.pid, stub.start_ticks) for stub in self._seen]
+        for process in [(self._child.pid, rundir.start_ticks(self._child.pid)), *engines, *stubs]:
+            pid, ticks = process
+            if not rundir.is_stopped(pid) or rundir.start_ticks(pid) != ticks:
+                self._stopped.pop(process, None)
+            elif now > self._stopped.setdefault(process, now) + STOPPED_S:
+                if process not in engines or not self._others_serve(engines[process]):
                     return f"process {pid} of the server has been stopped for {STOPPED_S:g} s"
-                name = _name(engines[pid])
+                name = _name(engines[process])
                 _say(f"{name} (process {pid}) has been stopped for {STOPPED_S:g} s: it is killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -281,14 +286,18 @@ class _Run:
             name = f"a model ({stub.model}, {stub.pid})"
             if name not in self._pidfds.values():  # not counted by an earlier look
                 with contextlib.suppress(ProcessLookupError):
-                    self._pidfds[os.pidfd_open(stub.pid)] = name
+                    pidfd = os.pidfd_open(stub.pid)
+                    self._pidfds[pidfd] = name
+                    if not stub.alive:  # it has ended meanwhile, and another process may have its pid
+                        os.close(pidfd)
+                        del self._pidfds[pidfd]
         if len(self._pidfds) - 1 < due:
             self._lost_at = self._lost_at or time.monotonic() - START_STUCK_S
             return False
         for folder in _run_dirs():
             record = supervisor.read_record(folder)
             if record is not None:
-                self._engines[folder] = record.pid
+                self._engines[folder] = record
         self._log.ready()
         widen_thread_pipes(self._child.pid)
         limit_stalled_clients(self._child.pid, self._policy.stalled_s)

@@ -34,6 +34,12 @@ class Stub(NamedTuple):
     server: str  # pid of its tritonserver
     region: str  # name of its shared memory
     model: str = ""  # its name
+    start_ticks: int | None = None  # with the pid, its name for good: pids are used again
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, and no other process has its pid by now."""
+        return self.start_ticks is not None and rundir.start_ticks(self.pid) == self.start_ticks
 
     def remove_memory(self) -> None:
         """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
@@ -56,8 +62,9 @@ def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | No
     for stub in found.union(stubs):
         stub.remove_memory()
     for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(stub.pid, signal.SIGKILL)
+        if stub.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stub.pid, signal.SIGKILL)
 
 
 def end_orphans_in_background(server_pid: int) -> None:
@@ -87,7 +94,7 @@ def find_stub(pid: int) -> Stub | None:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if words[0].endswith("/triton_python_backend_stub") and len(words) > 5:
-            return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name)
+            return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name, rundir.start_ticks(pid))
     return None
 
 
