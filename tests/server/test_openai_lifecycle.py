@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import select
 import signal
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from openai_server import CALL_TOKEN, OpenAiServer, events, openai_running
-from running import TIMEOUT_S, files_below, wait_for
+from running import TIMEOUT_S, BothDoors, files_below, wait_for
 
 from client.worker import BodyForm
 
@@ -117,6 +118,31 @@ def test_nothing_is_left_however_it_ends(chat_model: Path, tmp_path: Path, numbe
         server.parent.wait(TIMEOUT_S)
         files = [] if number == signal.SIGINT else files_below(server.runs)
         wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
+
+
+@pytest.mark.parametrize("doors", ["alone", "beside tritonserver"])
+def test_a_process_that_cannot_start_ends_the_whole(
+    chat_model: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doors: str
+) -> None:
+    """It was replaced for ever."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "prometheus_client.py").write_text("raise ImportError('no such codec')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+    server: OpenAiServer | BothDoors
+    if doors == "alone":
+        server = OpenAiServer(chat_model, tmp_path)
+        process = server.parent
+    else:
+        server = BothDoors(repository, tmp_path)
+        process = server.launcher
+    try:
+        assert process.wait(TIMEOUT_S) == 1
+        assert server.log.count("ImportError: no such codec") == 1
+        assert "openai: a process ended with status 1 before it could serve" in server.log
+        assert doors == "alone" or "serve: the OpenAI API ended with status 1" in server.log
+        wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
 
 
 def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ import msgspec
 import pytest
 
 from flashinfer_backend.transport import rundir, supervisor
+from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts, restart_delay
 from flashinfer_backend.transport.supervisor import (
-    LONGEST_DELAY_S,
-    STABLE_AFTER_S,
     EngineRecord,
     EngineStartError,
     Supervisor,
     read_record,
-    restart_delay,
     stop,
 )
 
@@ -89,6 +87,14 @@ def test_the_first_restart_comes_at_once_and_the_next_ones_later_and_later(run_d
         record = found
     assert delays == sorted(delays) and delays[0] < delays[2] and delays[-1] == LONGEST_DELAY_S
     mine.leave()
+
+
+def test_what_dies_young_again_and_again_is_given_up() -> None:
+    some, any_number = Restarts(3), Restarts(0)
+    assert [some.after(0.0) for _ in range(2)] == [0.0, 0.5]
+    assert some.after(STABLE_AFTER_S + 1.0) == 0.0, "a first time again"
+    assert [some.after(5.0) for _ in range(4)] == [0.5, 1.0, None, None]
+    assert [any_number.after(0.0) for _ in range(50)][-1] == LONGEST_DELAY_S
 
 
 def test_an_engine_counts_as_stable_after_its_time_only(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.config_tools.model_config import read_parameters
-from flashinfer_backend.core.arguments import port_number, whole, whole_seconds
+from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
@@ -21,6 +21,7 @@ from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.gpus import visible_devices
+from flashinfer_backend.transport.restarts import RESTARTS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,6 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     for name, settings in API_ARGUMENTS.items():
         parser.add_argument(f"--{name}", **settings)
     parser.add_argument(
+        "--restarts",
+        type=count,
+        default=RESTARTS,
+        help="end after a process was replaced so many times in a row and did not live for a minute, 0: never"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=whole_seconds,
         default=30,
@@ -71,7 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         room_for_connections(options.max_connections)  # the processes inherit the limit
         config, folder, server = _engine(options)
         workers = _worker_options(options, config, folder, server)
-        parent = Parent(workers, address, options.port, options.workers, options.stalled_client_seconds)
+        parent = Parent(
+            workers,
+            address,
+            options.port,
+            options.workers,
+            options.stalled_client_seconds,
+            options.restarts,
+        )
         return parent.run()
     except (ValueError, OSError, AddressError) as error:
         print(f"openai: {error}", file=sys.stderr)

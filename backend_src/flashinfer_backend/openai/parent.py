@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the door's processes running: they share a port, and each attaches to the engine by itself."""
+"""Keeps the door's processes running: they share a port, and each attaches to the engine by itself. One that
+ends before any has served would do so the next time, and ends the whole."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ from pathlib import Path
 import msgspec
 
 from flashinfer_backend.core.paths import engine_dir, run_dir
-from flashinfer_backend.openai.worker import NO_ENGINE, READY, WorkerOptions
+from flashinfer_backend.openai.worker import NO_ENGINE, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
+from flashinfer_backend.transport.restarts import RESTARTS, Restarts
 
 POLL_S = 0.2
-RESTART_S = 1.0  # between a process's unexpected end and its successor
+WORKER = (sys.executable, "-m", "flashinfer_backend.openai.worker")
 BACKLOG = 2048
 
 
@@ -31,11 +33,21 @@ class Parent:
     """Starts processes, replaces those that end, and ends all of them with the server."""
 
     def __init__(
-        self, options: WorkerOptions, address: Address, port: int, workers: int, stalled_s: int
+        self,
+        options: WorkerOptions,
+        address: Address,
+        port: int,
+        workers: int,
+        stalled_s: int,
+        restarts: int = RESTARTS,
     ) -> None:
-        """stalled_s: seconds until a client that does not read is cut; 0: never."""
+        """stalled_s: seconds until a client that does not read is cut; 0: never. restarts: of Restarts, for
+        each process."""
         self._options, self._address, self._port = options, address, port
         self._workers, self._stalled_s = workers, stalled_s
+        self._restarts = [Restarts(restarts) for _ in range(workers)]
+        self._ready_at: dict[int, float] = {}  # by pid, of processes that run
+        self._served: set[int] = set()  # numbers of those that have ever been ready
         self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number
         self._again: dict[int, float] = {}  # when to start a process again
         self._stopping = False
@@ -82,7 +94,7 @@ class Parent:
 
     def _keep(self, listeners: list[socket.socket]) -> int:
         self._again = dict.fromkeys(range(self._workers), 0.0)
-        ready = 0
+        told = b""  # pids of processes that are ready, one a line
         while not self._stopping:
             if self._options.follow and not rundir.process_alive(self._options.server_pid):
                 return 0
@@ -92,30 +104,58 @@ class Parent:
                     self._running[number] = self._start(listeners[number])
             for number, process in list(self._running.items()):
                 if process.poll() is not None:
+                    told = self._take_ready(told)  # it may have been, just before
                     del self._running[number]
                     for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
                         file.unlink()  # what it held it holds no more
                     if process.returncode == NO_ENGINE:
                         return 1
-                    if self._options.follow and process.returncode == 0:
+                    if self._options.follow and not rundir.process_alive(self._options.server_pid):
                         continue  # the server has ended, which is seen next
-                    print(
-                        f"openai: a process ended with status {process.returncode}; another takes its place",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    self._again[number] = time.monotonic() + RESTART_S
-            if select.select([self._read], [], [], POLL_S)[0]:
-                before = ready
-                ready += os.read(self._read, 4096).count(READY)
-                if before < self._workers <= ready:
-                    self._announce()
+                    if (delay := self._delay(number, process)) is None:
+                        return 1
+                    self._again[number] = time.monotonic() + delay
+            select.select([self._read], [], [], POLL_S)
+            told = self._take_ready(told)
         return 0
+
+    def _take_ready(self, told: bytes) -> bytes:
+        """Notes which processes say that they are ready, and says so once all have. told: the beginning of a
+        line; returned is that of the next one."""
+        with contextlib.suppress(BlockingIOError):
+            told += os.read(self._read, 4096)
+        *lines, rest = told.split(b"\n")
+        numbers = {process.pid: number for number, process in self._running.items()}
+        for pid in map(int, lines):
+            if pid in numbers:
+                self._ready_at[pid] = time.monotonic()
+                before = len(self._served)
+                self._served.add(numbers[pid])
+                if before < self._workers == len(self._served):
+                    self._announce()
+        return rest
+
+    def _delay(self, number: int, process: subprocess.Popen[bytes]) -> float | None:
+        """Seconds until another takes the place of a process that has ended; None where none should. Says
+        what happens."""
+        ready_at = self._ready_at.pop(process.pid, None)
+        lived = time.monotonic() - ready_at if ready_at is not None else 0.0
+        status = process.returncode
+        ended = f"a process ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
+        delay = self._restarts[number].after(lived)
+        if not self._served and status >= 0:  # it was not killed: the next one would come to the same end
+            _say(f"{ended} before it could serve; what it said stands above")
+            return None
+        if delay is None:
+            _say(f"{ended}; that is once too often in a row, giving up")
+            return None
+        _say(f"{ended}; another takes its place" + (f" in {delay:g} s" if delay else ""))
+        return delay
 
     def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         options = msgspec.structs.replace(self._options, listener=listener.fileno(), notify=self._notify)
         process = subprocess.Popen(
-            [sys.executable, "-m", "flashinfer_backend.openai.worker"],
+            WORKER,
             stdin=subprocess.PIPE,
             pass_fds=(listener.fileno(), self._notify),
             start_new_session=True,  # Ctrl-C comes to this process alone, which passes one signal on
@@ -144,6 +184,10 @@ class Parent:
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)
         print(f"\nOpenAI API ready: {url}/v1, a page to try it: {url}/\n", flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"openai: {text}", file=sys.stderr, flush=True)
 
 
 def metrics_dir() -> Path:

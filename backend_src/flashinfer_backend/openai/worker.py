@@ -28,7 +28,6 @@ from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
-READY = b"ready\n"
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
 ATTACH_S = 5.0
@@ -38,8 +37,9 @@ RESERVED_FILES = (
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors; the second is told when the engine is there. follow: the
-    engine is another server's. receive_s: of ConnectionLimits. max_connections: of room_for_connections."""
+    """listener, notify: inherited file descriptors; the second is told this process's pid when the engine is
+    there. follow: the engine is another server's. receive_s: of ConnectionLimits. max_connections: of
+    room_for_connections."""
 
     engine: EngineConfig
     run_dir: str
@@ -163,7 +163,7 @@ async def _run(options: WorkerOptions) -> int:
     def wait() -> None:
         try:
             engines.wait_ready()
-            os.write(options.notify, READY)
+            os.write(options.notify, b"%d\n" % os.getpid())
         except EngineStartError as error:
             print(f"openai: {error}", file=sys.stderr, flush=True)
             failed.set()

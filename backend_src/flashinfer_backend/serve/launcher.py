@@ -30,8 +30,9 @@ from flashinfer_backend.serve.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.serve.watchdog import DRAIN_S, MIB, RESTARTS, Policy, Watchdog
+from flashinfer_backend.serve.watchdog import DRAIN_S, MIB, Policy, Watchdog
 from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressError, check_ports, resolve
+from flashinfer_backend.transport.restarts import RESTARTS
 
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
 # machine. The server refuses them to everybody, unless they are opened by name.

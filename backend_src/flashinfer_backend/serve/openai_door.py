@@ -66,6 +66,7 @@ class OpenAiDoor:
         self._arguments += ["--host", str(address), "--port", str(self.port)]
         self._drain_s = math.ceil(options.drain_seconds)
         self._arguments += ["--drain-seconds", str(self._drain_s)]
+        self._arguments += ["--restarts", str(options.restarts)]
         self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 
     def configure(self, repository: Path) -> None:

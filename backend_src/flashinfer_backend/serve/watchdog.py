@@ -37,6 +37,7 @@ from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.transport import peers, rundir, supervisor
 from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
+from flashinfer_backend.transport.restarts import RESTARTS, Restarts
 from flashinfer_backend.transport.supervisor import EngineRecord
 
 TICK_S = 0.1
@@ -47,7 +48,6 @@ START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end 
 HANGS_S = 20.0  # without an answer for so long the server is taken for dead
 STOPPED_S = 5.0  # a process of the server that is stopped (SIGSTOP) for so long is taken for dead, too
 LOOK_EVERY_S = 1.0
-RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
 # Threads of the server parse JSON by recursion, up to 270 bytes of stack a bracket. With 8 MiB, 31 000
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
@@ -94,7 +94,7 @@ class Watchdog:
         self._door_ended = False  # by itself
         self._asked_at = 0.0  # when this process was told to stop; 0: not yet
         self._was_ready = False
-        self._failures = 0  # of starts in a row
+        self._restarts = Restarts(policy.restarts)
         self._stand_in = contextlib.ExitStack()  # open from a death until the server is ready again
 
     def run(self) -> int:
@@ -155,10 +155,8 @@ class Watchdog:
     def _restart_after(self, server: _Run, reason: str) -> bool:
         """Ends what is left of a server and waits until the next one is due; False where none is."""
         lived = time.monotonic() - server.ready_at if server.ready_at else 0.0
-        self._failures = 1 if lived > supervisor.STABLE_AFTER_S else self._failures + 1
-        again = not self._policy.restarts or self._failures <= self._policy.restarts
-        delay = supervisor.restart_delay(self._failures)
-        if again:
+        delay = self._restarts.after(lived)
+        if delay is not None:
             _say(f"{reason}; starting the server again" + (f" in {delay:g} s" if delay else ""))
             self._stand_in.close()
             self._stand_in.enter_context(stand_in(self._address, self._port))
@@ -166,10 +164,10 @@ class Watchdog:
             _say(f"{reason}; started again {self._policy.restarts} times in a row, giving up")
         server.fail_open_requests(LOST)
         server.end()
-        until = time.monotonic() + delay
-        while again and not self._asked_at and time.monotonic() < until:
+        until = time.monotonic() + (delay or 0.0)
+        while not self._asked_at and time.monotonic() < until:
             time.sleep(0.02)
-        return again and not self._asked_at
+        return delay is not None and not self._asked_at
 
 
 class _Run:

@@ -25,10 +25,9 @@ from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.gpus import DEVICES_VARIABLE, visible_devices
 from flashinfer_backend.transport.peers import living_stubs
+from flashinfer_backend.transport.restarts import STABLE_AFTER_S, restart_delay
 
 LOG_TAIL_LINES = 20
-LONGEST_DELAY_S = 4.0
-STABLE_AFTER_S = 60.0  # an engine that lived so long does not count as a failed attempt
 STOP_TIMEOUT_S = 5.0
 
 
@@ -53,12 +52,6 @@ class EngineRecord(msgspec.Struct):
     @property
     def alive(self) -> bool:
         return rundir.start_ticks(self.pid) == self.start_ticks
-
-
-def restart_delay(failures: int) -> float:
-    """Seconds to wait before what has failed so many times in a row is started again: none after the first
-    time, then twice as many each time, up to LONGEST_DELAY_S."""
-    return 0.0 if failures <= 1 else min(0.5 * 2.0 ** min(failures - 2, 30), LONGEST_DELAY_S)
 
 
 class Supervisor:
@@ -94,9 +87,9 @@ class Supervisor:
     def attach(self) -> tuple[EngineRecord | None, bool]:
         """(the living engine, whether this call replaced a dead one); starts one when there is none.
 
-        No engine is returned while the delay between two attempts runs, at most LONGEST_DELAY_S: call
-        again. Raises EngineStartError where no engine has ever been ready, so that a model with a wrong
-        setting fails to load at once; one that did run is tried again for ever.
+        No engine is returned while the delay between two attempts runs (`restart_delay`): call again. Raises
+        EngineStartError where no engine has ever been ready, so that a model with a wrong setting fails to
+        load at once; one that did run is tried again for ever.
         """
         self.reap()
         with rundir.locked(self.run_dir):

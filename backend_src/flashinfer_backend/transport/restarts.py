@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When what has ended unexpectedly is started again, and when no more: one rule for engines, for the server
+and for the processes of the OpenAI API."""
+
+from __future__ import annotations
+
+LONGEST_DELAY_S = 4.0
+STABLE_AFTER_S = 60.0  # what has lived so long does not count as a failed attempt
+RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
+
+
+def restart_delay(failures: int) -> float:
+    """Seconds to wait before what has failed so many times in a row is started again: none after the first
+    time, then twice as many each time, up to LONGEST_DELAY_S."""
+    return 0.0 if failures <= 1 else min(0.5 * 2.0 ** min(failures - 2, 30), LONGEST_DELAY_S)
+
+
+class Restarts:
+    """Of one thing that is kept running by whoever asks this."""
+
+    def __init__(self, most: int = RESTARTS) -> None:
+        """most: starts in a row that did not live for STABLE_AFTER_S; 0: any number."""
+        self._most, self._failures = most, 0
+
+    def after(self, lived_s: float) -> float | None:
+        """Seconds until the next start of what has ended after it was ready for lived_s (0: it never was);
+        None where it is not started again."""
+        self._failures = 1 if lived_s > STABLE_AFTER_S else self._failures + 1
+        return restart_delay(self._failures) if not self._most or self._failures <= self._most else None

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the OpenAI API's parent replaces a process and when it ends, on stand-in processes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.openai import parent
+from flashinfer_backend.openai.worker import WorkerOptions
+
+LOOPBACK = ipaddress.ip_address("127.0.0.1")
+# A process that notes its start, says that it is ready or does not, and ends.
+STAND_IN = """
+import json, os, signal, sys
+options = json.load(sys.stdin)
+open(options["metrics_dir"] + "-starts", "a").write("x")
+if {ready}:
+    os.write(options["notify"], b"%d\\n" % os.getpid())
+{end}
+"""
+ENDS, IS_KILLED = "sys.exit(7)", "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def options(folder: Path) -> WorkerOptions:
+    return WorkerOptions(
+        engine=EngineConfig(model_dir="bundled"),
+        run_dir=str(folder / "run"),
+        server_pid=os.getpid(),
+        follow=False,
+        listener=-1,
+        notify=-1,
+        names=["bundled"],
+        created=0,
+        template_file=None,
+        tool_format="auto",
+        reasoning_format="auto",
+        openai_defaults=False,
+        keys=[],
+        max_body_bytes=1,
+        max_prompt_bytes=1,
+        prompt_logits_bytes=1,
+        receive_s=60,
+        max_connections=0,
+        drain_s=0,
+        metrics_dir=str(folder / "metrics"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ready", "end", "restarts", "starts", "said"),
+    [
+        (False, ENDS, 5, 1, ["with status 7 before it could serve; what it said stands above"]),
+        (False, IS_KILLED, 1, 2, ["by signal 9; another takes its place", "by signal 9; that is once too"]),
+        (
+            *(True, ENDS, 2, 3),
+            [
+                "with status 7; another takes its place",
+                "takes its place in 0.5 s",
+                "with status 7; that is once",
+            ],
+        ),
+    ],
+)
+def test_processes_are_replaced_so_often_and_no_more(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    ready: bool,
+    end: str,
+    restarts: int,
+    starts: int,
+    said: list[str],
+) -> None:
+    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=ready, end=end)])
+    monkeypatch.setattr(parent, "POLL_S", 0.01)
+    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0, restarts=restarts)
+    assert running.run() == 1
+    assert len((tmp_path / "metrics-starts").read_text()) == starts
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("openai: a process")]
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said, strict=True):
+        assert words in line
