@@ -31,3 +31,30 @@ def test_lines_come_while_one_call_takes_long_and_not_afterwards(caplog, monkeyp
     time.sleep(0.05)
     assert len(caplog.records) == count
     assert caplog.records[-1].message == "read 3 of 7"
+
+
+def test_only_what_comes_further_counts_as_progress(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.005)
+    monkeypatch.setattr(progress, "_file", None)
+    assert progress.last_progress(tmp_path) == 0.0
+    progress.note_in(tmp_path)
+    done, looks = 0, 0
+
+    def how_far() -> str:
+        nonlocal looks
+        looks += 1
+        return f"read {done} of 7 in {looks} s"
+
+    def after_looks() -> float:
+        until = looks + 3
+        while looks < until:
+            time.sleep(0.001)
+        return progress.last_progress(tmp_path)
+
+    with progress.telling(how_far, lambda: done):
+        began = after_looks()
+        assert after_looks() == began, "time passes, and that is all"
+        done = 3
+        later = after_looks()
+        assert began < later == after_looks()
+    assert progress.last_progress(tmp_path) > later

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flashinfer_backend.transport import rundir, supervisor
+from flashinfer_backend.core import progress
+from flashinfer_backend.transport import endpoint, rundir, supervisor
 from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts, restart_delay
 from flashinfer_backend.transport.supervisor import (
     EngineRecord,
@@ -117,6 +119,37 @@ def test_an_engine_that_was_never_ready_is_not_tried_again(run_dir: Path) -> Non
         time.sleep(0.01)
     with pytest.raises(EngineStartError, match="ended before it was ready"):
         mine.attach()
+
+
+def test_a_starting_engine_that_comes_no_further_is_ended(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Through the link, which waits for it."""
+    monkeypatch.setattr(endpoint, "LOOK_MS", 10)
+    command = [sys.executable, "-c", ENDLESS]
+    mine = Supervisor(run_dir, os.getpid(), b"{}", command, stall_s=0.5)
+    link = endpoint.Endpoint(mine)
+    error = link.wait_known()
+    link.close()
+    words = (
+        r"has come no further for 0.00833333 minutes while it starts, and is ended \(start_stall_minutes\)"
+    )
+    assert isinstance(error, EngineStartError) and re.search(words, str(error))
+    assert re.search(words, capfd.readouterr().err)
+    mine.leave()
+
+
+@pytest.mark.parametrize("reason", ["progress", "ready", "no limit"])
+def test_an_engine_that_comes_further_is_waited_for(run_dir: Path, reason: str) -> None:
+    limit = 0.0 if reason == "no limit" else 60.0
+    mine = Supervisor(run_dir, os.getpid(), b"{}", [sys.executable, "-c", ENDLESS], stall_s=limit)
+    record, _ = attach(mine)
+    edit(run_dir, started_at=time.monotonic() - 100.0, ready=reason == "ready")
+    if reason == "progress":
+        (run_dir / progress.FILE).write_text(f"{time.monotonic() - 20.0}")
+    mine.end_stalled(record.pid)
+    assert record.alive
+    mine.leave()
 
 
 def test_the_engine_is_given_time_to_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

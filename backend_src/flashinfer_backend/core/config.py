@@ -213,6 +213,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     stats_check_period_ms: Annotated[
         int, Setting("how often the metrics are brought up to date", low=1, high=60000)
     ] = 100
+    start_stall_minutes: Annotated[
+        int,
+        Setting(
+            "an engine that comes no further for so long while it starts (reads no tensor, compiles no file, "
+            "runs no first step) is ended, with a line in the log; 0 = never",
+            low=0,
+            high=10080,
+        ),
+    ] = 30
     check_invariants: Annotated[
         bool,
         Setting(

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from flashinfer_backend.core.config import AUTO, EngineConfig
+from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
@@ -58,6 +59,7 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
+        note_in(options.run_dir)
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         check_gpus(config)
         core = start(config, options.run_dir, name=name)

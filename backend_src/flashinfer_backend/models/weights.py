@@ -239,7 +239,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     def how_far() -> str:
         return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
 
-    with telling(how_far):
+    with telling(how_far, lambda: done):
         for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
             with _opened(path) as file:
                 for _, name, target, cut, nbytes in of_file:

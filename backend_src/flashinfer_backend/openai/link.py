@@ -47,6 +47,9 @@ class Follower(Supervisor):
             record = self._read()
         return (record if record is not None and record.alive else None), False
 
+    def end_stalled(self, pid: int) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

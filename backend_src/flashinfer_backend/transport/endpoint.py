@@ -23,6 +23,7 @@ from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
+LOOK_MS = 5000  # between two looks at whether an engine that starts comes further
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
 LINK_LOST = "The connection to the engine process failed and is being made anew; please try again."
@@ -210,7 +211,9 @@ class Endpoint:
             for readable in (socket, self._wake, pidfd):
                 poller.register(readable, zmq.POLLIN)
             while not self._closing:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(None if self._up else LOOK_MS))
+                if not ready and not self._up:
+                    self._supervisor.end_stalled(record.pid)
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                     while self._outbox:

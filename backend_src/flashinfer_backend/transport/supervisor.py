@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from flashinfer_backend.core import progress
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.transport import rundir
@@ -68,16 +69,17 @@ class Supervisor:
         stays: bool = False,
         replica: int | None = None,
         devices: str | None = None,
+        stall_s: float = 0.0,
     ) -> None:
         """run_dir: the model's, where its stubs are. server_pid: the process that the engine ends with.
         config: EngineConfig as JSON, the engine's --config file. stays: that process keeps the engine while
         it starts a new tritonserver, and ends it; otherwise the engine ends with the last stub. replica: the
         engine's number where the model has several. devices: CUDA_VISIBLE_DEVICES of the engine, None for
-        this process's own."""
+        this process's own. stall_s: how long a starting engine may come no further; 0: for ever."""
         self.run_dir = engine_dir(run_dir, replica or 0)
         self._stubs_dir = run_dir
         self._replica, self._devices = replica, devices
-        self._stays = stays
+        self._stays, self._stall_s = stays, stall_s
         self.server_pid = server_pid
         self._config = config
         self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
@@ -118,6 +120,24 @@ class Supervisor:
                 record.ready = record.ever_ready = True
                 self._write(record)
 
+    def end_stalled(self, pid: int) -> None:
+        """Ends the engine with this pid if it is not ready and comes no further. Its next attach says so."""
+        with rundir.locked(self.run_dir):
+            record = self._read()
+            if not self._stall_s or record is None or record.pid != pid or record.ready or not record.alive:
+                return
+            latest = max(record.started_at, progress.last_progress(self.run_dir))
+            if time.monotonic() < latest + self._stall_s:
+                return
+            words = (
+                f"the engine process {pid} has come no further for {self._stall_s / 60:g} minutes while it"
+                " starts, and is ended (start_stall_minutes)"
+            )
+            stop(record)
+            with (self.run_dir / "engine.log").open("a") as log:
+                log.write(words + "\n")
+        print(words, file=sys.stderr, flush=True)
+
     def leave(self) -> None:
         """Ends this stub's part; with the last stub of the model go the engine and the run directory, unless
         the engine stays.
@@ -152,6 +172,7 @@ class Supervisor:
         config_path.write_bytes(self._config)
         log_path = self.run_dir / "engine.log"
         log_path.unlink(missing_ok=True)
+        (self.run_dir / progress.FILE).unlink(missing_ok=True)
         # tee lets the log appear in tritonserver's output and survives the stub that started it. In a
         # session of their own, both are spared the terminal's Ctrl-C: the engine ends with the server.
         tee = subprocess.Popen(["tee", "-i", "-a", log_path], stdin=subprocess.PIPE, start_new_session=True)
@@ -201,9 +222,19 @@ def supervisors(
         devices = visible_devices(config, os.environ)
     except ValueError as error:
         raise EngineStartError(str(error)) from None
-    text, several = msgspec.json.encode(config), config.replicas > 1
+    text, several, stall_s = (
+        msgspec.json.encode(config),
+        config.replicas > 1,
+        config.start_stall_minutes * 60.0,
+    )
     return [
-        kind(run_dir, server_pid, text, stays=stays, replica=number if several else None, devices=shown)
+        kind(
+            *(run_dir, server_pid, text),
+            stays=stays,
+            replica=number if several else None,
+            devices=shown,
+            stall_s=stall_s,
+        )
         for number, shown in enumerate(devices)
     ]
 

@@ -13,11 +13,13 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 import msgspec
 import torch
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.worker.ranks import RankLink
@@ -41,6 +43,7 @@ def main() -> int:
     data = link.receive()
     if data is None:
         return 0
+    note_in(Path(options.rendezvous).parent)  # an engine comes further with each of its ranks
     config = msgspec.json.decode(data, type=EngineConfig)
     shard = Shard(options.rank, config.tensor_parallel_size)
     try:

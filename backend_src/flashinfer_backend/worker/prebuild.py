@@ -400,7 +400,7 @@ def run_ninja(command: list[str], estimate: Estimate) -> None:
         left = _duration(estimate.remaining(time.monotonic() - began))
         return f"compiled {compiled} of {estimate.files} files, about {left} left"
 
-    with telling(how_far):
+    with telling(how_far, lambda: compiled):
         for data in process.stdout:
             line = data.decode(errors="replace").rstrip()
             if line.startswith(_STEP):

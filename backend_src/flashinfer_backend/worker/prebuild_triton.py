@@ -59,7 +59,7 @@ def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began
         elapsed = time.monotonic() - began
         return f"compiled {finished} of {len(variants)} Triton kernels in {elapsed:.0f} s"
 
-    with telling(how_far), ThreadPoolExecutor(workers, "triton", choose_device) as threads:
+    with telling(how_far, lambda: finished), ThreadPoolExecutor(workers, "triton", choose_device) as threads:
         for future in as_completed([threads.submit(kernel.preload, data) for kernel, data in variants]):
             future.result()
             finished += 1
