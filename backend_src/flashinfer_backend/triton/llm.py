@@ -59,7 +59,7 @@ class TritonPythonModel:
         server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
         # Without serve nobody has the server forward the headers that say which answers are JSON.
         by_serve = owner != server_pid
-        json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 64) if by_serve else 0
+        json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
