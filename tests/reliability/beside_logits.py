@@ -28,6 +28,8 @@ from running import BothDoors, both_running, build_repository  # noqa: E402
 from triton_logits import ask, write_checkpoint  # noqa: E402
 from watching import ports  # noqa: E402
 
+from client.arguments import integer  # noqa: E402
+
 TIMEOUT_S = 600
 PAUSE_S = 0.02
 
@@ -173,9 +175,9 @@ def run(server: BothDoors, kind: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="+", choices=["http", "llm-http", "openai", "grpc", "llm"])
-    parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=480)
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--requests", type=integer(1), default=1)
+    parser.add_argument("--tokens", type=integer(1), default=480)
+    parser.add_argument("--vocabulary", type=integer(1), default=128256)
     parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
