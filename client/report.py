@@ -284,10 +284,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if Path(given).exists() or not named:
                 name, file = "", given
             runs += read(Path(file), name or None)
-        if args.rows:
-            runs = [run for run in runs if run.row in args.rows.split(",")]
+        if wanted := args.rows.split(",") if args.rows else []:
+            found = {run.row for run in runs}
+            if missing := [row for row in wanted if row not in found]:
+                rows = ", ".join(sorted(row for row in found if row)) or "runs of no row"
+                raise ValueError(f"--rows: there are no runs of {', '.join(missing)}, but of {rows}")
+            runs = [run for run in runs if run.row in wanted]
         if not runs:
-            raise ValueError("there are no runs to report" + (f" of rows {args.rows}" if args.rows else ""))
+            raise ValueError("there are no runs to report")
         written = [args.out.with_name(args.out.name + ending) for ending in (".md", ".html")]
         written[0].write_text(markdown(runs, args.title), encoding="utf-8")
         written[1].write_text(page(runs, args.title), encoding="utf-8")

@@ -44,6 +44,7 @@ WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
 LEFT_OUT = ("url", "api_key")  # of the load, in results
 OF_MERGING = {"merge", "out", "step_times"}  # the options that count where nothing is measured
+OF_STARTING = {"port", "load_format"}
 SLOWER_SERVER = 1.5  # times as long as another server a server is given for a row
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
@@ -323,7 +324,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = args.out / max(args.merge, key=lambda path: path.name).name
             earlier = [*results.existing(path), *earlier]
         else:
-            benchmark = Benchmark(args, make_plan(args))
+            plan = make_plan(args)
+            started = [spec for spec in plan.servers if spec.name not in plan.urls]
+            if not started and (unused := given_options(parser, argv) & OF_STARTING):
+                option = f"--{min(unused).replace('_', '-')}"
+                raise ValueError(f"{option} is for servers started here, and --url names all of them")
+            benchmark = Benchmark(args, plan)
             check_conversations(args.sharegpt, benchmark.tokenizer, benchmark.plan.scenarios.values())
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -382,6 +382,13 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
         report.read(tmp_path / "missing.json")
 
 
+def test_a_report_of_rows_that_are_not_there_names_those_that_are(tmp_path, capsys):
+    committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
+    assert report.main([str(committed), "--rows", "a,zz", "--out", str(tmp_path / "page")]) == 2
+    assert "there are no runs of zz, but of a, b, c" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_failed_requests_are_in_no_curve_of_first_tokens():
     committed = report.read(ROOT / "perf_configs/results/2026-11-21-h200.json")
     run = next(run for run in committed if run.requests)

@@ -368,6 +368,14 @@ def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, model_di
     assert results.load(path)["runs"] == []
 
 
+@pytest.mark.parametrize("option", ["--port=8400", "--load-format=auto"])
+def test_options_of_servers_that_are_started_are_refused_where_none_is(option, tmp_path, model_dir, capsys):
+    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a", option]
+    with pytest.raises(SystemExit):
+        run.main([*arguments, "--server", "ours", "--url", "ours=http://127.0.0.1:9"])
+    assert f"{option.partition('=')[0]} is for servers started here" in capsys.readouterr().err
+
+
 def test_knobs_reach_the_build_and_cannot_carry_shell():
     knobs = plan.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
     assert knobs == "--set max_num_seqs=512 --set dtype=bfloat16"
