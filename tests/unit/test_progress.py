@@ -58,3 +58,8 @@ def test_only_what_comes_further_counts_as_progress(tmp_path, monkeypatch) -> No
         later = after_looks()
         assert began < later == after_looks()
     assert progress.last_progress(tmp_path) > later
+
+
+def test_a_note_that_is_being_written_is_progress(tmp_path) -> None:
+    (tmp_path / progress.FILE).touch()
+    assert progress.last_progress(tmp_path) > 0.0

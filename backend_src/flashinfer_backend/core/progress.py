@@ -27,9 +27,11 @@ def note_in(folder: Path) -> None:
 
 def last_progress(folder: Path) -> float:
     """time.monotonic() of the latest progress that processes note in this folder; 0.0 where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return float((folder / FILE).read_text())
-    return 0.0
+    try:
+        text = (folder / FILE).read_text()
+    except OSError:
+        return 0.0
+    return float(text) if text else time.monotonic()  # it is being written
 
 
 def _came_further() -> None:
