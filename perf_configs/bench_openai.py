@@ -151,8 +151,6 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
         run_dir=str(run_dir),
         server_pid=server_pid,
         follow=True,
-        listener=-1,
-        notify=-1,
         names=["bundled"],
         created=0,
         template_file=None,

@@ -44,8 +44,6 @@ def options(folder: Path) -> WorkerOptions:
         run_dir=str(folder / "run"),
         server_pid=os.getpid(),
         follow=False,
-        listener=-1,
-        notify=-1,
         names=["bundled"],
         created=0,
         template_file=None,

@@ -128,8 +128,6 @@ def _worker_options(options: Any, config: EngineConfig, folder: Path, server: in
         run_dir=str(folder),
         server_pid=server,
         follow=options.beside is not None,
-        listener=-1,
-        notify=-1,
         names=options.served_model_name or [name],
         template_file=str(options.chat_template.absolute()) if options.chat_template else None,
         created=int(time.time()),

@@ -37,16 +37,16 @@ RESERVED_FILES = (
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors; the second is told this process's pid when the engine is
-    there. follow: the engine is another server's. receive_s: of ConnectionLimits. max_connections: of
-    room_for_connections."""
+    """listener, notify: inherited file descriptors, which the parent fills in; the second is told this
+    process's pid when the engine is there. follow: the engine is another server's. receive_s: of
+    ConnectionLimits. max_connections: of room_for_connections."""
 
     engine: EngineConfig
     run_dir: str
     server_pid: int
     follow: bool
-    listener: int
-    notify: int
+    listener: int = -1
+    notify: int = -1
     names: list[str]
     created: int  # seconds since the epoch
     template_file: str | None

@@ -23,8 +23,6 @@ from flashinfer_backend.triton.sequence import OpenRequest, Sequence
 # A response costs a round trip to the server, so threads overlap their waiting; more than two mostly wait
 # for each other's turn in the interpreter (measured).
 SENDER_THREADS = 2
-# Requests for logits share one more: the server may take seconds for a response of theirs, and whoever is
-# behind it waits.
 # A server that is slower than the engine would queue ever more chunks before postprocessing, and first tokens
 # behind them. A stream so far ahead of postprocessing waits, and what arrives meanwhile is one chunk.
 AHEAD_NS = 50_000_000
@@ -58,6 +56,8 @@ class Responder:
         self._unsent = 0  # bytes of logits for the ensemble; for their thread
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
         self._threads: list[threading.Thread] = []
+        # The last one is for requests for logits: the server may take seconds for a response of theirs, and
+        # whoever is behind it waits.
         for _ in range(SENDER_THREADS + 1):
             waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
             self._queues.append(waiting)
