@@ -20,7 +20,8 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.transport.endpoint import ENGINE_LOST, Endpoint
+from flashinfer_backend.serving.engines import Engines
+from flashinfer_backend.transport.endpoint import ENGINE_LOST
 from flashinfer_backend.transport.supervisor import Supervisor
 
 GPUS = torch.cuda.device_count()
@@ -57,7 +58,7 @@ def test_an_engine_that_loses_a_rank_ends(number: signal.Signals, tmp_path: Path
     knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
     config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    link = Endpoint(Supervisor(run_dir, os.getpid(), msgspec.json.encode(config)), on_replaced=lambda: None)
+    link = Engines([Supervisor(run_dir, os.getpid(), msgspec.json.encode(config))])
     try:
         engine = psutil.Process(link.wait_ready().pid)
         answer = Answer()
