@@ -15,7 +15,7 @@ import torch
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.tuned import Step, Tiling
+from flashinfer_backend.core.tuned import BlockTile, Step, Tiling
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.ops import device
@@ -170,7 +170,7 @@ def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):
     [
         ("fp8_token", {"_quantise_rows": 3, "_finish": 3}),
         ("fp8_static", {"_quantise_rows": 3, "_finish": 6}),
-        ("fp8_block", {"_quantise_groups": 2, "_block_product": 16, "_finish": 3}),
+        ("fp8_block", {"_quantise_groups": 3, "_block_product": 16, "_finish": 3}),
     ],
 )
 def test_what_products_in_fp8_compile(format, kernels):
@@ -190,7 +190,7 @@ def test_what_products_in_fp8_compile(format, kernels):
 def fp8_products(
     model: ModelConfig, format: str, input_scales: dict[int, float], sizes: Sequence[int] = SIZES
 ) -> None:
-    """As a layer has them, but for norms before blocks and parts, which are FlashInfer's."""
+    """As a layer has them, but for norms before parts, which are FlashInfer's."""
     from flashinfer_backend.ops import cuda_fp8
     from flashinfer_backend.ops.triton_fp8 import Norm
     from flashinfer_backend.ops.weight import Weight
@@ -198,12 +198,28 @@ def fp8_products(
     for role in ("qkv", "o", "gate_up", "down"):
         weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
         weight.input_scales = input_scales
-        normed = role in ("qkv", "gate_up") and (format == "fp8_token" or len(input_scales) == 1)
+        normed = role in ("qkv", "gate_up") and (format != "fp8_static" or len(input_scales) == 1)
         for tokens in sizes:
             x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
             residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
             norm = Norm(x.new_empty(x.shape[1]), model.rms_norm_eps) if normed else None
             cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
+
+
+def test_blocks_that_cublas_multiplies_compile_no_tiles():
+    """Of gate and up never, of down from 17 tokens on. torch looks at the layouts of scales without memory,
+    too."""
+    model = dataclasses.replace(LLAMA, quantization=Quantization("fp8_block"))
+    split = dict.fromkeys(("qkv", "o", "down"), (BlockTile(16, 16, 64, 4), BlockTile(None, 64, 128, 4)))
+    by_cublas = {"gate_up": 1, "down": 17}
+    numbers = msgspec.structs.replace(tuned.fallback(), fp8_blocks=split, fp8_blocks_by_cublas=by_cublas)
+    with device.use(numbers):
+        variants = prebuild_triton.collect(
+            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
+        )
+        used = prebuild_triton.collect(lambda: fp8_products(model, "fp8_block", {}))
+    assert set(used) <= set(variants)
+    assert names(variants)["_block_product"] == names(used)["_block_product"] == 5
 
 
 @pytest.mark.parametrize("quantise", [False, True])

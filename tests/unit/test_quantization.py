@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from flashinfer_backend.core.config import EngineConfig
@@ -235,6 +236,46 @@ def test_rows_of_zeros_stay_zeros():
     assert product.isfinite().all() and (product[[0, 2]] == 0).all()
     elements, scale = fp8.quantise_groups(torch.zeros(2, 200))
     assert scale.shape == (2, 2) and (scale > 0).all() and (elements.float() == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (384, 640), (200, 1536), (1024, 2304)])
+def test_scales_of_blocks_lie_as_cublas_reads_them(shape):
+    """https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts: a block's rows beside each other,
+    in steps of a multiple of 4. torch says the same of tensors without memory."""
+    blocks, groups = -(-shape[0] // 128), shape[1] // 128
+    weight = Weight.empty("o", shape, "fp8_block", torch.bfloat16, torch.device("cpu"))
+    values = torch.randn(shape) * torch.arange(1, shape[0] + 1)[:, None] * torch.arange(1, shape[1] + 1)
+    weight.format.fill(weight, values)
+    _, expected = fp8.quantise_blocks(values)
+    assert weight.scale.shape == (blocks, groups) and torch.equal(weight.scale, expected)
+    apart = -(-groups // 4) * 4
+    memory = torch.zeros(blocks * apart)
+    for block in range(blocks):
+        memory[block * apart :][:groups] = expected[block]
+    found = fp8.cublas_block_scales(weight.scale)
+    assert found.shape == (apart, blocks) and found.stride() == (1, apart)
+    assert torch.equal(found.t().reshape(-1), memory)
+    assert found.data_ptr() == weight.scale.data_ptr() and found.data_ptr() % 16 == 0
+    if shape[0] % 128 == 0:
+        empty = Weight.empty("o", shape, "fp8_block", torch.bfloat16, torch.device("meta"))
+        x = torch.empty(8, shape[1], dtype=fp8.E4M3, device="meta")
+        x_scales = torch.empty(groups, 8, device="meta").t()
+        kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        scales = fp8.cublas_block_scales(empty.scale)
+        assert F.scaled_mm(x, empty.data.t(), x_scales, kinds[0], scales, kinds[1]).shape == (8, shape[0])
+    with pytest.raises(AssertionError, match="not of empty_block_scales"):
+        fp8.cublas_block_scales(torch.ones(4, 5))
+
+
+def test_blocks_are_quantised_each_by_itself():
+    x = torch.randn(300, 200) * torch.logspace(-2, 2, 200)
+    elements, scale = fp8.quantise_blocks(x)
+    assert scale.shape == (3, 2)
+    for i, rows in enumerate(x.split(128)):
+        for j, block in enumerate(rows.split(128, dim=1)):
+            assert scale[i, j] == fp8.scale_of(block.abs().max())
+            part = elements[i * 128 :][:128, j * 128 :][:, :128]
+            assert torch.equal(part.float(), fp8.to_e4m3(block, scale[i, j]).float())
 
 
 def test_every_layout_is_recognised(tmp_path):

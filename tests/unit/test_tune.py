@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -71,18 +72,22 @@ class Recorded:
 
 
 class RecordedFp8(Recorded):
-    """The same of a model whose layers are in FP8, of a kind; tiles of blocks take `tiles` microseconds."""
+    """The same of a model whose layers are in FP8, of a kind; tiles of blocks take `tiles` microseconds, and
+    cuBLAS with blocks `by_cublas`."""
 
     def __init__(self, kind: s.Kind, tilings: dict, tiles: dict[tuple[Role, BlockTile], float]) -> None:
         super().__init__(tilings, {8: 1.0, 64: 1.0, 256: 1.0, 1024: 1.0})
         self.kinds = dict.fromkeys(tuned.ROLES, kind) | {"head": "dense"}
         self.tiles = tiles
+        self.by_cublas: dict[tuple[Role, int], float] = {}
 
     def _product(self, role: Role, tokens: int, numbers: Tuned) -> float:
         if self.kinds[role] == "dense":
             return super()._product(role, tokens, numbers)
         if self.kinds[role] == "blocks":
-            tile = next(t for t in numbers.block_tiles(role) if t.tokens is None or tokens <= t.tokens)
+            tile = numbers.block_tile(role, tokens)
+            if tile is None:
+                return self.by_cublas.get((role, tokens), math.inf)
             return self.tiles.get((role, replace(tile, tokens=None)), 50.0)
         tiling = numbers.tiling(role, tokens, LLAMA_8B[role], fp8=True)
         if tiling is not None:
@@ -152,7 +157,7 @@ def replace_tokens(plan: s.Plan, tokens: tuple[int, ...]) -> s.Plan:
 
 
 def test_blocks_have_tiles_by_role_and_tokens():
-    split, wide = BlockTile(None, 16, 64, 4, 4, 4), BlockTile(None, 256, 128, 1, 3, 8)
+    split, wide = BlockTile(None, 16, 64, 4, 4, 4), BlockTile(None, 128, 128, 1, 4, 8)
     bench = RecordedFp8("blocks", {}, {("down", split): 20.0, ("gate_up", wide): 30.0})
     found = s.search(tuned.fallback(), bench, PLAN, quiet)
     down = {tile.tokens: tile for tile in found.block_tiles("down")}
@@ -169,6 +174,50 @@ def test_blocks_have_tiles_by_role_and_tokens():
     assert any(
         line.startswith("down, 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4, 4, 4)") for line in changed
     )
+
+
+@pytest.mark.parametrize(
+    ("us", "fewest"),
+    [
+        ({16: 60.0, 64: 60.0, 1024: 40.0}, 65),
+        ({16: 60.0, 64: 40.0, 1024: 40.0}, 17),
+        ({16: 40.0, 64: 40.0, 1024: 40.0}, 1),
+        ({16: 40.0, 64: 60.0, 1024: 40.0}, 65),
+        ({16: 40.0, 64: 40.0, 1024: 49.9}, None),  # within what repeats differ by
+        ({16: 40.0, 64: 40.0, 1024: math.inf}, None),  # no Hopper GPU
+    ],
+)
+def test_cublas_multiplies_blocks_above_the_last_size_at_which_it_is_slower(us, fewest):
+    bench = RecordedFp8("blocks", {}, {})
+    bench.by_cublas |= {("down", tokens): each for tokens, each in us.items()}
+    base = replace(tuned.fallback(), fp8_blocks_by_cublas={"down": 300, "o": 5})
+    lines: list[str] = []
+    found = s.search(base, bench, PLAN, lines.append)
+    assert found.fp8_blocks_by_cublas == ({} if fewest is None else {"down": fewest})
+    assert "down, 1024 tokens: step" in "".join(line for line in lines if "with cuBLAS" in line)
+    assert [found.block_tile("down", tokens) is None for tokens in (1, 17, 65, 4096)] == [
+        fewest is not None and tokens >= fewest for tokens in (1, 17, 65, 4096)
+    ]
+    changed = s.changes(base, found, LLAMA_8B, bench.kinds)
+    assert any(line.startswith("o, 5..16 tokens: cuBLAS -> (16, 64, 1, 4, 4)") for line in changed)
+
+
+def test_without_time_blocks_stay_as_they_were():
+    base = replace(tuned.fallback(), fp8_blocks_by_cublas={"down": 300, "o": 5})
+    found = s.search(base, RecordedFp8("blocks", {}, {}), replace_seconds(PLAN), quiet)
+    assert found == base
+
+
+def test_tiles_that_are_tried_divide_the_work():
+    for role in ("qkv", "o", "gate_up", "down"):
+        shape = LLAMA_8B[role]
+        for tokens in (1, 16, 64, 128, 256, 1024, 4096):
+            tiles = s.block_tiles(shape, tokens, None)
+            assert len(tiles) == len(set(tiles)) >= 8
+            for tile in tiles:
+                assert shape[1] // 128 % tile.split == 0 and (tile.split == 1 or tokens <= 256)
+                assert tile.tile <= 128 and (tokens > 64 or tile.tile < max(32, 2 * tokens))
+    assert any(tile.split == 8 for tile in s.block_tiles(LLAMA_8B["down"], 1, None))
 
 
 def test_a_gain_within_what_repeats_differ_by_changes_nothing():
@@ -273,6 +322,18 @@ def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
 
 def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):
     assert command.starting_point(tmp_path / "new.json", "NVIDIA H200") == tuned.load("NVIDIA H200")
+
+
+def test_a_checkpoint_of_16_bits_is_measured_in_blocks():
+    config = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    whole = dataclasses.replace(config, num_heads=4, num_kv_heads=2, **sizes)
+    formats = command.in_blocks(whole).weight_formats()
+    assert formats == {role: {"fp8_block"} for role in ("qkv", "o", "gate_up", "down")}
+    with pytest.raises(ValueError, match="should have multiples of 128"):
+        command.in_blocks(dataclasses.replace(whole, head_dim=64, num_kv_heads=1))
+    with pytest.raises(ValueError, match=r"--fp8-blocks is for .* quantised already \(fp8_on_load\)"):
+        command.in_blocks(whole.quantised_on_load())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")

@@ -8,9 +8,10 @@ import hashlib
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import ROLES, Product, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import ROLES, BlockTile, Product, Step, Tiling, Tuned
 from flashinfer_backend.ops import cublas, device, gated_linear, tilings
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
@@ -71,6 +72,26 @@ def test_a_shape_of_its_own_wins_over_the_rule_for_all(h200):
         assert tilings.choose("o", 8, other) == h200.products["o"][0].steps[0].tiling
     with device.use(h200):  # nothing of the choices before is remembered
         assert tilings.choose("o", 8, same) == h200.products["o"][0].steps[0].tiling
+
+
+def test_blocks_take_cublas_from_as_many_tokens_on_as_the_file_says(h200):
+    tiles = (BlockTile(16, 16, 64), BlockTile(None, 64, 128))
+    numbers = replace(h200, fp8_blocks={"o": tiles}, fp8_blocks_by_cublas={"o": 100, "down": 1})
+    read = msgspec.json.decode(msgspec.json.encode(numbers), type=Tuned)
+    with device.use(read):
+        assert [tilings.choose_blocks("o", tokens, 4096) for tokens in (16, 17, 99, 100, 4096)] == [
+            *(tiles[0], tiles[1], tiles[1]), None, None,
+        ]  # fmt: skip
+        assert tilings.choose_blocks("down", 1, 4096) is None
+        assert tilings.choose_blocks("qkv", 9999, 4096) == tuned.BLOCK_TILES[-1]
+        # Rows that leave a block unfilled are Triton's.
+        assert tilings.choose_blocks("o", 100, 4096 + 64) == tiles[1]
+    for untold in (h200, tuned.fallback()):
+        assert untold.fp8_blocks_by_cublas == {}
+        assert all(untold.block_tile(role, tokens) for role in ROLES for tokens in (1, 64, 4096))
+    text = msgspec.json.encode(numbers).replace(b'"o":100', b'"o":0')
+    with pytest.raises(msgspec.ValidationError, match="Expected `int` >= 1"):
+        msgspec.json.decode(text, type=Tuned)
 
 
 def test_a_tiling_that_does_not_fit_is_left_out(h200):

@@ -7,7 +7,8 @@ and what follows the product are part of it, and what comes before, norm and qua
 so. Else cuBLAS multiplies elements without scales, and those are
 applied with what follows the product anyway: residual, activation. Its own scales of tokens and rows were no
 faster than bfloat16 for few tokens, and save a pass over the result for many where nothing follows (measured:
-docs/formats.md). Weights with blocks have a Triton kernel of their own.
+docs/formats.md). Weights with blocks have a Triton kernel of their own, and from as many tokens on as the
+device's file says, cuBLAS applies scales of groups and blocks.
 
 No call waits for the device or depends on values there, so all of it can be captured.
 """
@@ -18,9 +19,10 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import device, triton_fp8
+from flashinfer_backend.ops import device, fp8, triton_fp8
 from flashinfer_backend.ops.tilings import choose, choose_blocks
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_linear import linear
@@ -43,18 +45,16 @@ def product(
     format's product.
     """
     format = weight.format
-    parts = format.parts(weight) if isinstance(format, Fp8Static) else [(slice(None), None)]
-    if norm and (isinstance(format, Fp8Block) or len(parts) > 1):
-        import flashinfer
-
-        x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
-        norm = None
     if isinstance(format, Fp8Block):
-        tile = choose_blocks(weight.role, len(x))
-        result = triton_fp8.block_product(*triton_fp8.quantise_groups(x), weight.data, weight.scale, tile)
+        result = _by_blocks(x, weight, norm)
         plain = bias is None and residual is None and not gated and result.dim() == 2
         return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
+    parts = format.parts(weight) if isinstance(format, Fp8Static) else [(slice(None), None)]
     if len(parts) > 1:  # x is quantised for each
+        if norm:
+            import flashinfer
+
+            x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
         results = [_scaled(x, weight, *part) for part in parts]
         return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
     tiling = choose(weight.role, len(x), weight.data)
@@ -92,6 +92,33 @@ def product(
         residual=residual,
         gated=gated,
         scales=(scales, weight.scale),
+    )
+
+
+def _by_blocks(x: Tensor, weight: Weight, norm: Norm | None) -> Tensor:
+    """bfloat16 [T, N], or float32 parts of it [P, T, N]."""
+    elements, scales = triton_fp8.quantise_groups(x, norm)
+    tile = choose_blocks(weight.role, len(x), len(weight.data))
+    if tile is None:
+        return blocks_by_cublas(elements, scales, weight)[: len(x)]
+    return triton_fp8.block_product(elements, scales, weight.data, weight.scale, tile, len(x))
+
+
+def blocks_by_cublas(elements: Tensor, scales: Tensor, weight: Weight) -> Tensor:
+    """elements[R, K] e4m3 with scales [R, K / 128], as triton_fp8.quantise_groups makes them, times a weight
+    of blocks transposed -> bfloat16 [R, N]. On Hopper, with CUDA 12.9 or later.
+
+    cuBLAS has sums of its own for each group of 128, so it knows no fast ones here. Its layouts:
+    https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts
+    """
+    return F.scaled_mm(
+        elements,
+        weight.data.t(),
+        scales,
+        F.ScalingType.BlockWise1x128,
+        fp8.cublas_block_scales(weight.scale),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
     )
 
 

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2209.05433 describes e4m3: 3 bits of mantissa, at most 448
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -44,9 +45,36 @@ def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each 128x128 block by its own scale: x[N, K] -> e4m3 [N, K], float32 [N / 128, K / 128], rounded up."""
-    peaks = [[part.abs().max() for part in rows.split(BLOCK, dim=1)] for rows in x.split(BLOCK)]
-    scale = scale_of(torch.stack([torch.stack(row) for row in peaks]))
-    return to_e4m3(x, spread(scale, x.shape[1], x.shape[0])), scale
+    rows, columns = x.shape
+    whole = F.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.reshape(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
+    scale = scale_of(blocks.abs().amax((1, 3)))
+    return to_e4m3(x, spread(scale, columns, rows)), scale
+
+
+def empty_block_scales(shape: tuple[int, int], device: torch.device | str) -> Tensor:
+    """For the blocks of a weight[N, K]: float32 [N / 128, K / 128], rounded up, not yet filled. Its rows lie
+    a multiple of 4 numbers apart, as cuBLAS reads them; between them are zeros."""
+    rows, columns = (-(-size // BLOCK) for size in shape)
+    return torch.zeros(rows, _up(columns), device=device)[:, :columns]
+
+
+def cublas_block_scales(scale: Tensor) -> Tensor:
+    """What empty_block_scales made, as cuBLAS takes it: [K / 128 up to a multiple of 4, N / 128] with strides
+    1 and K / 128 up to that multiple, in the same memory."""
+    rows, apart = scale.shape[0], scale.stride(0)
+    assert apart == _up(scale.shape[1]), f"rows {apart} numbers apart: not of empty_block_scales"
+    return scale.as_strided((apart, rows), (1, apart))
+
+
+def padded(tokens: int) -> int:
+    """The rows of x for so many tokens: what cuBLAS multiplies with scales of groups and blocks is a multiple
+    of 4."""
+    return _up(tokens)
+
+
+def _up(size: int) -> int:
+    return -(-size // 4) * 4
 
 
 def spread(scale: Tensor, columns: int, rows: int | None = None) -> Tensor:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import BlockTile, Role, Tiling
-from flashinfer_backend.ops import device
-from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
 MANY_TOKENS = 128  # beyond, where nobody has measured it, weights of 4 bits are written out in 16
@@ -16,32 +15,33 @@ MANY_TOKENS = 128  # beyond, where nobody has measured it, weights of 4 bits are
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
     """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit. Of weights in
     e4m3: with scales by row."""
-    fp8 = weight.dtype == E4M3
-    if tokens > _most_tokens(fp8):
+    by_rows = weight.dtype == fp8.E4M3
+    if tokens > _most_tokens(by_rows):
         return None
     rows, inner = weight.shape
-    return _choose(role, tokens, rows, inner, fp8)
+    return _choose(role, tokens, rows, inner, by_rows)
 
 
 @device.cached
-def choose_blocks(role: Role, tokens: int) -> BlockTile:
-    """The tile for a weight of 128x128 blocks."""
-    tiles = device.active().block_tiles(role)
-    return next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens)
+def choose_blocks(role: Role, tokens: int, rows: int) -> BlockTile | None:
+    """The tile for a weight [rows, K] of 128x128 blocks, or None where cuBLAS is faster. It is not asked for
+    rows that leave a block unfilled, which nobody tried."""
+    tile = device.active().block_tile(role, tokens)
+    return tile if tile or not rows % fp8.BLOCK else device.active().triton_block_tile(role, tokens)
 
 
 @device.cached
-def _most_tokens(fp8: bool) -> int:
+def _most_tokens(by_rows: bool) -> int:
     """Beyond, every product is cuBLAS's: then this is all that the question costs."""
     numbers = device.active()
-    by_role = numbers.fp8_products if fp8 else numbers.products
+    by_role = numbers.fp8_products if by_rows else numbers.products
     products = [product for of_role in by_role.values() for product in of_role]
     return max((step.tokens for product in products for step in product.steps), default=0)
 
 
 @device.cached
-def _choose(role: Role, tokens: int, rows: int, inner: int, fp8: bool) -> Tiling | None:
-    return device.active().tiling(role, tokens, (rows, inner), fp8)
+def _choose(role: Role, tokens: int, rows: int, inner: int, by_rows: bool) -> Tiling | None:
+    return device.active().tiling(role, tokens, (rows, inner), by_rows)
 
 
 @device.cached

@@ -2,8 +2,8 @@
 """Triton kernels of FP8 products: e4m3 activations with their scales, the product of 128x128 blocks, and what
 follows a product.
 
-They compute what ops.fp8 and ops.weight define. Only quantise_rows lets the next kernel start, and starts,
-before the kernel before has ended (programmatic dependent launch).
+They compute what ops.fp8 and ops.weight define. Only those that quantise let the next kernel start, and
+start, before the kernel before has ended (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import BlockTile
-from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK
+from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK, padded
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
@@ -165,32 +165,69 @@ def finish(
     return out
 
 
-@triton.jit
-def _quantise_groups(x, elements, scales, K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    # A program takes GROUPS neighbouring groups of one token.
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _quantise_groups(
+    x,
+    norm_weight,
+    elements,
+    scales,
+    tokens,
+    rows,
+    eps,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # A program takes GROUPS neighbouring groups of a row, with a norm all. Rows beyond the tokens are zeros.
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = group < K // GROUP
-    place = row * K + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if norm_weight is not None:
+        weight = tl.load(norm_weight + k, mask=inside[:, None], other=0.0).to(tl.float32)
+    if NATIVE:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + row * K + k, mask=inside[:, None] & (row < tokens), other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        values *= tl.rsqrt(tl.sum(tl.sum(values * values, axis=1), axis=0) / K + eps)
+        values = (values * weight).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm's result
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + place, to_e4m3(values, scale[:, None]), mask=inside[:, None])
-    tl.store(scales + row * (K // GROUP) + group, scale, mask=inside)
+    tl.store(elements + row * K + k, to_e4m3(values, scale[:, None]), mask=inside[:, None])
+    tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=inside)
 
 
-def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ops.fp8.quantise_groups: x[T, K] -> e4m3 [T, K], float32 [T, K / 128]; K a multiple of 128."""
+def quantise_groups(x: Tensor, norm: Norm | None = None, native: bool = True) -> tuple[Tensor, Tensor]:
+    """ops.fp8.quantise_groups of x[T, K], or of its norm, with rows of zeros up to a multiple of 4, R:
+    -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128.
+
+    native: with what a GPU alone has, and Triton's interpreter does not know.
+    """
     tokens, inner = x.shape
-    elements = torch.empty(tokens, inner, dtype=E4M3, device=x.device)
-    scales = torch.empty(tokens, inner // BLOCK, dtype=torch.float32, device=x.device)
-    groups = 16
-    _quantise_groups[(tokens, triton.cdiv(inner // BLOCK, groups))](
-        x, elements, scales, K=inner, GROUPS=groups, GROUP=BLOCK, num_warps=4
+    rows = padded(tokens)
+    elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)
+    scales = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=x.device)
+    groups = triton.next_power_of_2(inner // BLOCK) if norm else 16
+    _quantise_groups[(rows, triton.cdiv(inner // BLOCK, groups))](
+        x,
+        norm.weight if norm else None,
+        elements,
+        scales,
+        tokens,
+        rows,
+        norm.eps if norm else 0.0,
+        K=inner,
+        GROUPS=groups,
+        GROUP=BLOCK,
+        NATIVE=native,
+        num_warps=min(max(groups * BLOCK // 1024, 4), 16),
+        launch_pdl=native,
     )
-    return elements, scales
+    return elements, scales.t()
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "x_rows"])
 def _block_product(
     x,
     x_scales,
@@ -198,8 +235,10 @@ def _block_product(
     scales,
     out,
     tokens,
+    x_rows,
     N: tl.constexpr,
     K: tl.constexpr,
+    APART: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -220,8 +259,8 @@ def _block_product(
     for i in tl.range(tl.program_id(1) * SHARE, (tl.program_id(1) + 1) * SHARE, num_stages=STAGES):
         block = tl.load(weight + n[:, None] * K + i * GROUP + k[None, :], mask=inside[:, None], other=0.0)
         x_block = tl.load(x + t[:, None] * K + i * GROUP + k[None, :], mask=present[:, None], other=0.0)
-        x_scale = tl.load(x_scales + t * (K // GROUP) + i, mask=present, other=0.0)
-        scale = tl.load(scales + row // GROUP * (K // GROUP) + i)  # ROWS divides a block's rows
+        x_scale = tl.load(x_scales + i * x_rows.to(tl.int64) + t, mask=present, other=0.0)
+        scale = tl.load(scales + row // GROUP * APART + i)  # ROWS divides a block's rows
         # A sum of its own for each group: the tensor cores' sums of FP8 keep fewer bits than float32.
         acc += tl.dot(block, x_block.T) * (x_scale * scale)[None, :]
     part = tl.program_id(1) * tokens.to(tl.int64) * N
@@ -229,10 +268,13 @@ def _block_product(
     tl.store(out + cells, acc.T.to(out.dtype.element_ty), mask=present[:, None] & inside[None, :])
 
 
-def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, tile: BlockTile) -> Tensor:
-    """x[T, K] e4m3 with scales [T, K / 128] times weight[N, K] e4m3 with scales [N / 128, K / 128] (N rounded
-    up) transposed -> bfloat16 [T, N]; with tile.split, float32 parts of it [split, T, N], for `finish`."""
-    (tokens, inner), rows = x.shape, weight.shape[0]
+def block_product(
+    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, tile: BlockTile, tokens: int
+) -> Tensor:
+    """The first `tokens` rows, T, of x[R, K] e4m3 with scales [R, K / 128], as quantise_groups makes them,
+    times weight[N, K] e4m3 with scales [N / 128, K / 128] (N rounded up) transposed -> bfloat16 [T, N]; with
+    tile.split, float32 parts of it [split, T, N], for `finish`."""
+    inner, rows = weight.shape[1], weight.shape[0]
     split = tile.split if inner // BLOCK % tile.split == 0 else 1
     shape, dtype = ((tokens, rows), torch.bfloat16) if split == 1 else ((split, tokens, rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -243,8 +285,10 @@ def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, t
         scales,
         out,
         tokens,
+        len(x),
         N=rows,
         K=inner,
+        APART=scales.stride(0),
         TOKENS=tile.tile,
         ROWS=tile.rows,
         GROUP=BLOCK,

@@ -95,6 +95,8 @@ class Weight(nn.Module):
             return kind.empty(role, shape, dtype, device)
         elements = fp8.E4M3 if kind.scales(shape) else dtype
         scale = torch.empty(kind.scales(shape), device=device) if kind.scales(shape) else None
+        if isinstance(kind, Fp8Block):
+            scale = fp8.empty_block_scales(shape, device)
         return cls(role, torch.empty(shape, dtype=elements, device=device), kind, scale)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
-    python -m flashinfer_backend.tune --model DIR --output FILE [--fp8] [--quick]
+    python -m flashinfer_backend.tune --model DIR --output FILE [--fp8 | --fp8-blocks] [--quick]
 
 DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
 there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
@@ -22,6 +22,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.tune.search import FULL, QUICK, Bench, changes, search
 
 QUICK_LAYERS = 4  # enough for their weights not to fit the cache
@@ -39,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, few sizes and no search: a minute or so"
     )
-    parser.add_argument("--fp8", action="store_true", help="weights as with the knob quantization=fp8")
+    fp8 = parser.add_mutually_exclusive_group()
+    fp8.add_argument("--fp8", action="store_true", help="weights as with the knob quantization=fp8")
+    fp8.add_argument(
+        "--fp8-blocks", action="store_true", help="weights in FP8 with scales of 128x128 blocks, as Qwen's"
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
@@ -48,12 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
         if options.fp8:
             config = config.quantised_on_load()
+        if options.fp8_blocks:
+            config = in_blocks(config)
         base = starting_point(options.output, name)
         bench = make_bench(config, options.quick)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     tune(base, bench, options.quick, options.output, with_what(options.model))
     return 0
+
+
+def in_blocks(config: ModelConfig) -> ModelConfig:
+    """The model as a checkpoint in FP8 with scales of 128x128 blocks has it. Raises ValueError for one that
+    is quantised already, or whose parts are not whole blocks."""
+    if config.quantization.format != "dense":
+        raise ValueError(
+            f"--fp8-blocks is for checkpoints of 16 or 32 bits, and this one is quantised already"
+            f" ({config.quantization.format}); leave the option out to measure it as it is"
+        )
+    found = replace(config, quantization=Quantization("fp8_block"))
+    found.check_formats()
+    return found
 
 
 def starting_point(output: Path, device: str) -> Tuned:

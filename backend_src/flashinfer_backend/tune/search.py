@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,9 @@ FP8_FIELDS = FIELDS | {
     "quantise": (False, True),
 }
 FEW = 16  # tokens, up to which a product in e4m3 may begin with quantising
+# Tiles of a product with blocks, times the parts of a split: for half of an H200's SMs, eight for each SM
+FEWEST_TILES, MOST_TILES = 64, 1056
+PARTS_PAY = 256  # tokens; the parts of a split of more are too many bytes
 
 
 class Bench(Protocol):
@@ -71,7 +75,7 @@ class Plan:
     tokens: of steps for which tilings are chosen, rising. interface_tokens: for which cuBLAS's interfaces are
     compared, the first for those above `above`. rounds: of neighbours, for each tiling. seconds: after which
     what is left keeps its numbers. blocks: tokens of steps for which tiles of products with blocks are
-    chosen, rising; the last for all more.
+    chosen, and compared with cuBLAS, rising; the last for all more.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +90,7 @@ FULL = Plan(
     (1, 8, 16, 32, 64, 128, 256),
     (*range(80, 513, 16), *range(544, 1025, 32)),
     rounds=3,
-    blocks=(16, 32, 64, 256, 1024, 4096),
+    blocks=(1, 16, 32, 64, 128, 256, 512, 1024, 4096),
 )
 QUICK = Plan((8, 64), (80, 96, 128, 192, 256, 384, 512, 1024), rounds=0, seconds=60)
 
@@ -94,7 +98,7 @@ QUICK = Plan((8, 64), (80, 96, 128, 192, 256, 384, 512, 1024), rounds=0, seconds
 def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = print) -> Tuned:
     """`base` with what is faster by `bench`: the gated kernel's waves, cuBLAS's interfaces, the tilings of
     the model's shapes, and from how many tokens on the gated kernel is used; tilings and tiles of weights in
-    FP8. The rest stays."""
+    FP8, and from how many tokens on cuBLAS multiplies those with blocks. The rest stays."""
     end = time.monotonic() + plan.seconds
     numbers = base
     dense = bench.kinds["gate_up"] == "dense"
@@ -116,11 +120,9 @@ def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = p
                 say(f"{role}, {tokens} tokens: out of time, as before")
             elif bench.kinds[role] != "blocks":
                 without = _best_tiling(without, role, tokens, bench, plan.rounds, say)
-    for index, tokens in enumerate(plan.blocks):
-        for role in tuned.ROLES:
-            if bench.kinds[role] == "blocks" and time.monotonic() <= end:
-                limit = None if index == len(plan.blocks) - 1 else tokens
-                without = _best_block_tile(without, role, tokens, limit, bench, say)
+    for role in tuned.ROLES:
+        if bench.kinds[role] == "blocks":
+            without = _best_blocks(without, role, bench, plan.blocks, end, say)
     if not dense:
         return replace(without, gated_linear=numbers.gated_linear)
     return _with_gated_kernel(without, bench, (*plan.tokens, MANY), say) if waves else without
@@ -164,11 +166,36 @@ def _best_tiling(
     return with_tiling(numbers, role, shape, tokens, best, fp8)
 
 
+def _best_blocks(
+    numbers: Tuned, role: Role, bench: Bench, sizes: Sequence[int], end: float, say: Callable[[str], None]
+) -> Tuned:
+    """`numbers` with the fastest tiles for steps of these sizes, and with cuBLAS above the largest of them at
+    which it is not the faster one. Out of time, cuBLAS multiplies from as many tokens on as before."""
+    before = numbers.fp8_blocks_by_cublas
+    by_triton = {other: tokens for other, tokens in before.items() if other != role}
+    numbers = replace(numbers, fp8_blocks_by_cublas=by_triton)
+    for index, tokens in enumerate(sizes):
+        if time.monotonic() > end:
+            say(f"{role}, {tokens} tokens: out of time, as before")
+            return replace(numbers, fp8_blocks_by_cublas=before)
+        limit = None if index == len(sizes) - 1 else tokens
+        numbers = _best_block_tile(numbers, role, tokens, limit, bench, say)
+    for index in reversed(range(len(sizes))):
+        tokens, fewest = sizes[index], sizes[index - 1] + 1 if index else 1
+        cublas = replace(numbers, fp8_blocks_by_cublas=by_triton | {role: fewest})
+        triton_us, cublas_us = bench.steps(tokens, [numbers, cublas])
+        say(f"{role}, {tokens} tokens: step {triton_us:.1f} us, with cuBLAS {cublas_us:.1f} us")
+        if not cublas_us < STEP_FASTER * triton_us:
+            break
+        numbers = cublas
+    return numbers
+
+
 def _best_block_tile(
     numbers: Tuned, role: Role, tokens: int, limit: int | None, bench: Bench, say: Callable[[str], None]
 ) -> Tuned:
     """`numbers` with the fastest tile for steps of so many tokens, used up to `limit`."""
-    now = next(tile for tile in numbers.block_tiles(role) if tile.tokens is None or tokens <= tile.tokens)
+    now = numbers.triton_block_tile(role, tokens)
     tiles = list(dict.fromkeys([replace(now, tokens=limit), *block_tiles(bench.shapes[role], tokens, limit)]))
     best, us = fastest(tiles, bench.steps(tokens, [with_block_tile(numbers, role, tile) for tile in tiles]))
     if best is None:
@@ -178,18 +205,20 @@ def _best_block_tile(
 
 
 def block_tiles(shape: Shape, tokens: int, limit: int | None) -> list[BlockTile]:
-    """What is tried for so many tokens. Parts of a split pay where there are fewer tiles than SMs."""
-    few = tokens <= 64
-    sizes = [max(16, 1 << (tokens - 1).bit_length())] if few else [64, 128, 256]
-    splits = [split for split in (1, 2, 4, 8) if shape[1] // 128 % split == 0] if tokens <= 256 else [1]
-    forms = [(stages, warps) for stages in ((3, 4, 5) if few else (2, 3, 4)) for warps in (4, 8)]
-    return [
-        BlockTile(limit, size, rows, split, *form)
-        for size in sizes
-        for rows in (64, 128)
-        for split in splits
-        for form in forms
-    ]
+    """What is tried for so many tokens: tiles enough for the SMs, and splits where it takes some."""
+    few, groups = tokens <= 64, shape[1] // 128
+    sizes = [max(16, 1 << (tokens - 1).bit_length())] if few else [64, 128]
+    found = []
+    for size, rows in itertools.product(sizes, (64, 128)):
+        tiles = -(-shape[0] // rows) * -(-tokens // size)
+        most = MOST_TILES if few else MOST_TILES // 2 if tokens <= PARTS_PAY else 0
+        splits = [split for split in (1, 2, 4, 8) if groups % split == 0 and tiles * split <= most] or [1]
+        splits = [split for split in splits if tiles * split >= FEWEST_TILES] or splits[-1:]
+        forms = [(4, 4), (6, 4), (4, 8)] if few else [(3, 4), (3, 8), (4, 8)]
+        # At most 64 sums, and at least 8, in the registers of a thread.
+        forms = [form for form in forms if 256 <= rows * size // form[1] <= 2048]
+        found += [BlockTile(limit, size, rows, split, *form) for split in splits for form in forms]
+    return found
 
 
 def with_block_tile(numbers: Tuned, role: Role, tile: BlockTile) -> Tuned:
@@ -332,8 +361,8 @@ def changes(
 
 def _shown(numbers: Tuned, role: Role, shape: Shape, tokens: int, kind: Kind) -> str:
     if kind == "blocks":
-        tiles = numbers.block_tiles(role)
-        return str(astuple(next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens))[1:])
+        tile = numbers.block_tile(role, tokens)
+        return str(astuple(tile)[1:]) if tile else "cuBLAS"
     tiling = numbers.tiling(role, tokens, shape, kind == "rows")
     lt = kind == "dense" and numbers.takes_lt(shape, tokens)
     return str(astuple(tiling)) if tiling else "cublasLt" if lt else "cuBLAS"

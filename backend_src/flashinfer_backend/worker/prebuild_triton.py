@@ -22,7 +22,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.models.config import LAYER_ROLES, ModelConfig
-from flashinfer_backend.models.quantization import BLOCK, WeightFormat
+from flashinfer_backend.models.quantization import WeightFormat
 from flashinfer_backend.ops import device
 
 log = logging.getLogger(__name__)
@@ -133,10 +133,12 @@ def _call_fp8_product(
     role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
 ) -> None:
     """As ops.cuda_fp8 does."""
-    from flashinfer_backend.ops import triton_fp8
+    from flashinfer_backend.ops import fp8, triton_fp8
+    from flashinfer_backend.ops.tilings import choose_blocks
     from flashinfer_backend.ops.triton_linear import linear
 
     rows, inner = model.shape(role)
+    norm = triton_fp8.Norm(empty(inner), model.rms_norm_eps) if role in ("qkv", "gate_up") else None
     product, scales = empty(1, rows), empty(rows, of=torch.float32)
 
     def behind(tokens: int = 1) -> dict[str, Any]:
@@ -148,7 +150,6 @@ def _call_fp8_product(
 
     if not format.startswith("fp8_block"):
         static = 1.0 if format == "fp8_static" else None
-        norm = triton_fp8.Norm(empty(inner), model.rms_norm_eps) if role in ("qkv", "gate_up") else None
         _, x_scales = triton_fp8.quantise_rows(empty(1, inner), static, norm)
         triton_fp8.finish(product, x_scales, scales, **behind())
         weight = empty(rows, inner, of=torch.float8_e4m3fn)
@@ -176,11 +177,15 @@ def _call_fp8_product(
             triton_fp8.finish(product, **behind())
         return
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
-    scales = empty(-(-rows // BLOCK), inner // BLOCK, of=torch.float32)
+    scales = fp8.empty_block_scales((rows, inner), weight.device)
+    x = triton_fp8.quantise_groups(empty(1, inner), norm)
+    fewest = 1  # tokens that take the next tile
     for tile in device.active().block_tiles(role):
-        tokens = tile.tokens or tile.tile
-        x = triton_fp8.quantise_groups(empty(tokens, inner))
-        triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile), **behind(tokens))
+        if choose_blocks(role, fewest, rows) == tile:  # else cuBLAS has all of its tokens
+            triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile, 1), **behind())
+        fewest = (tile.tokens or 0) + 1
+    if role in device.active().fp8_blocks_by_cublas:
+        triton_fp8.finish(product, **behind())
 
 
 def _call_int4_product(

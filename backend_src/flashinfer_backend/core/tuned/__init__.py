@@ -12,7 +12,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -211,6 +211,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
     activation nor residual behind them; None: never.
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
+    fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
+    not named: never.
     int4: as products, of weights of 4 bits; without, ops.tilings.untuned_int4 says how they are cut up.
     """
 
@@ -225,6 +227,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_products: dict[Role, tuple[Product, ...]] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
+    fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
     int4: dict[Role, tuple[Product, ...]] = {}
 
     def __post_init__(self) -> None:
@@ -255,8 +258,18 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         return None
 
     def block_tiles(self, role: Role) -> tuple[BlockTile, ...]:
-        """By rising tokens, of products with 128x128 blocks."""
+        """By rising tokens, of Triton's products with 128x128 blocks."""
         return self.fp8_blocks.get(role, BLOCK_TILES)
+
+    def triton_block_tile(self, role: Role, tokens: int) -> BlockTile:
+        """The one of them for so many tokens."""
+        tiles = self.block_tiles(role)
+        return next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens)
+
+    def block_tile(self, role: Role, tokens: int) -> BlockTile | None:
+        """The same, or None where cuBLAS multiplies."""
+        fewest = self.fp8_blocks_by_cublas.get(role)
+        return self.triton_block_tile(role, tokens) if fewest is None or tokens < fewest else None
 
     def takes_lt(self, shape: Shape, tokens: int) -> bool:
         """Whether x[tokens, K] @ weight.T with weight[N, K] = shape is faster with cublasLt."""

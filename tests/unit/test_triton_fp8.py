@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of FP8 weights with 128x128 blocks in Triton's interpreter, without a GPU: which element
+and which scale go where. tests/gpu/test_fp8.py runs the real ones, and compares what cuBLAS makes of the same
+scales.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashinfer_backend.ops import fp8
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))
+from test_triton_linear import exact_conversions
+
+NORM = 1e-5
+# Tokens, columns, and whether a norm is part of it.
+QUANTISED = [(1, 128, False), (3, 640, False), (4, 640, True), (7, 2304, False), (9, 2304, True)]
+# Tokens, tile, rows of a tile, split; weight rows and columns; gated, residual.
+PRODUCTS = [
+    (1, 16, 64, 1, 256, 640, False, False),
+    (7, 16, 64, 5, 256, 640, False, True),
+    (16, 16, 128, 1, 384, 512, False, True),
+    (20, 16, 64, 2, 192, 512, False, False),
+    (37, 32, 128, 4, 256, 512, True, False),
+]
+
+
+def spread_out(*shape: int) -> torch.Tensor:
+    """Numbers whose groups of 128 columns, and whose rows, differ by orders of magnitude: a scale in a wrong
+    place shows."""
+    size = torch.logspace(-1, 1, shape[1] // 128).repeat_interleave(128)
+    return torch.randn(shape) * size * torch.logspace(0, 1, shape[0])[:, None]
+
+
+def check_quantised(tokens: int, inner: int, normed: bool) -> None:
+    from flashinfer_backend.ops import triton_fp8
+
+    x = spread_out(tokens, inner).bfloat16()
+    x[tokens // 2, :128] = 0
+    norm = triton_fp8.Norm((torch.rand(inner) + 0.5).bfloat16(), NORM) if normed else None
+    elements, scales = triton_fp8.quantise_groups(x, norm, native=False)
+    if norm:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM) * norm.weight.float()
+        x = wide.bfloat16()
+    expected, expected_scales = fp8.quantise_groups(x)
+    rows = -(-tokens // 4) * 4
+    assert elements.shape == (rows, inner) and scales.shape == (rows, inner // 128)
+    assert scales.stride() == (1, rows)
+    if norm is None:
+        assert torch.equal(elements[:tokens].float(), expected.float())
+        assert torch.equal(scales[:tokens], expected_scales)
+    else:  # the norm's last bit
+        assert torch.allclose(scales[:tokens], expected_scales, rtol=1e-2)
+        found = elements[:tokens].float() * fp8.spread(scales[:tokens], inner)
+        assert (found - x.float()).norm() < 0.04 * x.float().norm()
+    assert (elements[tokens:].float() == 0).all() and scales[tokens:].isfinite().all()
+
+
+def check_product(tokens, tile, tile_rows, split, rows, inner, gated, residual) -> None:
+    from flashinfer_backend.core.tuned import BlockTile
+    from flashinfer_backend.ops import triton_fp8
+    from flashinfer_backend.ops.weight import Weight
+
+    x, values = spread_out(tokens, inner).bfloat16(), spread_out(rows, inner)
+    weight = Weight.empty("down", (rows, inner), "fp8_block", torch.bfloat16, torch.device("cpu"))
+    weight.format.fill(weight, values)
+    added = torch.randn(tokens, rows).bfloat16() if residual else None
+    block = BlockTile(None, tile, tile_rows, split, stages=2)
+    quantised = triton_fp8.quantise_groups(x, native=False)
+    found = triton_fp8.block_product(*quantised, weight.data, weight.scale, block, tokens)
+    assert found.shape == ((split, tokens, rows) if split > 1 else (tokens, rows))
+    if split > 1 or gated or residual:
+        found = triton_fp8.finish(found, None, None, None, added, gated)
+    expected = weight.format.product(x.float(), weight)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    if added is not None:
+        expected = expected + added
+    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+    error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (error < 1e-2).all(), error.tolist()
+
+
+def test_blocks_in_the_interpreter():
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    exact_conversions()
+    for quantised in QUANTISED:
+        check_quantised(*quantised)
+    for product in PRODUCTS:
+        check_product(*product)
