@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.tuned import BlockTile, Product, Step, Tiling, Tuned
 from flashinfer_backend.ops import device, fp8, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
-from quantised import make_quantised
+from quantised import Quantised, make_quantised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +45,15 @@ SETTINGS = {
     "max_tokens_in_paged_kv_cache": 16384,
 }
 
+
+# Multiples of 4, which cuBLAS multiplies with blocks, and others.
+BLOCK_TOKENS = [1, 7, 16, 64, 100, 300, 1000, 4096]
+# Of Qwen3-4B, and with 5 and 17 groups, where scales are padded.
+BLOCK_SHAPES = [
+    *SHAPES.items(),
+    *(("qkv", (6144, 2560)), ("o", (2560, 4096)), ("gate_up", (19456, 2560)), ("down", (2560, 9728))),
+    *(("qkv", (1536, 640)), ("gate_up", (2304, 640)), ("down", (640, 2176)), ("o", (128, 128))),
+]
 
 # Of products that quantise x themselves; of gate and up none is split.
 QUANTISING = [
@@ -99,6 +110,25 @@ def quantising(tiling: Tiling) -> Tuned:
     return replace(device.active(), fp8_products=products)
 
 
+def blocks_by_cublas(fewest: int = 1) -> AbstractContextManager[None]:
+    """The device's numbers, but cuBLAS multiplies with blocks from so many tokens on."""
+    return device.use(replace(device.active(), fp8_blocks_by_cublas=dict.fromkeys(SHAPES, fewest)))
+
+
+def make_uneven_blocks(role: str, shape: tuple[int, int]) -> Weight:
+    """With blocks whose scales differ by up to 64: one in a wrong place shows."""
+    weight = make_weight(role, "fp8_block", shape)
+    blocks = torch.randint(-3, 4, tuple(weight.scale.shape), device="cuda").exp2()
+    weight.format.fill(weight, randn(*shape, scale=shape[1] ** -0.5) * fp8.spread(blocks, shape[1], shape[0]))
+    return weight
+
+
+def make_uneven(tokens: int, inner: int) -> torch.Tensor:
+    """The same of a token's groups."""
+    groups = torch.randint(-3, 4, (tokens, inner // fp8.BLOCK), device="cuda").exp2()
+    return (randn(tokens, inner) * fp8.spread(groups, inner)).bfloat16()
+
+
 @pytest.mark.parametrize("inner", [128, 4096, 14336, 18944])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_activations_are_quantised_bit_for_bit(tokens, inner):
@@ -109,7 +139,7 @@ def test_activations_are_quantised_bit_for_bit(tokens, inner):
     x[0, 5] = 30000.0  # one value far beyond the others
     pairs = [
         (triton_fp8.quantise_rows(x), fp8.quantise_rows(x)),
-        (triton_fp8.quantise_groups(x), fp8.quantise_groups(x)),
+        (tuple(found[:tokens] for found in triton_fp8.quantise_groups(x)), fp8.quantise_groups(x)),
         (triton_fp8.quantise_rows(x, 0.01), (fp8.to_e4m3(x, 0.01), torch.full((tokens, 1), 0.01).cuda())),
     ]
     for (elements, scales), (expected, expected_scales) in pairs:
@@ -129,6 +159,12 @@ def test_a_norm_is_part_of_quantising(tokens, inner):
     torch.testing.assert_close(scales * fp8.LARGEST, peaks, rtol=1e-2, atol=0)  # bfloat16's last bits
     # Half a step of the largest elements is 1/28 of the peak; the norm is rounded to bfloat16 before.
     assert ((elements.float() * scales - expected).abs() < 0.04 * peaks).all()
+    elements, scales = triton_fp8.quantise_groups(x, triton_fp8.Norm(weight, 1e-5))
+    rows = -(-tokens // 4) * 4
+    assert elements.shape == (rows, inner) and scales.stride() == (1, rows)
+    assert (elements[tokens:].float() == 0).all() and scales.isfinite().all()
+    found = elements[:tokens].float() * fp8.spread(scales[:tokens], inner)
+    assert ((found - expected).abs() < 0.04 * peaks).all()
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -152,7 +188,69 @@ def test_rows_that_do_not_fill_a_block(format):
 
     weight = make_weight("down", format, (1008, 512))
     x = randn(33, 512)
-    assert_close(cuda_fp8.product(x, weight), weight.format.product(x.float(), weight), 1e-2)
+    expected = weight.format.product(x.float(), weight)
+    assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
+    with blocks_by_cublas():  # which is not asked for them
+        assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
+
+
+@pytest.mark.parametrize("tokens", BLOCK_TOKENS)
+@pytest.mark.parametrize(("role", "shape"), BLOCK_SHAPES, ids=str)
+def test_blocks_by_cublas_are_those_of_the_format(role, shape, tokens):
+    """With what follows the product, and without; of an 8B model, those of the Triton product, too."""
+    from flashinfer_backend.ops import cuda_fp8
+
+    (rows, inner), weight = shape, make_uneven_blocks(role, shape)
+    x = make_uneven(tokens, inner)
+    bias = randn(rows) if role == "qkv" else None
+    residual = randn(tokens, rows) if role in ("o", "down") else None
+    expected = weight.format.product(x.float(), weight, bias)
+    with blocks_by_cublas():
+        assert tilings.choose_blocks(role, tokens, rows) is None
+        plain = cuda_fp8.product(x, weight, bias)
+        assert plain.is_contiguous()
+        assert_close(plain, expected, 1e-2)
+        if role == "gate_up":
+            gate, up = expected.chunk(2, -1)
+            assert_close(cuda_fp8.product(x, weight, gated=True), F.silu(gate) * up, 2e-2)
+        if residual is not None:
+            assert_close(cuda_fp8.product(x, weight, residual=residual), expected + residual, 1e-2)
+    if shape == SHAPES[role]:
+        with device.use(replace(device.active(), fp8_blocks_by_cublas={})):
+            assert_close(cuda_fp8.product(x, weight, bias), plain, 1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100, 300])
+def test_operations_of_a_layer_by_cublas(tokens):
+    with blocks_by_cublas():
+        compare_operations("fp8_block", tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 101])
+@pytest.mark.parametrize("role", SHAPES)
+def test_blocks_by_cublas_in_a_graph(role, tokens):
+    """Captured and replayed with other values, bit for bit what is launched one by one."""
+    from flashinfer_backend.ops import cuda_fp8
+    from flashinfer_backend.ops.triton_fp8 import Norm
+
+    rows, inner = SHAPES[role]
+    weight, x = make_uneven_blocks(role, (rows, inner)), make_uneven(tokens, inner)
+    norm = Norm(randn(inner) * 0.1 + 1, 1e-5) if role in ("qkv", "gate_up") else None
+    residual = randn(tokens, rows) if role in ("o", "down") else None
+
+    def product() -> torch.Tensor:
+        return cuda_fp8.product(x, weight, None, residual, role == "gate_up", norm)
+
+    with blocks_by_cublas():
+        product()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = product()
+        for _ in range(3):
+            x.copy_(make_uneven(tokens, inner))
+            graph.replay()
+            assert torch.equal(out, product())
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 64, 300])
@@ -160,6 +258,10 @@ def test_rows_that_do_not_fill_a_block(format):
 def test_operations_of_a_layer(format, tokens):
     """The norm's bfloat16 may differ in its last bit. Where that is a row's largest number, its scale
     differs, and each element is rounded anew: the bound is that of two roundings to e4m3."""
+    compare_operations(format, tokens)
+
+
+def compare_operations(format: str, tokens: int) -> None:
     from flashinfer_backend.ops import cuda_ops
 
     x, norm, residual = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1, randn(tokens, 4096)
@@ -246,7 +348,7 @@ def test_blocks_in_tiles_of_other_sizes(split, role, tokens):
     residual = randn(tokens, SHAPES[role][0])
     for size, rows, stages, warps in ((16, 128, 4, 4), (64, 64, 3, 8)):
         tile = BlockTile(None, size, rows, split, stages, warps)
-        with device.use(replace(device.active(), fp8_blocks={role: (tile,)})):
+        with device.use(replace(device.active(), fp8_blocks={role: (tile,)}, fp8_blocks_by_cublas={})):
             assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
             added = cuda_fp8.product(x, weight, residual=residual)
             assert_close(added, expected + residual, 1e-2)
@@ -259,6 +361,14 @@ def test_a_layer_of_kernels_that_start_early(tokens):
     compare_with_waiting(tokens)
 
 
+@pytest.mark.parametrize("fewest", [1, 10000])
+@pytest.mark.parametrize("tokens", [1, 24, 64, 301])
+def test_a_layer_of_blocks(tokens, fewest):
+    """The same of blocks, whose quantising starts early: cuBLAS's, and Triton's."""
+    with blocks_by_cublas(fewest):
+        compare_with_waiting(tokens, "fp8_block")
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("tiling", QUANTISING, ids=str)
 def test_a_layer_of_kernels_that_quantise(tiling, tokens):
@@ -267,11 +377,11 @@ def test_a_layer_of_kernels_that_quantise(tiling, tokens):
         compare_with_waiting(tokens)
 
 
-def compare_with_waiting(tokens: int) -> None:
+def compare_with_waiting(tokens: int, format: str = "fp8_token") -> None:
     from flashinfer_backend.ops import cuda_ops
 
     roles = ("qkv", "o", "gate_up", "down")
-    qkv, o, gate_up, down = (make_weight(role, "fp8_token", SHAPES[role]) for role in roles)
+    qkv, o, gate_up, down = (make_weight(role, format, SHAPES[role]) for role in roles)
     norm, start = randn(4096) * 0.1 + 1, randn(tokens, 4096, scale=3.0)
 
     def layers(wait: bool) -> torch.Tensor:
@@ -321,10 +431,25 @@ def test_products_in_a_graph(format):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", ["ct-dynamic", "modelopt", "blocks", "on-load", "some-layers"])
 def test_engine(layout, kind, tmp_path):
-    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too."""
     checkpoint = make_quantised(layout, kind, tmp_path / "model", **SIZES)
     knobs: dict[str, Any] = {"quantization": "fp8"} if layout == "on-load" else {}
+    compare_engines(f"{layout} {kind}", checkpoint, knobs, tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fewest", [1, 24])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_engine_with_blocks_by_cublas(kind, fewest, tmp_path):
+    """All its steps, or those of 24 tokens and more; widths of 5 and 9 blocks, whose scales are padded."""
+    sizes = SIZES | {"hidden_size": 640, "intermediate_size": 1152}
+    checkpoint = make_quantised("blocks", kind, tmp_path / "model", **sizes)
+    with blocks_by_cublas(fewest):
+        compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, {}, tmp_path)
+
+
+def compare_engines(name: str, checkpoint: Quantised, knobs: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
+    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
     prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
@@ -344,9 +469,9 @@ def test_engine(layout, kind, tmp_path):
         return torch.cat(short)
 
     ours, plain = shortfalls("auto"), shortfalls("torch")
-    for name, short in (("kernels", ours), ("torch", plain)):
+    for which, short in (("kernels", ours), ("torch", plain)):
         best = (short == 0).double().mean()
-        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
+        print(f"{name} {which}: {best:.3f} best, on average {short.mean():.4f} short")
     assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
     assert ours.mean() < 1.5 * plain.mean() + 0.01
 

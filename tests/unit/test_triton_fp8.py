@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of FP8 weights with 128x128 blocks in Triton's interpreter, without a GPU: which element
-and which scale go where. tests/gpu/test_fp8.py runs the real ones, and compares what cuBLAS makes of the same
-scales.
+and which scale go where; and what cuBLAS would get, multiplied as its documentation says.
+tests/gpu/test_fp8.py runs the real ones.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
 
 from flashinfer_backend.ops import fp8
 
@@ -30,6 +33,9 @@ PRODUCTS = [
     (20, 16, 64, 2, 192, 512, False, False),
     (37, 32, 128, 4, 256, 512, True, False),
 ]
+
+# Tokens, role, weight rows and columns.
+BY_CUBLAS = [(1, "qkv", 256, 128), (7, "down", 256, 640), (16, "gate_up", 512, 512), (18, "o", 384, 1152)]
 
 
 def spread_out(*shape: int) -> torch.Tensor:
@@ -82,10 +88,52 @@ def check_product(tokens, tile, tile_rows, split, rows, inner, gated, residual) 
     expected = weight.format.product(x.float(), weight)
     if gated:
         gate, up = expected.chunk(2, -1)
-        expected = torch.nn.functional.silu(gate) * up
+        expected = F.silu(gate) * up
     if added is not None:
         expected = expected + added
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+    error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (error < 1e-2).all(), error.tolist()
+
+
+def as_cublas_does(x, weight, x_scales, x_kind, scales, kind, output_dtype) -> torch.Tensor:
+    """From the numbers in memory: https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts. Of x, M is
+    padded to a multiple of 4, and the scales of a group of 128 columns are M neighbours; of the weight, those
+    of 128 rows are neighbours, of which there is a multiple of 4."""
+    (rows, inner), columns = x.shape, weight.shape[1]
+    assert rows % 4 == 0 and x.is_contiguous() and weight.t().is_contiguous()
+    groups, blocks = inner // 128, columns // 128
+    assert (x_kind, kind) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    assert x_scales.shape == (rows, groups) and x_scales.stride() == (1, rows)
+    assert scales.shape[0] % 4 == 0 and scales.shape[1] == blocks and scales.stride() == (1, scales.shape[0])
+    in_memory = x_scales.as_strided((groups * rows,), (1,)), scales.as_strided((scales.numel(),), (1,))
+    product = torch.zeros(rows, columns)
+    for group in range(groups):
+        part = slice(128 * group, 128 * group + 128)
+        of_rows = in_memory[0][group * rows :][:rows]
+        of_columns = in_memory[1][group :: len(scales)].repeat_interleave(128)
+        product += (x[:, part].float() @ weight[part].float()) * of_rows[:, None] * of_columns
+    return product.to(output_dtype)
+
+
+def check_cublas(tokens: int, role: str, rows: int, inner: int) -> None:
+    from flashinfer_backend.core import tuned
+    from flashinfer_backend.ops import cuda_fp8, device
+    from flashinfer_backend.ops.weight import Weight
+
+    x = spread_out(tokens, inner).bfloat16()
+    weight = Weight.empty(role, (rows, inner), "fp8_block", torch.bfloat16, torch.device("cpu"))
+    weight.format.fill(weight, spread_out(rows, inner))
+    residual = torch.randn(tokens, rows).bfloat16() if role == "down" else None
+    expected = weight.format.product(x.float(), weight)
+    if role == "gate_up":
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    if residual is not None:
+        expected = expected + residual
+    with device.use(replace(tuned.fallback(), fp8_blocks_by_cublas={role: tokens})):
+        found = cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up")
+    assert found.shape == expected.shape and found.is_contiguous()
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (error < 1e-2).all(), error.tolist()
 
@@ -105,3 +153,10 @@ if __name__ == "__main__":
         check_quantised(*quantised)
     for product in PRODUCTS:
         check_product(*product)
+
+    from flashinfer_backend.ops import triton_fp8
+
+    F.scaled_mm = as_cublas_does
+    triton_fp8.quantise_groups = functools.partial(triton_fp8.quantise_groups, native=False)
+    for by_cublas in BY_CUBLAS:
+        check_cublas(*by_cublas)
