@@ -43,6 +43,9 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(attention_backend="torch") == kinds(dtype=torch.float32) == {"sampling"}
     odd = dataclasses.replace(MODEL, intermediate_size=96)  # which gated_linear does not take
     assert kinds(model=odd) == common | {"fa3"}
+    assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
+    odd = dataclasses.replace(MODEL, hidden_size=MODEL.hidden_size + 64)
+    assert kinds(model=odd.quantised_on_load()) == common | {"fa3"}
 
 
 def test_long_modules_come_first():

@@ -76,7 +76,7 @@ class RecordedFp8(Recorded):
     cuBLAS with blocks `by_cublas`."""
 
     def __init__(self, kind: s.Kind, tilings: dict, tiles: dict[tuple[Role, BlockTile], float]) -> None:
-        super().__init__(tilings, {8: 1.0, 64: 1.0, 256: 1.0, 1024: 1.0})
+        super().__init__(tilings, {})
         self.kinds = dict.fromkeys(tuned.ROLES, kind) | {"head": "dense"}
         self.tiles = tiles
         self.by_cublas: dict[tuple[Role, int], float] = {}
@@ -90,6 +90,10 @@ class RecordedFp8(Recorded):
                 return self.by_cublas.get((role, tokens), math.inf)
             return self.tiles.get((role, replace(tile, tokens=None)), 50.0)
         tiling = numbers.tiling(role, tokens, LLAMA_8B[role], fp8=True)
+        fewest = numbers.fp8_gated_linear.fewest_tokens if numbers.fp8_gated_linear else None
+        fused = tiling is not None and tiling.quantise
+        if role == "gate_up" and fewest is not None and tokens >= fewest and not fused:
+            return self.gated[tokens]
         if tiling is not None:
             self.asked.add((role, tiling))
         return CUBLAS[role] if tiling is None else self.tilings.get((role, tiling), math.inf)
@@ -274,6 +278,19 @@ def test_a_tiling_with_the_norm_in_it_does_not_hide_the_gated_kernel():
     found = s.search(tuned.fallback(), bench, PLAN, quiet)
     assert steps_of(found, "gate_up")[256] == replace(fused, fuse_norm=False)
     assert found.gated_linear.fewest_tokens == 65
+
+
+def test_the_gated_kernel_of_fp8_has_numbers_of_its_own():
+    bench = RecordedFp8("rows", {("gate_up", Tiling(64, 64, 128, quantise=True)): 50.0}, {})
+    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    assert found.fp8_gated_linear is not None and found.fp8_gated_linear.fewest_tokens is None
+    bench.gated = {8: 70.0, 64: 70.0, 256: 48.0, 1024: 60.0}
+    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    assert found.gated_linear == tuned.fallback().gated_linear
+    assert found.fp8_gated_linear is not None and found.fp8_gated_linear.fewest_tokens == 65
+    assert found.fp8_gated_linear.wave_us == {64: 18.0, 256: 47.0}
+    apart = found.tiling("gate_up", 256, LLAMA_8B["gate_up"], fp8=True)
+    assert apart is None or not apart.quantise
 
 
 def test_when_time_is_up_the_rest_stays():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights in FP8 on Hopper: x in bfloat16 is quantised as the weight's format says, then
-multiplied by Triton kernels or cuBLAS.
+multiplied by Triton kernels, cuBLAS or, gate and up for many tokens, a CUDA kernel (gated_linear.py).
 
 Few tokens, with a scale for each row of the weight, take triton_linear where tilings.py has an entry: scales
 and what follows the product are part of it, and what comes before, norm and quantising, if the tiling says
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import device, fp8, triton_fp8
+from flashinfer_backend.ops import device, fp8, gated_linear, triton_fp8
 from flashinfer_backend.ops.tilings import choose, choose_blocks
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_linear import linear
@@ -71,6 +71,8 @@ def product(
             scales=(None, weight.scale),
         )
     elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
+    if gated and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
+        return gated_linear.gated_linear_scaled(elements, weight.data, scales, weight.scale)
     if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():
         return torch._scaled_mm(
             elements,

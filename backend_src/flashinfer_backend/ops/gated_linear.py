@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate and up products with their activation in one Hopper kernel, for more tokens than Triton's take.
+"""The gate and up products with their activation in one Hopper kernel, for more tokens than Triton's take; of
+16 bits, or of e4m3 with a scale for each token and each row of the weight.
 
 cuda/gated_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. Without a
 compiler, or on another GPU, `takes` says no and the caller uses cuBLAS. For how many tokens it is the faster
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashinfer_backend.core.tuned import GatedLinear
 from flashinfer_backend.ops import device
+from flashinfer_backend.ops.fp8 import E4M3
 
 logger = logging.getLogger(__name__)
 
 _CUDA = Path(__file__).parent / "cuda"
 _SOURCE, _KERNEL = _CUDA / "gated_linear.cu", _CUDA / "gated_linear_kernel.cuh"
-_ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half"}
+_ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half", E4M3: "__nv_fp8_e4m3"}
 TILES = tuple(range(64, 257, 16))  # tokens of a tile that the kernel can have
 
 
@@ -34,23 +37,28 @@ def spec(dtype: torch.dtype) -> Any:
     digest = hashlib.sha256(_SOURCE.read_bytes() + _KERNEL.read_bytes()).hexdigest()[:8]
     element = _ELEMENTS[dtype]
     return gen_jit_spec(
-        f"flashinfer_backend_gated_linear_{element}_{digest}",
+        f"flashinfer_backend_gated_linear_{element.strip('_')}_{digest}",
         [_SOURCE],
         extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", f"-DGATED_LINEAR_TYPE={element}"],
     )
 
 
 @device.cached
-def pays(tokens: int) -> bool:
-    """Whether the kernel is the fastest way for so many tokens."""
-    fewest = device.active().gated_linear.fewest_tokens
-    return fewest is not None and tokens >= fewest
+def pays(tokens: int, fp8: bool = False) -> bool:
+    """Whether the kernel is the fastest way for so many tokens. fp8: with a weight in e4m3."""
+    numbers = _numbers(fp8)
+    return numbers is not None and numbers.fewest_tokens is not None and tokens >= numbers.fewest_tokens
+
+
+def _numbers(fp8: bool) -> GatedLinear | None:
+    return device.active().fp8_gated_linear if fp8 else device.active().gated_linear
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether gated_linear can multiply by weight[2 I, K]: a Hopper GPU, I and K multiples of 64, 16 bits."""
+    """Whether gated_linear, or of e4m3 gated_linear_scaled, can multiply by weight[2 I, K]: a Hopper GPU, I a
+    multiple of 64, rows of K of 128 bytes."""
     rows, inner = weight.shape
-    if rows % 128 or inner % 64 or weight.dtype not in _ELEMENTS:
+    if weight.dtype not in _ELEMENTS or rows % 128 or inner * weight.itemsize % 128:
         return False
     return module(weight.dtype, weight.device) is not None
 
@@ -67,11 +75,23 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def gated_linear_scaled(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor) -> Tensor:
+    """The same of x[T, K] * x_scales[T, 1] and weight[2 I, K] * scales[2 I, 1] -> bfloat16 [T, I].
+
+    x and weight in e4m3, contiguous; x_scales[T, 1] and scales[2 I] of float32; `takes(weight)` must be true.
+    """
+    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=torch.bfloat16, device=x.device)
+    sms = device.sms()
+    tile = tile_tokens(x.shape[0], weight.shape[0], sms, fp8=True)
+    module(x.dtype, x.device).gated_linear_scaled(out, x, weight, x_scales, scales, tile, sms)
+    return out
+
+
 @device.cached
-def tile_tokens(tokens: int, rows: int, sms: int) -> int:
+def tile_tokens(tokens: int, rows: int, sms: int, fp8: bool = False) -> int:
     """Tokens of a tile that takes the least time for weight[rows, K] on so many SMs."""
 
-    numbers = device.active().gated_linear
+    numbers = _numbers(fp8) or device.active().gated_linear
 
     def microseconds(tile: int) -> float:
         tiles = -(-tokens // tile) * (rows // 128)

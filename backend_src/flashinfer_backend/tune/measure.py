@@ -16,6 +16,7 @@ from torch import Tensor
 from flashinfer_backend.core.tuned import Role, Shape, Tuned
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device, gated_linear
+from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.tune.search import Kind
 
 INTERFACES = ("cublas", "cublaslt")
@@ -147,7 +148,9 @@ class ModelBench:
     def waves(self) -> dict[int, float]:
         """See search.Bench. Each tile has as many as fill whole waves."""
         rows, inner = self.shapes["gate_up"]
+        fp8 = self.kinds["gate_up"] == "rows"
         weight = self._random(rows, inner) * 0.02
+        weight = weight.to(E4M3) if fp8 else weight
         if not gated_linear.takes(weight):
             return {}
         module, sms = gated_linear.module(weight.dtype, weight.device), device.sms()
@@ -155,9 +158,15 @@ class ModelBench:
         count = sms // math.gcd(blocks, sms)  # tiles a block of weights
         x = self._random(max(gated_linear.TILES) * count, inner)
         out = torch.empty(len(x), rows // 2, dtype=x.dtype, device=x.device)
+        x = x.to(weight.dtype)
+        scales = [torch.ones(size, device=x.device) for size in (len(x), rows)]
 
         def product(tile: int) -> Callable[[], None]:
             tokens = tile * count
+            if fp8:
+                return lambda: module.gated_linear_scaled(
+                    out[:tokens], x[:tokens], weight, *scales, tile, sms
+                )
             return lambda: module.gated_linear(out[:tokens], x[:tokens], weight, tile, sms)
 
         times = microseconds([capture(product(tile), self._stream) for tile in gated_linear.TILES])

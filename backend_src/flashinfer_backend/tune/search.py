@@ -101,19 +101,21 @@ def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = p
     FP8, and from how many tokens on cuBLAS multiplies those with blocks. The rest stays."""
     end = time.monotonic() + plan.seconds
     numbers = base
-    dense = bench.kinds["gate_up"] == "dense"
-    waves = bench.waves() if dense else {}
-    if not dense:
-        say("gated kernel and cuBLAS's interfaces: as before, as the layers' weights are in FP8")
-    elif waves:
-        numbers = replace(numbers, gated_linear=replace(numbers.gated_linear, wave_us=waves))
+    kind = bench.kinds["gate_up"]
+    waves = bench.waves() if kind != "blocks" else {}
+    if waves:
+        numbers = _with_gated(numbers, kind, wave_us=waves)
         say("gated kernel: " + ", ".join(f"{tile} tokens {us:.1f} us" for tile, us in waves.items()))
+    elif kind == "blocks":
+        say("gated kernel: as before, as it does not take weights of blocks")
     else:
         say("gated kernel: none, as this is no Hopper GPU or it could not be compiled")
-    if dense:
+    if kind == "dense":
         numbers = replace(numbers, interfaces=_interfaces(numbers, bench, plan, end, say))
+    else:
+        say("cuBLAS's interfaces: as before, as the layers' weights are in FP8")
     # Tilings are compared with cuBLAS: the gated kernel is compared with the better of them.
-    without = replace(numbers, gated_linear=replace(numbers.gated_linear, fewest_tokens=None))
+    without = numbers if kind == "blocks" else _with_gated(numbers, kind, fewest_tokens=None)
     for tokens in plan.tokens:
         for role in tuned.ROLES:
             if time.monotonic() > end:
@@ -123,9 +125,16 @@ def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = p
     for role in tuned.ROLES:
         if bench.kinds[role] == "blocks":
             without = _best_blocks(without, role, bench, plan.blocks, end, say)
-    if not dense:
-        return replace(without, gated_linear=numbers.gated_linear)
     return _with_gated_kernel(without, bench, (*plan.tokens, MANY), say) if waves else without
+
+
+def _with_gated(numbers: Tuned, kind: Kind, **fields: Any) -> Tuned:
+    """With other fields of the gated kernel's numbers for gate and up of a kind, rows or dense."""
+    if kind == "dense":
+        return replace(numbers, gated_linear=replace(numbers.gated_linear, **fields))
+    return replace(
+        numbers, fp8_gated_linear=replace(numbers.fp8_gated_linear or numbers.gated_linear, **fields)
+    )
 
 
 def _interfaces(
@@ -319,9 +328,10 @@ def _with_gated_kernel(
     largest of `sizes` at which it is not."""
     for index in reversed(range(len(sizes))):
         tokens = sizes[index]
-        gated = _ready_for_gated_kernel(numbers, bench.shapes["gate_up"], tokens)
+        kind = bench.kinds["gate_up"]
+        gated = _ready_for_gated_kernel(numbers, bench.shapes["gate_up"], tokens, kind == "rows")
         fewest = sizes[index - 1] + 1 if index else 1
-        gated = replace(gated, gated_linear=replace(numbers.gated_linear, fewest_tokens=fewest))
+        gated = _with_gated(gated, kind, fewest_tokens=fewest)
         without, with_it = bench.steps(tokens, [numbers, gated])
         say(f"gate_up, {tokens} tokens: step {without:.1f} us, with the gated kernel {with_it:.1f} us")
         if not with_it < without:
@@ -330,13 +340,14 @@ def _with_gated_kernel(
     return numbers
 
 
-def _ready_for_gated_kernel(numbers: Tuned, shape: Shape, tokens: int) -> Tuned:
-    """A tiling with the norm in it wins over the gated kernel, and one without stands in for it where it
-    cannot be compiled."""
-    tiling = numbers.tiling("gate_up", tokens, shape)
-    if tiling is None or not tiling.fuse_norm:
+def _ready_for_gated_kernel(numbers: Tuned, shape: Shape, tokens: int, fp8: bool) -> Tuned:
+    """A tiling with the norm in it, of FP8 with the quantising, wins over the gated kernel, and one without
+    stands in for it where it cannot be compiled."""
+    tiling = numbers.tiling("gate_up", tokens, shape, fp8)
+    if tiling is None or not (tiling.quantise if fp8 else tiling.fuse_norm):
         return numbers
-    return with_tiling(numbers, "gate_up", shape, tokens, replace(tiling, fuse_norm=False))
+    apart = replace(tiling, quantise=False) if fp8 else replace(tiling, fuse_norm=False)
+    return with_tiling(numbers, "gate_up", shape, tokens, apart, fp8)
 
 
 def changes(

@@ -39,13 +39,16 @@ from flashinfer_backend.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
-Kind = Literal["fa3", "gated_linear", "sampling", "fa2", "norm", "xqa", "silu", "all_reduce"]
+Kind = Literal[
+    "fa3", "gated_linear", "gated_linear_fp8", "sampling", "fa2", "norm", "xqa", "silu", "all_reduce"
+]
 # Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
 FILE_SECONDS: dict[Kind, float] = {
     "all_reduce": 290.0,
     "sampling": 40.0,
     "fa3": 57.0,
     "gated_linear": 40.0,
+    "gated_linear_fp8": 25.0,
     "norm": 28.0,
     "fa2": 10.0,
     "silu": 4.0,
@@ -82,9 +85,12 @@ def needed(
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
     if capability[0] == 9 and config.kv_cache_dtype == "auto":
         kinds.add("fa3")
-    whole_tiles = model.hidden_size % 64 == 0 and model.intermediate_size % 64 == 0
-    if capability == (9, 0) and whole_tiles and "dense" in model.weight_formats()["gate_up"]:
-        kinds.add("gated_linear")
+    formats = model.weight_formats()["gate_up"]
+    if capability == (9, 0) and model.intermediate_size % 64 == 0:
+        if model.hidden_size % 64 == 0 and "dense" in formats:
+            kinds.add("gated_linear")
+        if model.hidden_size % 128 == 0 and formats & {"fp8_token", "fp8_on_load", "fp8_static"}:
+            kinds.add("gated_linear_fp8")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
@@ -188,10 +194,10 @@ def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dty
         from flashinfer.jit.comm import gen_trtllm_comm_module
 
         return gen_trtllm_comm_module()
-    if kind == "gated_linear":
+    if kind in ("gated_linear", "gated_linear_fp8"):
         from flashinfer_backend.ops import gated_linear
 
-        return gated_linear.spec(dtype)
+        return gated_linear.spec(dtype if kind == "gated_linear" else torch.float8_e4m3fn)
     if kind == "xqa":
         group = model.num_heads // model.num_kv_heads
         return gen_xqa_module(dtype, dtype, config.tokens_per_block, model.head_dim, group, False, dtype)

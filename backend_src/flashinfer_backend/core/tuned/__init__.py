@@ -133,7 +133,7 @@ class Interfaces(_Data, frozen=True):
 
 
 class GatedLinear(_Data, frozen=True):
-    """The Hopper kernel of the gate and up products, ops.gated_linear.
+    """The Hopper kernel of the gate and up products, ops.gated_linear, for weights of 16 bits or in e4m3.
 
     fewest_tokens: from which on it is used; None: never. wave_us: tokens of a tile -> microseconds of a wave
     of such tiles, one on each SM; only their ratios count. Above many_tokens tokens, tiles have at least
@@ -210,6 +210,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     quantise.
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
     activation nor residual behind them; None: never.
+    fp8_gated_linear: as gated_linear, of weights in e4m3 with scales by row; None: never.
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
     fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
     not named: never.
@@ -226,6 +227,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     scheduling: Scheduling
     fp8_products: dict[Role, tuple[Product, ...]] = {}
     fp8_scaled_by_cublas: int | None = None
+    fp8_gated_linear: GatedLinear | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
     fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
     int4: dict[Role, tuple[Product, ...]] = {}

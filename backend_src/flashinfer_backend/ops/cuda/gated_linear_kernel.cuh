@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // out[T, I] = silu(x @ gate^T) * (x @ up^T) on Hopper; weight[2 I, K] holds the rows of gate, then those of up.
+// In e4m3 each token of x and each row of weight has a scale, and out is in bfloat16.
 //
 // The weights are the left operand of the tensor cores (their rows fill its 64), the tokens the right one, so
 // that a tile has any multiple of 16 tokens and tiles can be chosen to fill whole waves of SMs. The copy engine
 // interleaves 8 rows of gate with 8 of up, which puts both values of an output into one thread. One thread
 // loads tiles into a ring of stages, two warpgroups multiply them, and the copy engine stores the results
-// while the next tile is multiplied. -DGATED_LINEAR_TYPE names the element type.
+// while the next tile is multiplied. -DGATED_LINEAR_TYPE names the element type of x and weight.
 #pragma once
 
 #ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -14,6 +15,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -24,9 +26,11 @@
 namespace {
 
 using Element = GATED_LINEAR_TYPE;
-constexpr bool kBf16 = std::is_same_v<Element, nv_bfloat16>;
+constexpr bool kFp8 = std::is_same_v<Element, __nv_fp8_e4m3>;
+constexpr bool kHalf = std::is_same_v<Element, nv_half>;
 
-constexpr int kInner = 64;      // columns of a stage: 128 bytes, a row of the swizzle
+constexpr int kStep = 128;      // bytes of a row in a stage: a row of the swizzle
+constexpr int kInner = kStep / sizeof(Element);
 constexpr int kRows = 128;      // rows of gate and up in a tile: 64 a warpgroup
 constexpr int kThreads = 384;   // two warpgroups that multiply, one that loads
 constexpr int kShared = 232448; // bytes of shared memory that a block may have
@@ -34,10 +38,11 @@ constexpr int kGroup = 8;       // token tiles that pass over the weights togeth
 
 namespace gmma = cute::SM90::GMMA;
 template <int kTokens> struct Product;
-#define PRODUCT(N)                                                                                        \
-  template <> struct Product<N> {                                                                         \
-    using type = std::conditional_t<kBf16, gmma::MMA_64x##N##x16_F32BF16BF16_SS<gmma::Major::K, gmma::Major::K>, \
-                                    gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, gmma::Major::K>>;  \
+#define PRODUCT(N)                                                                                          \
+  template <> struct Product<N> {                                                                           \
+    using of16 = std::conditional_t<kHalf, gmma::MMA_64x##N##x16_F32F16F16_SS<gmma::Major::K, gmma::Major::K>, \
+                                    gmma::MMA_64x##N##x16_F32BF16BF16_SS<gmma::Major::K, gmma::Major::K>>;  \
+    using type = std::conditional_t<kFp8, gmma::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>, of16>;                 \
   };
 PRODUCT(64) PRODUCT(80) PRODUCT(96) PRODUCT(112) PRODUCT(128) PRODUCT(144) PRODUCT(160)
 PRODUCT(176) PRODUCT(192) PRODUCT(208) PRODUCT(224) PRODUCT(240) PRODUCT(256)
@@ -87,10 +92,10 @@ template <typename Op, size_t... I>
 __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float* sums, bool add, std::index_sequence<I...>) {
   Op::fma(a, b, sums[I]..., add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
-// silu(g) * u. In bfloat16 as g / 2 + g / 2 * tanh(g / 2), one special-function instruction, whose error is at most a
+// silu(g) * u. For bfloat16 as g / 2 + g / 2 * tanh(g / 2), one special-function instruction, whose error is at most a
 // fifth of what rounding the results adds. float16 rounds finer, so there two instructions.
 __device__ __forceinline__ float gated(float gate, float up) {
-  if constexpr (kBf16) {
+  if constexpr (!kHalf) {
     float half = 0.5f * gate, t;
     asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
     return fmaf(half, t, half) * up;
@@ -99,7 +104,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
   }
 }
 __device__ __forceinline__ uint32_t pack(float a, float b) {
-  if constexpr (kBf16) {
+  if constexpr (!kHalf) {
     auto v = __floats2bfloat162_rn(a, b);
     return *reinterpret_cast<uint32_t*>(&v);
   } else {
@@ -110,7 +115,9 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
 
 struct Params {
   CUtensorMap weight, x, out;
-  int steps, row_tiles, token_tiles;  // K / 64, I / 64, tiles over T
+  int steps, row_tiles, token_tiles;  // K / kInner, I / 64, tiles over T
+  float const *x_scales, *scales;     // of T tokens, of 2 I rows of weight; not for 16 bits
+  int tokens;                         // T
 };
 
 __device__ __forceinline__ void position(Params const& p, int index, int& row, int& token) {
@@ -121,23 +128,40 @@ __device__ __forceinline__ void position(Params const& p, int index, int& row, i
 }
 
 template <int kTokens> struct Layout {
-  static constexpr int kWeightBytes = kRows * kInner * 2, kStageBytes = kWeightBytes + kTokens * kInner * 2;
+  static constexpr int kWeightBytes = kRows * kStep, kStageBytes = kWeightBytes + kTokens * kStep;
   static constexpr int kOutBytes = kTokens * 64;  // of a warpgroup: 32 outputs of each token
   static constexpr int kFit = (kShared - 2048 - 2 * kOutBytes) / kStageBytes;
   static constexpr int kStages = kFit < 10 ? kFit : 10;
   static constexpr int kBytes = 2048 + 2 * kOutBytes + kStages * kStageBytes;  // 1024 to align, 1024 of barriers
 };
 
-// A warp's 8 outputs of each token, transposed into rows of 32 outputs in 64-byte swizzle.
-template <int kTokens> __device__ __forceinline__ void stage_out(float const* sums, uint32_t out) {
+// A warp's 8 outputs of each token, transposed into rows of 32 outputs in 64-byte swizzle. A thread has those of
+// column lane / 4 and, of each 8 tokens, two. column and first: the warpgroup's first output, the tile's first token.
+template <int kTokens>
+__device__ __forceinline__ void stage_out(Params const& p, float const* sums, uint32_t out, int column, int first) {
   int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  float gate_scale = 1, up_scale = 1;
+  if constexpr (kFp8) {
+    float const* scale = p.scales + column + warp * 8 + lane / 4;
+    gate_scale = scale[0], up_scale = scale[p.row_tiles * (kRows / 2)];
+  }
 #pragma unroll
   for (int token = 0; token < kTokens; token += 32) {
     uint32_t v[4] = {0, 0, 0, 0};
+    float x_scale = 0;
+    if constexpr (kFp8)
+      if (first + token + lane < p.tokens) x_scale = p.x_scales[first + token + lane];
 #pragma unroll
     for (int j = 0; j < 4 && token + 8 * j < kTokens; ++j) {
       float const* d = sums + (token / 8 + j) * 4;
-      v[j] = pack(gated(d[0], d[2]), gated(d[1], d[3]));
+      if constexpr (kFp8) {
+        int from = 8 * j + 2 * (lane % 4);
+        float a = __shfl_sync(~0u, x_scale, from), b = __shfl_sync(~0u, x_scale, from + 1);
+        v[j] = pack(gated(d[0] * (a * gate_scale), d[2] * (a * up_scale)),
+                    gated(d[1] * (b * gate_scale), d[3] * (b * up_scale)));
+      } else {
+        v[j] = pack(gated(d[0], d[2]), gated(d[1], d[3]));
+      }
     }
     int row = token + lane;
     uint32_t to = out + row * 64 + ((warp ^ (row >> 1 & 3)) * 16);
@@ -206,10 +230,10 @@ __global__ void __launch_bounds__(kThreads, 1) gated_linear_kernel(__grid_consta
       for (int step = 0; step < p.steps; ++step) {
         barrier_wait(full + 8 * slot, phase);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        uint64_t weight = operand(stages + slot * L::kStageBytes + warpgroup * 64 * kInner * 2);
+        uint64_t weight = operand(stages + slot * L::kStageBytes + warpgroup * 64 * kStep);
         uint64_t x = operand(stages + slot * L::kStageBytes + L::kWeightBytes);
 #pragma unroll
-        for (int k = 0; k < kInner / 16; ++k)  // 16 columns are 32 bytes; addresses count 16
+        for (int k = 0; k < kStep / 32; ++k)  // a product takes 32 bytes of a row; addresses count 16
           multiply<typename Product<kTokens>::type>(weight + 2 * k, x + 2 * k, sums, step > 0 || k > 0,
                                                     std::make_index_sequence<kTokens / 2>());
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -225,14 +249,15 @@ __global__ void __launch_bounds__(kThreads, 1) gated_linear_kernel(__grid_consta
         // Before the last tile's results are overwritten, the copy engine has read them.
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       }
+      int row, token;
+      position(p, index, row, token);
+      int column = row * (kRows / 2) + warpgroup * 32;
       group_barrier(warpgroup);
-      stage_out<kTokens>(sums, out);
+      stage_out<kTokens>(p, sums, out, column, token * kTokens);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       group_barrier(warpgroup);
       if (thread == 0) {
-        int row, token;
-        position(p, index, row, token);
-        store_out(&p.out, out, row * (kRows / 2) + warpgroup * 32, token * kTokens);
+        store_out(&p.out, out, column, token * kTokens);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
     }
