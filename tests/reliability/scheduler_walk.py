@@ -72,6 +72,7 @@ class Settings:
     queue: int = 0
     prompts_together: int = 40
     filled_step: int = 8
+    short_steps: int = 1
     pause_tokens: int = 12
     pause_rows: int = 3
 
@@ -113,6 +114,7 @@ class Settings:
             queue=rng.choice([0, 0, 0, 1, 4]),
             prompts_together=rng.choice([10, 40]),
             filled_step=rng.choice([2, 8]),
+            short_steps=rng.choice([1, 4]),
             pause_tokens=rng.choice([4, 12]),
             pause_rows=rng.choice([1, 3]),
         )
@@ -170,6 +172,7 @@ class World:
         numbers = Scheduling(
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
+            short_steps=settings.short_steps,
             pause_tokens=settings.pause_tokens,
             pause_rows=settings.pause_rows,
             pauses=2,

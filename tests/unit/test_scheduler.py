@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -19,9 +21,11 @@ from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import RUNNING
 
 
-def scheduler(*lengths: int, reuse: bool = False) -> Scheduler:
+def scheduler(*lengths: int, reuse: bool = False, **numbers: int) -> Scheduler:
+    """numbers: fields of Scheduling."""
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
-    result = Scheduler(config, KVCacheManager(4096, 16, reuse))
+    scheduling = msgspec.structs.replace(tuned.fallback().scheduling, **numbers)
+    result = Scheduler(config, KVCacheManager(4096, 16, reuse), numbers=scheduling)
     for handle, length in enumerate(lengths, 1):
         result.submit(of_length(length, handle))
     return result
@@ -242,6 +246,36 @@ def test_few_streams_and_backlogs_do_not_wait_for_prompts():
     full.schedule(in_flight=False)
     full.submit(of_length(1000, 99))
     assert full.schedule(in_flight=False).num_decodes == 64
+
+
+@pytest.mark.parametrize(
+    ("streams", "lengths", "steps"),
+    [
+        (40, [200], [[200]]),
+        (40, [500], [[216], [216], [68]]),
+        (40, [100, 200, 564], [[100, 116], [84, 131], [214], [214], [5]]),  # the first ones stream by then
+        (40, [865], [[865]]),  # would take a fifth step
+        (40, [500, 400], [[500, 400]]),
+        (31, [500], [[500]]),  # few streams lose little
+    ],
+)
+def test_prompts_beside_many_streams_are_spread_over_a_few_steps(
+    streams: int, lengths: list[int], steps: list[list[int]]
+):
+    result = scheduler(*[10] * streams, short_steps=4)
+    result.schedule(in_flight=False)
+    for handle, length in enumerate(lengths, 1000):
+        result.submit(of_length(length, handle))
+    assert prompts_of_steps(result) == steps
+
+
+def test_a_prompt_that_has_begun_is_computed_at_once_when_too_many_follow_it():
+    result = scheduler(*[10] * 40, short_steps=4)
+    result.schedule(in_flight=False)
+    result.submit(of_length(500, 1000))
+    assert prompt_lengths(result.schedule(in_flight=False)) == [216]
+    result.submit(of_length(700, 1001))
+    assert prompt_lengths(result.schedule(in_flight=False)) == [284, 700]
 
 
 def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):

@@ -62,13 +62,31 @@ class StepBudget:
         if len(decoding):
             limit = min(limit, config.max_num_tokens_while_decoding)
         if not self._backlog:
-            return limit
+            short = self._short(table, len(decoding), prefilling, waiting)
+            return min(limit, numbers.filled_step) if short else limit
         left = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
         work = waiting.tokens + int(left.sum()) + int(sum(started))
         longest = max([waiting.longest, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(numbers.filled_step, -(-work // steps)))
+
+    def _short(
+        self, table: SlotTable, streams: int, prefilling: list[Request], waiting: RequestQueue
+    ) -> bool:
+        """Whether the prompts that wait should be computed in short steps.
+
+        What a step has beside the tokens of its streams costs nearly nothing until the step is filled, and
+        the streams' next steps have such room, too. So they wait less for prompts that are spread over a few
+        of them, which have their first token some steps later. Prompts that would take many steps are
+        computed at once.
+        """
+        numbers = self._numbers
+        room = (numbers.filled_step - streams) * numbers.short_steps
+        if numbers.short_steps < 2 or streams < numbers.pause_rows or not (prefilling or waiting):
+            return False
+        begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
+        return not _exceed(waiting, room, begun)
 
     def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:

@@ -192,7 +192,8 @@ class Scheduling(_Data, frozen=True):
     prompts_together: tokens of prompts from which on the device is busy. filled_step: tokens; fewer leave it
     waiting for its weights, from here on a step's time grows with its tokens. pause_tokens: of prompts, for
     which at least pause_rows decode rows sit a step out, up to `pauses` steps in a row; rest: steps with
-    decode rows for each without.
+    decode rows for each without. short_steps: of filled_step tokens, the most over which waiting prompts are
+    spread beside pause_rows decode rows; 1: not spread.
     """
 
     prompts_together: int
@@ -201,6 +202,7 @@ class Scheduling(_Data, frozen=True):
     pause_rows: int
     pauses: int
     rest: int
+    short_steps: int = 1
 
 
 class Tuned(_Data, frozen=True, omit_defaults=True):
