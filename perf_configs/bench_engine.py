@@ -269,17 +269,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         results["offline"] = row
         print({k: v for k, v in row.items() if k != "timeline"})
     results["lengths"] = []
+    _write(options.out, results)
     for load in loads:
         requests = load.requests or at_once(core, load)
         row = offline(core, [(load.prompt, load.output)] * requests, vocab)
         results["lengths"].append({**load._asdict(), **row})
+        _write(options.out, results)
         rate = f"{row['output_tokens_per_s']:.0f} output tokens/s"
         print(
             f"{load.prompt}/{load.output}: {requests} requests in {row['seconds']:.1f} s, {rate}", flush=True
         )
     core.close()
-    if options.out:
-        options.out.write_text(json.dumps(results))
+
+
+def _write(path: Path | None, results: dict[str, Any]) -> None:
+    """After each load: what is there stays if a later one is ended."""
+    if path:
+        path.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of a step goes: device kernels of some kinds of steps, from PyTorch's profiler.
 
-    python -m perf_configs.profile_steps --model DIR [--load-format dummy] [--out FILE.txt]
+    python -m perf_configs.profile_steps --model DIR [--load-format dummy] [--steps 1024/0,64/200]
+        [--context 300] [--set kv_cache_dtype=fp8_e4m3] [--out FILE.txt]
 
 Steps are launched ahead, as in serving. "span" is from a step's first kernel to its last, "busy" the part of
 it in which at least one kernel ran; the profiler itself slows steps of many short kernels by some percent.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,16 +23,17 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from client.arguments import integer
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import engine_parameters, start_on_gpu
 
-CONTEXT, OUTPUT = 300, 200  # tokens of a decode row's prompt and answer
+CONTEXT, OUTPUT = 300, 200  # tokens of a decode row's prompt, unless told, and of its answer
 SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
 TOP, GAPS = 14, 8  # lines
 
 
-def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
+def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) -> list[dict[str, Any]]:
     """Trace events (ts and dur in microseconds) of one step of `rows` decodes and a prompt."""
     driver = Driver(core)
     generator = np.random.default_rng(0)
@@ -40,7 +43,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int) -> list[dict[str, Any]]:
         return generator.integers(3, vocab, count, dtype=np.int32)
 
     for _ in range(rows):
-        driver.submit(tokens(CONTEXT), OUTPUT)
+        driver.submit(tokens(context), OUTPUT)
     driver.step()
     while core.scheduler.queue or core.scheduler.prefilling:
         driver.step()
@@ -96,9 +99,26 @@ def _short(name: str) -> str:
     return name.removeprefix("void ")[:42]
 
 
-def fitting_shapes(max_seq_len: int) -> list[tuple[int, int]]:
-    """Those of SHAPES whose sequences a checkpoint has positions for."""
-    return [s for s in SHAPES if max(CONTEXT + OUTPUT if s[0] else 0, s[1] + 1) <= max_seq_len]
+def parse_steps(text: str) -> list[tuple[int, int]]:
+    """ROWS/PROMPT,...: decode rows and tokens of a prompt, one of which may be 0. Raises ValueError."""
+    found = [re.fullmatch("([0-9]+)/([0-9]+)", part) for part in text.split(",")]
+    shapes = [(int(match[1]), int(match[2])) for match in found if match]
+    if len(shapes) < len(found) or (0, 0) in shapes:
+        raise ValueError(f"{text}: should be ROWS/PROMPT,..., as 1024/0,64/200, of which one may be 0")
+    return shapes
+
+
+def fitting_shapes(
+    shapes: Sequence[tuple[int, int]], max_seq_len: int, max_num_seqs: int, context: int = CONTEXT
+) -> list[tuple[int, int]]:
+    """Those of the shapes for whose sequences the engine has positions and slots."""
+    longest = [max(context + OUTPUT if rows else 0, prompt + 1) for rows, prompt in shapes]
+    slots = [rows + bool(prompt) for rows, prompt in shapes]
+    return [
+        shape
+        for shape, tokens, slot in zip(shapes, longest, slots, strict=True)
+        if tokens <= max_seq_len and slot <= max_num_seqs
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,24 +127,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
+    parser.add_argument(
+        "--steps",
+        default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES),
+        metavar="ROWS/PROMPT,...",
+        help="decode rows and tokens of a prompt beside them (%(default)s)",
+    )
+    parser.add_argument(
+        "--context", type=integer(1), default=CONTEXT, help="tokens of each decode row (%(default)s)"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+    try:
+        wanted = parse_steps(options.steps)
+    except ValueError as error:
+        parser.error(f"--steps {error}")
     defaults = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
     try:
-        parameters = engine_parameters(options.model, options.load_format, defaults)
+        parameters = engine_parameters(options.model, options.load_format, defaults, options.set)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     core = start_on_gpu(parser, parameters)
-    shapes = fitting_shapes(core.config.max_seq_len)
-    if len(shapes) < len(SHAPES):
-        print(f"max_seq_len {core.config.max_seq_len} leaves out {len(SHAPES) - len(shapes)} kinds of steps")
+    config, context = core.config, options.context
+    shapes = fitting_shapes(wanted, config.max_seq_len, config.max_num_seqs, context)
+    if len(shapes) < len(wanted):
+        limits = f"max_seq_len {config.max_seq_len} and max_num_seqs {config.max_num_seqs}"
+        print(f"{limits} leave out {len(wanted) - len(shapes)} kinds of steps")
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {core.model_config.num_layers} layers"
     ]
     for rows, prompt in shapes:
-        what = f"{rows} decodes at about {CONTEXT} tokens" if rows else "no decodes"
+        what = f"{rows} decodes at about {context} tokens" if rows else "no decodes"
         lines += ["", f"{what}, " + (f"a prompt of {prompt} tokens" if prompt else "no prompt")]
-        lines += report(kernels_of_step(core, rows, prompt))
+        lines += report(kernels_of_step(core, rows, prompt, context))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:

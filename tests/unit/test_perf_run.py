@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -437,9 +438,24 @@ def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
     assert engine_parameters(folder, "dummy", small, ["max_seq_len=64"])["max_seq_len"] == "64"
     long = str(make_checkpoint("llama", tmp_path / "long", max_position_embeddings=131072))
     assert engine_parameters(long, "dummy", {})["max_seq_len"] == "8192"
-    assert profile_steps.fitting_shapes(8192) == profile_steps.SHAPES
-    assert profile_steps.fitting_shapes(512) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
-    assert profile_steps.fitting_shapes(256) == []
+    fitting = partial(profile_steps.fitting_shapes, profile_steps.SHAPES)
+    assert fitting(8192, 256) == profile_steps.SHAPES
+    assert fitting(8192, 64) == [(1, 0), (64, 0), (0, 2048), (8, 2048)]
+    assert fitting(512, 256) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
+    assert fitting(512, 256, context=400) == []
+    assert fitting(256, 256) == []
+
+
+def test_kinds_of_steps_are_read():
+    assert profile_steps.parse_steps("1024/0,0/64,8/1") == [(1024, 0), (0, 64), (8, 1)]
+    for text in ("", "8", "8/", "1/2,", "0/0", "-1/3", "8/1@300"):
+        with pytest.raises(ValueError, match=r"should be ROWS/PROMPT"):
+            profile_steps.parse_steps(text)
+
+
+def ends_later(offline, begun, *values):
+    begun.append(1 / (1 - len(begun)))
+    return offline(*values)
 
 
 def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
@@ -461,6 +477,10 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         assert row["output_tokens_per_s"] == row["output"] * row["requests"] / row["seconds"]
     assert max(decoding for _, decoding, _, _ in found["lengths"][1]["timeline"]) == 13
     assert re.search(r"^12/8: 13 requests in .* s, [0-9]+ output tokens/s$", capsys.readouterr().out, re.M)
+    with pytest.raises(ZeroDivisionError):  # ended in the second load
+        monkeypatch.setattr(bench_engine, "offline", partial(ends_later, bench_engine.offline, []))
+        bench_engine.main([*command, "--lengths", "5/3x4,12/8"])
+    assert [r["requests"] for r in json.loads((tmp_path / "out.json").read_text())["lengths"]] == [4]
     for lengths, status, message in (
         ("128/", 2, "--lengths 128/: should be PROMPT/OUTPUT in tokens"),
         ("400/20", 1, "needs sequences of 420 tokens, and max_seq_len is 416"),
