@@ -87,6 +87,22 @@ def test_one_that_needs_more_is_refused_with_what_there_is(
     wait_for(lambda: free(watch_contract), "all room to be free")
 
 
+def test_a_request_whose_first_prompt_is_refused_holds_no_room_for_the_others(
+    contract: Server, watch_contract: EngineWatch
+) -> None:
+    """The engine says so while the others are still being submitted."""
+    lengths = [ROWS + 1, *[4] * 199]
+    values = {
+        "input_ids": np.full((len(lengths), ROWS + 1), 5, np.int32),
+        "input_lengths": int32(*lengths),
+        "request_output_len": int32(*[900] * len(lengths)),
+        "return_context_logits": np.full((len(lengths), 1), True),
+    }
+    ((_, error),) = stream(contract, LLM, [("", values)])
+    assert f"of {ROWS + 1} prompt tokens, could be" in str(error)
+    wait_for(lambda: free(watch_contract), "all room to be free")
+
+
 def test_the_ensemble_writes_few_logits_as_json(contract: Server, watch_contract: EngineWatch) -> None:
     body = {"text_input": "Once", "max_tokens": JSON_ROWS + 1, "return_generation_logits": True}
     for stream_too in (False, True):

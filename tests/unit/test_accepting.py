@@ -7,18 +7,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from responder_bench import OUTPUTS, Bench, Error, Sender, bench
+from responder_bench import OUTPUTS, TIMEOUT_S, Bench, Error, Sender, bench, row
 
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
 from flashinfer_backend.triton import llm
 from flashinfer_backend.triton.llm import TritonPythonModel
 from flashinfer_backend.triton.requests import Limits
+from flashinfer_backend.triton.sequence import OpenRequest
 
 
 class Counts:
@@ -34,22 +36,18 @@ class Counts:
         self.sequences += 1
 
 
-def execute(bench: Bench, folder: Path, engines_left: int, **inputs: np.ndarray) -> tuple[Error, Counts]:
-    """The error of a request. engines_left: sequences that are taken before there is no engine."""
-    left = iter(range(1, 1 + engines_left))
-
-    def submit(sequence: Any, *_: Any) -> int:
-        if (handle := next(left, 0)) == 0:
-            raise EngineDown(ENGINE_DOWN)
-        sequence.handle = handle
-        return handle
-
+def execute(
+    bench: Bench, folder: Path, submit: Callable[[Any], int], **inputs: np.ndarray
+) -> tuple[Error, Counts]:
+    """The error of a request. submit: the engines', as far as it is about a sequence."""
     counts = Counts()
     bench.responder.metrics = counts  # type: ignore[assignment]
     model = TritonPythonModel()
     model._pb = bench.responder._pb
     model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
-    model._engines = SimpleNamespace(submit=submit)  # type: ignore[assignment]
+    model._engines = SimpleNamespace(  # type: ignore[assignment]
+        submit=lambda sequence, *_: submit(sequence)
+    )
     model._tokenizer_folder, model._skip_special_tokens = folder, True
     tensors = {
         "input_ids": np.array([[1, 2]], np.int32),
@@ -74,18 +72,70 @@ def execute(bench: Bench, folder: Path, engines_left: int, **inputs: np.ndarray)
     return error, counts
 
 
+def engines_for(sequences: int) -> Callable[[Any], int]:
+    """Engines that take so many sequences before there is none."""
+    left = iter(range(1, 1 + sequences))
+
+    def submit(sequence: Any) -> int:
+        if (handle := next(left, 0)) == 0:
+            raise EngineDown(ENGINE_DOWN)
+        sequence.handle = handle
+        return handle
+
+    return submit
+
+
 def test_without_an_engine_a_request_is_refused_and_counted_once(bench: Bench, tmp_path: Path) -> None:
     two = np.array([[2]], np.int32)
-    error, counts = execute(bench, tmp_path, 0, num_return_sequences=two)
+    error, counts = execute(bench, tmp_path, engines_for(0), num_return_sequences=two)
     assert (error.message, error.code) == (ENGINE_DOWN, Error.UNAVAILABLE)
     assert (counts.requests, counts.sequences, bench.cancelled) == (1, 0, [])
-    error, counts = execute(bench, tmp_path, 1, num_return_sequences=two)
+    error, counts = execute(bench, tmp_path, engines_for(1), num_return_sequences=two)
     assert (counts.requests, counts.sequences, bench.cancelled) == (0, 2, [1])
+
+
+def test_nothing_more_is_submitted_of_a_request_that_has_been_refused(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would end it, nor give the room for its logits back."""
+    submitted, submit = [], OpenRequest.submit
+
+    def refuse(sequence: Any) -> int:
+        submitted.append(sequence.place.sequence_index)
+        sequence.handle = 1 + len(submitted)
+        sequence.on_failure("out of luck", True)
+        return 1
+
+    def slowly(request: OpenRequest, sequence: Any, how: Callable[[], int]) -> bool:
+        try:
+            return submit(request, sequence, how)
+        finally:
+            assert request.sender.ended.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(OpenRequest, "submit", slowly)
+    error, _ = execute(bench, tmp_path, refuse, num_return_sequences=np.array([[3]], np.int32))
+    assert error.message == "out of luck" and submitted == [0]
+
+
+def test_what_is_submitted_after_a_stop_ends_as_well(bench: Bench) -> None:
+    _, request = bench.open(row(), row(), request_id="a")
+    late = request.sequences[1]
+    late.handle = 0
+
+    def submit() -> int:
+        late.handle = 101
+        return 101
+
+    bench.responder.stop("a")
+    assert bench.cancelled == [100]
+    assert request.submit(late, submit) and bench.cancelled == [100, 101]
 
 
 def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path) -> None:
     """Stop words need the tokenizer, which is not there."""
-    error, counts = execute(bench, tmp_path / "gone", 9, stop_words_text=np.array([[b"stop"]], object))
+    error, counts = execute(
+        bench, tmp_path / "gone", engines_for(9), stop_words_text=np.array([[b"stop"]], object)
+    )
     assert error.message.startswith("internal error: ") and error.code == Error.INTERNAL
     assert (counts.requests, counts.sequences) == (1, 0)
 

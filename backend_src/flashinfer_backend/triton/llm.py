@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -173,8 +173,12 @@ class TritonPythonModel:
                 shared = first.handle
             elif row.num_return_sequences > 1:
                 first, shared = sequence, LEADS
-            prompt = row.prompt.tobytes()
-            self._engines.submit(sequence, prompt, params, shared, row.priority, row.timeout_us)
+            submit = partial(
+                self._engines.submit,
+                *(sequence, row.prompt.tobytes(), params, shared, row.priority, row.timeout_us),
+            )
+            if not sequence.request.submit(sequence, submit):
+                return
 
     def _stop(self, request: Any, sender: Any) -> None:
         request_id = request.request_id()

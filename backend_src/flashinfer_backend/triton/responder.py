@@ -89,7 +89,7 @@ class Responder:
         """Ends an open request with an error; what the engine still does for it is cancelled."""
         if self._open.pop(id(request), None) is None:
             return
-        request.cancel_all()
+        request.drop()
         if not any(sequence.handle for sequence in request.sequences):  # no engine has heard of it
             self.metrics.refused()
         else:

@@ -39,6 +39,10 @@ class OpenRequest:
         self.cancel = cancel
         self._lock = threading.Lock()
         self._finished = False
+        # One thread submits the sequences while others may end the request: on what either of them does the
+        # other has to act.
+        self._submitting = threading.Lock()
+        self._ending = self._dropped = False
 
     def finish(self, response: Any, flags: Any) -> None:
         """Sends the final response, unless there has been one."""
@@ -73,11 +77,30 @@ class OpenRequest:
         with self._lock:
             return not self._finished and bool(self.sender.is_cancelled())
 
-    def cancel_all(self) -> None:
-        """Asks the engine to end all sequences; each is answered with what it has."""
-        for sequence in list(self.sequences):
-            if sequence.handle and not sequence.ended:
+    def submit(self, sequence: Sequence, submit: Callable[[], int]) -> bool:
+        """Has `submit` hand a sequence to the engine; False if the request has been dropped meanwhile."""
+        with self._submitting:
+            if self._dropped:
+                return False
+            submit()
+            if self._ending:
                 self.cancel(sequence.handle)
+            return True
+
+    def cancel_all(self) -> None:
+        """Asks the engine to end all sequences, also those that are still to be submitted; each is answered
+        with what it has."""
+        with self._submitting:
+            self._ending = True
+            for sequence in list(self.sequences):
+                if sequence.handle and not sequence.ended:
+                    self.cancel(sequence.handle)
+
+    def drop(self) -> None:
+        """The same for a request that is answered with an error: no more of its sequences are submitted."""
+        with self._submitting:
+            self._dropped = True
+        self.cancel_all()
 
 
 class Sequence(Generation):
