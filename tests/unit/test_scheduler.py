@@ -18,7 +18,7 @@ from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler import budget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
-from flashinfer_backend.transport.protocol import RUNNING
+from flashinfer_backend.transport.protocol import FINISHED_STOP_WORDS, RUNNING
 
 
 def scheduler(*lengths: int, reuse: bool = False, **numbers: int) -> Scheduler:
@@ -355,3 +355,19 @@ def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_n
     assert result.abandon(second, []) == []
     assert result.kv_manager.cached == 0, "position 15 was never written"
     assert result.kv_manager.available == result.kv_manager.num_blocks
+
+
+def test_stop_sequences_end_with_the_token_that_completes_them_and_none_before_the_prompts_end() -> None:
+    """Of thousands only those are looked at that end with the token and have its length."""
+    stops = [[], [3], [8, 9], [8, 9], [7, 8, 9], [5, 5, 5, 9], *([100 + n, n % 50, 11] for n in range(4000))]
+    request = Request(1, np.array([7, 8], np.int32), SamplingParams(max_tokens=8, stop_sequences=stops), 8)
+    assert request.stops_by_last[9] == {2: {(8, 9)}, 3: {(7, 8, 9)}, 4: {(5, 5, 5, 9)}}
+    assert set(request.stops_by_last) == {3, 9, 11}
+    several = scheduler()
+    several.submit(request)
+    codes = []
+    for token in (9, 104, 4, 11):  # 7 8 9 begins in the prompt, 104 4 11 is the answer's own
+        plan = several.schedule(in_flight=False)
+        assert plan is not None
+        codes.append(accept(several.table, plan, np.array([token], np.int32)).codes.tolist())
+    assert codes == [[RUNNING]] * 3 + [[FINISHED_STOP_WORDS]]

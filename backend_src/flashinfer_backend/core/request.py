@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -45,3 +46,12 @@ class Request:
     def known_tokens(self) -> np.ndarray:
         """Prompt and what was generated before the request came to its slot, int32."""
         return np.concatenate([self.prompt, self.generated]) if len(self.generated) else self.prompt
+
+    @cached_property
+    def stops_by_last(self) -> dict[int, dict[int, set[tuple[int, ...]]]]:
+        """Stop sequences by their last token, then by their length: of thousands, a token concerns few."""
+        found: dict[int, dict[int, set[tuple[int, ...]]]] = {}
+        for stop in map(tuple, self.params.stop_sequences):
+            if stop:
+                found.setdefault(stop[-1], {}).setdefault(len(stop), set()).add(stop)
+        return found

@@ -54,14 +54,11 @@ def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
     request = table.requests[slot]
     assert request is not None
     known, start = int(table.known[slot]), int(table.prompt_len[slot])
-    for stop in request.params.stop_sequences:
-        if (
-            stop
-            and known - start >= len(stop)
-            and table.tokens[slot, known - len(stop) : known].tolist() == stop
-        ):
-            return True
-    return False
+    by_length = request.stops_by_last.get(int(table.tokens[slot, known - 1]), {})
+    return any(
+        known - start >= length and tuple(table.tokens[slot, known - length : known].tolist()) in stops
+        for length, stops in by_length.items()
+    )
 
 
 def end_grammars(table: SlotTable, outcome: Outcome, output: StepOutput) -> list[tuple[Request, str, bool]]:
