@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,8 @@ from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import log_probs, logits_problem
-from flashinfer_backend.sampling.rows import upload
+from flashinfer_backend.sampling.rows import ProcessedRows, upload
+from flashinfer_backend.sampling.state import SequenceState, StatefulRow
 
 VOCAB = 101
 NEVER = float("-inf")
@@ -102,6 +105,20 @@ def test_presence_and_frequency_count_generated_tokens_only():
     torch.testing.assert_close(own, expected)
 
 
+def bad_words(*words: list[list[int]], late: list[list[int]] | None = None) -> processors.BadWords:
+    """Those of sequences in slots 0, 1, ...; late: their late ids, where they have not come to min_tokens."""
+    rows = []
+    for slot, (each, ids) in enumerate(zip(words, late or [[]] * len(words), strict=True)):
+        params = SamplingParams(max_tokens=9, bad_words=each, late_ids=ids)
+        state = SequenceState(slot + 1, params, 0, None, slot)
+        rows.append(StatefulRow(slot, slot, state, -1, bool(ids)))
+    plan = SimpleNamespace(temperature=np.zeros(len(rows), np.float32), seed=np.zeros(len(rows), np.uint64))
+    cpu = torch.device("cpu")
+    found = ProcessedRows(rows, plan, VOCAB, StagingRing(64, cpu)).words
+    assert found is not None
+    return found
+
+
 def test_bad_words_equal_transformers():
     sequences = [[1, 2, 3], [3], [9, 1, 2, 3]]
     words = [
@@ -110,13 +127,10 @@ def test_bad_words_equal_transformers():
         [[1, 2, 4], [8, 2, 3, 4], [3, 4]],
     ]
     history = make_history(*sequences)
-    flat = [(i, word) for i, each in enumerate(words) for word in each]
-    prefix = torch.tensor([[-1] * (4 - len(w)) + w[:-1] for _, w in flat], dtype=torch.int32)
-    rows, last = torch.tensor([i for i, _ in flat]), torch.tensor([w[-1] for _, w in flat])
     logits = torch.randn(3, VOCAB)
     own = logits.clone()
     position = torch.tensor([len(s) for s in sequences], dtype=torch.int32)
-    processors.mask_bad_words(own, processors.BadWords(rows, rows, last, prefix), history.tokens, position)
+    processors.mask_bad_words(own, bad_words(*words), history.tokens, position)
     for i, (ids, each) in enumerate(zip(sequences, words, strict=True)):
         fresh = NoBadWordsLogitsProcessor(each, eos_token_id=[])
         assert torch.equal(own[i : i + 1], fresh(torch.tensor([ids]), logits[i : i + 1]))
@@ -124,10 +138,32 @@ def test_bad_words_equal_transformers():
 
 def test_bad_words_of_one_token_need_no_history():
     own = torch.zeros(2, VOCAB)
-    rows = torch.tensor([1, 1])
-    words = processors.BadWords(rows, rows, torch.tensor([4, 8]), torch.empty(2, 0, dtype=torch.int32))
-    processors.mask_bad_words(own, words, None, torch.tensor([1, 1], dtype=torch.int32))
+    position = torch.tensor([1, 1], dtype=torch.int32)
+    processors.mask_bad_words(own, bad_words([], [[4], [8]]), None, position)
     assert (own == NEVER).nonzero().tolist() == [[1, 4], [1, 8]]
+
+
+def test_late_ids_stand_beside_bad_words_until_min_tokens():
+    own = torch.zeros(3, VOCAB)
+    position = torch.tensor([1, 1, 2], dtype=torch.int32)
+    history = make_history([6], [6], [6, 5])
+    words = bad_words([[4]], [], [[6, 5, 9], []], late=[[], [3, 4], [7]])
+    processors.mask_bad_words(own, words, history.tokens, position)
+    assert (own == NEVER).nonzero().tolist() == [[0, 4], [1, 3], [1, 4], [2, 7], [2, 9]]
+
+
+def test_one_long_bad_word_does_not_make_thousands_of_short_ones_long():
+    """All of them would be so long: 4096 words of 61441 tokens take a GB, and the step several."""
+    short = [[n % VOCAB] for n in range(4095)]
+    words = bad_words([*short, [5] * 61441])
+    assert sum(t.numel() for t in vars(words).values()) == 3 * 4096 + 3 * 61440
+    # One that is longer than all of the sequence begins before it.
+    own = torch.zeros(1, VOCAB)
+    own_words = bad_words([[5] * 4, [5] * 3])
+    history, position = make_history([5, 5]), torch.tensor([2], dtype=torch.int32)
+    for words, banned in ((own_words, True), (bad_words([[5] * 4]), False)):
+        processors.mask_bad_words(own.zero_(), words, history.tokens, position)
+        assert bool(own[0, 5] == NEVER) is banned
 
 
 def test_bias_and_suppressed_tokens():

@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def changes_logits(self) -> bool:
         """Whether all of its rows are sampled from changed logits; with late_ids alone the first ones are."""
         return (
-            self.filters or self.needs_history or bool(self.bad_words or self.bias_ids or self.grammar_type)
+            self.filters or bool(self.bad_words or self.bias_ids or self.grammar_type) or self.needs_history
         )
 
     @property
@@ -80,5 +80,5 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether a token's logits depend on the tokens before it, on the device."""
-        long_words = any(len(word) > 1 for word in self.bad_words)
-        return self.repetition_penalty != 1.0 or self.counts_tokens or long_words
+        penalised = self.repetition_penalty != 1.0 or self.counts_tokens
+        return penalised or any(len(word) > 1 for word in self.bad_words)

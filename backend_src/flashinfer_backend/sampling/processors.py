@@ -49,12 +49,14 @@ def add_bias(logits: Tensor, where: Tensor, bias: Tensor) -> None:
 
 @dataclass
 class BadWords:
-    """n token sequences that must not be completed. prefix is padded with -1 at the left."""
+    """n token sequences that must not be completed, and the m tokens of all of them but the last ones."""
 
     rows: Tensor  # int64 [n], row of the logits
     slots: Tensor  # int64 [n], row of the token history
     last: Tensor  # int64 [n], the word's last token
-    prefix: Tensor  # int32 [n, longest], the tokens before it
+    word: Tensor  # int64 [m], whose token it is
+    token: Tensor  # int32 [m]
+    back: Tensor  # int32 [m], so far before the last token
 
 
 def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, position: Tensor) -> None:
@@ -63,14 +65,13 @@ def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, posi
     history: int32 [slots, length], may be None where no word has two tokens; position: int32 [R], the
     length of each row's sequence.
     """
-    longest = words.prefix.shape[1]
-    completes = torch.ones_like(words.rows, dtype=torch.bool)
-    if longest and history is not None:
-        at = position[words.rows].unsqueeze(1) + torch.arange(-longest, 0, device=logits.device)
-        tail = history[words.slots.unsqueeze(1), at.clamp(min=0)]
-        completes = ((words.prefix == tail) & (at >= 0) | (words.prefix < 0)).all(dim=1)
+    differing = torch.zeros_like(words.rows, dtype=torch.int32)
+    if len(words.word) and history is not None:
+        at = position[words.rows[words.word]] - words.back
+        differs = (history[words.slots[words.word], at.clamp(min=0)] != words.token) | (at < 0)
+        differing.index_add_(0, words.word, differs.int())
     # Added, not written: of two words with one last token only one may be complete.
-    change = torch.where(completes, NEVER, 0.0)
+    change = torch.where(differing == 0, NEVER, 0.0)
     logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, change)
 
 

@@ -91,7 +91,6 @@ class ProcessedRows:
         parts.add("filtered", _filtered(params, vocab))
         parts.add("repetition", _repetition(params, slots))
         parts.add("counts", _counts(rows, slots))
-        parts.add("words", _bad_words(rows, slots))
         parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
         parts.add("recorded", _chosen((p.needs_history for p in params), slots))
         parts.send()
@@ -101,13 +100,13 @@ class ProcessedRows:
         self.min_p = any(p.filters and p.min_p > 0 for p in params)
         self.repetition = parts.make("repetition", Penalty)
         self.counts = parts.make("counts", Counts)
-        self.words = parts.make("words", BadWords)
         self.guided = parts.sent.get("guided")  # [index]
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
         self.grammars = [(row.state.grammar, row.suppressed) for row in rows if row.state.grammar is not None]
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
         self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)
         self.counts_rows = _where(p.counts_tokens for p in params)
+        self.words = _bad_words(rows, slots, staging)
         self.bias = _bias(rows, vocab, staging)
 
 
@@ -163,19 +162,51 @@ def _counts(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] 
     return _chosen((p.counts_tokens for p in params), slots, prompt_len, presence, frequency)
 
 
-def _bad_words(stateful: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    """Bad words, and among them the late ids of rows that have not come to their min_tokens."""
-    words = [(i, word) for i, row in enumerate(stateful) for word in row.state.params.bad_words if word]
-    for i, row in enumerate(stateful):
-        words += [(i, [token]) for token in row.state.params.late_ids if row.early]
-    if not words:
+def _bad_words(stateful: list[StatefulRow], slots: np.ndarray, staging: StagingRing) -> BadWords | None:
+    """Bad words, and among them the late ids of rows that have not come to their min_tokens. A sequence's own
+    are sent once: there may be thousands, or few very long ones."""
+    own = [(i, row.state) for i, row in enumerate(stateful) if row.state.params.bad_words]
+    late = [(i, token) for i, row in enumerate(stateful) if row.early for token in row.state.params.late_ids]
+    if not own and not late:
         return None
-    longest = max(len(word) for _, word in words) - 1
-    prefix = np.full((len(words), longest), -1, np.int32)
-    for n, (_, word) in enumerate(words):
-        prefix[n, longest + 1 - len(word) :] = word[:-1]
-    rows = np.array([i for i, _ in words], np.int64)
-    return rows, slots[rows], np.array([word[-1] for _, word in words], np.int64), prefix
+    for _, state in own:
+        if state.words is None:
+            state.words = upload(staging, _word_arrays(state.params.bad_words))
+    words = [state.words for _, state in own if state.words is not None]
+    counts = [len(last) for last, _, _, _ in words]
+    rows = np.concatenate([np.repeat([i for i, _ in own], counts), [i for i, _ in late]]).astype(np.int64)
+    rows_, slots_, late_ = upload(
+        staging, [rows, slots[rows], np.array([token for _, token in late], np.int64)]
+    )
+    begins = np.cumsum(counts) - counts
+    return BadWords(
+        rows=rows_,
+        slots=slots_,
+        last=torch.cat([*(last for last, _, _, _ in words), late_]),
+        word=_joined(
+            [word + begin for (_, word, _, _), begin in zip(words, begins.tolist(), strict=True)], late_
+        ),
+        token=_joined([token for _, _, token, _ in words], late_),
+        back=_joined([back for _, _, _, back in words], late_),
+    )
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else like[:0]
+
+
+def _word_arrays(words: list[list[int]]) -> list[np.ndarray]:
+    """BadWords' last, word, token and back of one sequence's words."""
+    words = [word for word in words if word]
+    before = np.array([len(word) - 1 for word in words], np.int64)
+    ends = np.cumsum(before)
+    of = np.repeat(np.arange(len(words)), before)
+    return [
+        np.array([word[-1] for word in words], np.int64),
+        of,
+        np.array([token for word in words for token in word[:-1]], np.int32),
+        (ends[of] - np.arange(len(of))).astype(np.int32),
+    ]
 
 
 def _bias(rows: list[StatefulRow], vocab: int, staging: StagingRing) -> tuple[Tensor, Tensor] | None:

@@ -27,6 +27,7 @@ class SequenceState:
     slot: int = -1
     epoch: int = -1
     bias: list[Tensor] | None = None  # ids and values on the device, sent once
+    words: list[Tensor] | None = None  # its bad words likewise: last, word, token and back of BadWords
 
 
 class StatefulRow(NamedTuple):
