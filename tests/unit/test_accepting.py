@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from responder_bench import OUTPUTS, TIMEOUT_S, Bench, Error, Sender, bench, row
 
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.serving import generation
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
 from flashinfer_backend.triton import llm
 from flashinfer_backend.triton.llm import TritonPythonModel
@@ -115,6 +117,24 @@ def test_nothing_more_is_submitted_of_a_request_that_has_been_refused(
     monkeypatch.setattr(OpenRequest, "submit", slowly)
     error, _ = execute(bench, tmp_path, refuse, num_return_sequences=np.array([[3]], np.int32))
     assert error.message == "out of luck" and submitted == [0]
+
+
+def test_stop_words_are_prepared_once_for_all_sequences_of_a_prompt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of words take a part of a second, in which no other request is accepted."""
+    made: list[list[str]] = []
+    monkeypatch.setattr(generation, "StopWords", lambda words, *_: made.append(words))
+    monkeypatch.setattr(generation, "StopWordMatcher", lambda *_: None)
+    two_rows = {
+        "input_ids": np.array([[1, 2], [3, 4]], np.int32),
+        "input_lengths": np.array([[2], [2]], np.int32),
+        "request_output_len": np.array([[4], [4]], np.int32),
+        "num_return_sequences": np.array([[3], [3]], np.int32),
+        "stop_words_text": np.array([[b"one"], [b"two"]], object),
+    }
+    execute(bench, resolve_model_dir("bundled"), engines_for(5), **two_rows)
+    assert made == [["one"], ["two"]]
 
 
 def test_what_is_submitted_after_a_stop_ends_as_well(bench: Bench) -> None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, byte_level, sentencepiece
 
+from flashinfer_backend.text import stop_words
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
-from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, stop_word_texts
+from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, StopWords, stop_word_texts
 
 DECODERS = {kind: DeltaDecoder(make()) for kind, make in KINDS.items()}
 BYTES = DECODERS["byte_level"]
@@ -24,6 +26,17 @@ def ids_of(text: str, kind: str = "byte_level") -> list[int]:
 def letters(text: str) -> list[int]:
     """Byte-level ids of ASCII text, one a character."""
     return [byte_level().token_to_id(letter.replace(" ", "Ġ")) for letter in text]
+
+
+def matcher_of(
+    words: list[str],
+    decoder: DeltaDecoder,
+    context_ids: Sequence[int] = (),
+    hold_back: bool = False,
+    id_words: Sequence[Sequence[int]] = (),
+    free: int = 0,
+) -> StopWordMatcher:
+    return StopWordMatcher(StopWords(words, hold_back, id_words), decoder, context_ids, free)
 
 
 def feed_all(matcher: StopWordMatcher, chunks: list[list[int]]) -> StopMatch | None:
@@ -46,7 +59,7 @@ def first_match(text: str, words: list[str], after: int = 0) -> tuple[int, int, 
 def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold_back: bool, **more) -> str:
     """What a client reads: each chunk through a stateless decoder, cut where a stop word says so."""
     decoder = DECODERS[kind]
-    matcher = StopWordMatcher(words, decoder, hold_back=hold_back, **more)
+    matcher = matcher_of(words, decoder, hold_back=hold_back, **more)
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     text, sent = "", 0
     for begin, end in itertools.pairwise(edges):
@@ -84,25 +97,25 @@ def test_a_client_reads_up_to_the_first_stop_word(kind, text, words, cuts, hold_
 def test_a_word_inside_a_token_and_across_chunks():
     token = next(i for i in range(300, 400) if len(BYTES.decode([i])) == 3)
     inner = BYTES.decode([token])[1]
-    assert StopWordMatcher([inner], BYTES).feed([token]) == StopMatch(0, 1, 2, 1, 2, 1)
-    matcher = StopWordMatcher(["xx", "bcd"], BYTES)
+    assert matcher_of([inner], BYTES).feed([token]) == StopMatch(0, 1, 2, 1, 2, 1)
+    matcher = matcher_of(["xx", "bcd"], BYTES)
     assert matcher.feed(letters("ab")) is None
     assert matcher.feed(letters("cde")) == StopMatch(1, -1, 2, 1, 4, 2)
 
 
 def test_the_first_complete_word_wins_and_of_two_the_longest():
-    assert feed_all(StopWordMatcher(["abcd", "bc"], BYTES), [letters("abcd")]).word == 1
-    assert feed_all(StopWordMatcher(["b", "ab"], BYTES), [letters("aab")])[:3] == (1, 1, 3)
+    assert feed_all(matcher_of(["abcd", "bc"], BYTES), [letters("abcd")]).word == 1
+    assert feed_all(matcher_of(["b", "ab"], BYTES), [letters("aab")])[:3] == (1, 1, 3)
 
 
 def test_empty_words_never_match_and_hold_nothing():
-    matcher = StopWordMatcher(["", ""], BYTES, hold_back=True)
+    matcher = matcher_of(["", ""], BYTES, hold_back=True)
     assert matcher.feed(letters("abc")) is None
     assert matcher.held == 0
 
 
 def test_what_may_begin_a_word_is_held():
-    matcher = StopWordMatcher(["aab", "xyz"], BYTES, hold_back=True)
+    matcher = matcher_of(["aab", "xyz"], BYTES, hold_back=True)
     held = []
     for letter in letters("caxaa"):
         assert matcher.feed([letter]) is None
@@ -114,7 +127,7 @@ def test_what_may_begin_a_word_is_held():
 
 
 def test_nothing_is_held_unless_asked():
-    matcher = StopWordMatcher(["ab"], BYTES)
+    matcher = matcher_of(["ab"], BYTES)
     assert matcher.feed(letters("a")) is None
     assert matcher.held == 0
 
@@ -122,7 +135,7 @@ def test_nothing_is_held_unless_asked():
 def test_a_word_split_inside_a_character():
     ids = ids_of("x京y")
     assert len(ids) > 3
-    matcher = StopWordMatcher(["京"], BYTES)
+    matcher = matcher_of(["京"], BYTES)
     assert [matcher.feed([i]) for i in ids[:-2]] == [None] * (len(ids) - 2)
     assert matcher.feed(ids[-2:-1]) == StopMatch(0, 0, 1, 1, 2, 1)
 
@@ -131,24 +144,24 @@ def test_behind_a_prompt_the_leading_space_stays():
     tokenizer = sentencepiece()
     the = tokenizer.token_to_id("▁the")
     decoder = DECODERS["sentencepiece"]
-    assert StopWordMatcher([" the"], decoder).feed([the]) is None
-    assert StopWordMatcher([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
+    assert matcher_of([" the"], decoder).feed([the]) is None
+    assert matcher_of([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
 
 
 def test_id_words_are_found_where_their_ids_write_nothing():
     turn = byte_level().token_to_id("<|turn|>")
     word = [turn, *letters("ab")]
-    matcher = StopWordMatcher(["zz"], BYTES, id_words=[[], word])
+    matcher = matcher_of(["zz"], BYTES, id_words=[[], word])
     assert matcher.feed([*letters("xab"), turn, *letters("a")]) is None
     assert matcher.held == 0
     assert matcher.feed(letters("bc")) == StopMatch(2, -1, 1, 3, 5, 1)
-    alone = StopWordMatcher([], BYTES, id_words=[[turn]])
+    alone = matcher_of([], BYTES, id_words=[[turn]])
     assert alone.feed([*letters("x"), turn]) == StopMatch(0, 1, 1, 1, 1, 2)
 
 
 def test_ids_that_may_begin_an_id_word_are_held():
     turn = byte_level().token_to_id("<|turn|>")
-    matcher = StopWordMatcher(["xyz"], BYTES, hold_back=True, id_words=[[turn, turn, *letters("a")]])
+    matcher = matcher_of(["xyz"], BYTES, hold_back=True, id_words=[[turn, turn, *letters("a")]])
     held = []
     for i in [*letters("x"), turn, turn, turn, *letters("b"), turn, *letters("x")]:
         assert matcher.feed([i]) is None
@@ -163,7 +176,7 @@ def test_ids_that_may_begin_an_id_word_are_held():
 def test_of_id_words_and_texts_the_first_complete_one_wins():
     turn = byte_level().token_to_id("<|turn|>")
     ids = letters("abcd")
-    by_ids = lambda *words: StopWordMatcher(["bc", "d"], BYTES, id_words=words).feed(ids)  # noqa: E731
+    by_ids = lambda *words: matcher_of(["bc", "d"], BYTES, id_words=words).feed(ids)  # noqa: E731
     assert by_ids([turn]) == StopMatch(0, 1, 3, 1, 3, 3)
     assert by_ids(letters("b"), letters("ab")) == StopMatch(3, 0, 2, 0, 2, 2), "of two the longest"
     assert by_ids(letters("c")) == StopMatch(0, 1, 3, 1, 3, 3)
@@ -206,8 +219,31 @@ def test_thousands_of_words_are_found_like_few() -> None:
     words = [f"{n:05d}!" for n in range(20_000)]
     ids = letters("a 123" * 400 + "00777!")
     for hold_back in (False, True):
-        match = feed_all(StopWordMatcher(words, BYTES, hold_back=hold_back), [[i] for i in ids])
+        match = feed_all(matcher_of(words, BYTES, hold_back=hold_back), [[i] for i in ids])
         assert match is not None and match.word == 777
-        by_ids = StopWordMatcher([], BYTES, hold_back=hold_back, id_words=[letters(word) for word in words])
+        by_ids = matcher_of([], BYTES, hold_back=hold_back, id_words=[letters(word) for word in words])
         match = feed_all(by_ids, [[i] for i in ids])
         assert match is not None and match.word == 777
+
+
+def test_a_long_word_of_ids_is_not_looked_for_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token would take as long as the square of all tokens before it."""
+    looks = []
+    begins = stop_words._begins
+    monkeypatch.setattr(stop_words, "_begins", lambda *args: looks.append(1) or begins(*args))
+    a, b, c = letters("abc")
+    matcher = matcher_of([], BYTES, hold_back=True, id_words=[[a] * 40 + [b] * 200])
+    for count, token in enumerate([c] * 100 + [a] * 30 + [c] + [a] * 42 + [b] * 3):
+        matcher.feed([token])
+        assert len(looks) <= 3 * (count + 1) + 30
+    assert matcher.held == 43  # 40 of a and 3 of b, of the 45 last ones
+
+
+def test_sequences_of_the_same_words_are_followed_each_on_its_own() -> None:
+    words = StopWords(["bcd"], True, [letters("xy")])
+    first, second = (StopWordMatcher(words, BYTES) for _ in range(2))
+    assert first.feed(letters("abc")) is None and second.feed(letters("x")) is None
+    assert (first.held, second.held) == (2, 1)
+    assert second.feed(letters("d")) is None and second.held == 0
+    assert first.feed(letters("d")) == StopMatch(0, 0, 3, 1, 4, 1)
+    assert feed_all(second, [letters("x"), letters("y")]).word == 1

@@ -119,7 +119,7 @@ class EngineLink:
         for number, stream in enumerate(group):
             params: SamplingParams = row.params
             if stream.follows_text:
-                params = stream.match_stop_words(decoder)
+                params = stream.match_stop_words(decoder, group[0] if number else None)
             if number:
                 seed = (params.seed + number) % 2**64
                 params = msgspec.structs.replace(params, seed=seed, context_logits=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.timing import SequenceTiming
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
-from flashinfer_backend.text.stop_words import StopWordMatcher, stop_word_texts
+from flashinfer_backend.text.stop_words import StopWordMatcher, StopWords, stop_word_texts
 from flashinfer_backend.transport import protocol
 
 FINISH_REASONS = {
@@ -61,6 +62,32 @@ class Chunk:
         return self.code != protocol.RUNNING
 
 
+class _Followed(NamedTuple):
+    """Of a row whose stop words are found in its text: what remains for the engine, the words, the prompt if
+    the text follows it in one decode, and what that adds to the text."""
+
+    params: SamplingParams
+    words: StopWords
+    prompt: list[int]
+    prompt_chars: int
+
+
+def _follow(row: GenerationRequest, decoder: DeltaDecoder) -> _Followed:
+    stops = row.params.stop_sequences
+    followed = set(row.stop_words)
+    pairs = zip(stops, stop_word_texts(stops, decoder), strict=True)
+    ids = [word for word, text in pairs if text not in followed or not text]
+    # The engine says that a word ended the sequence, not where in the text it begins.
+    cut_at = ids if row.exclude_stop_words else []
+    prompt = row.prompt.tolist() if not row.streaming and not row.exclude_input else []
+    return _Followed(
+        protocol.msgspec.structs.replace(row.params, stop_sequences=ids),
+        StopWords(row.stop_words, row.exclude_stop_words, cut_at),
+        prompt,
+        len(decoder.delta([], prompt, last=False)),
+    )
+
+
 class Generation:
     """A sink of the link (`endpoint.Sink`): filled by the link's thread, emptied by one other thread, always
     the same one.
@@ -88,7 +115,7 @@ class Generation:
         self._kept = Chunk([])  # arrived, but not to be sent yet
         self._stopped: Chunk | None = None  # the last one, which waits for the engine's end of the sequence
         self._matcher: StopWordMatcher | None = None
-        self._prompt_chars = 0
+        self._followed: _Followed | None = None
 
     @property
     def follows_text(self) -> bool:
@@ -96,28 +123,18 @@ class Generation:
         row = self.row
         return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
 
-    def match_stop_words(self, decoder: DeltaDecoder) -> SamplingParams:
+    def match_stop_words(self, decoder: DeltaDecoder, sibling: Generation | None = None) -> SamplingParams:
         """Follows the text for the row's stop words; the parameters that remain for the engine.
 
         Words whose text is not among those that are followed stay with the engine, which finds their
         ids: words with special tokens that are left out of the text, and words given as ids alone.
-        `decoder`: as the one that writes the text, which is cut at a number of its characters.
+        `decoder`: as the one that writes the text, which is cut at a number of its characters. `sibling`: a
+        sequence of the same row that has done this; thousands of words take a part of a second.
         """
-        row, params = self.row, self.row.params
-        texts = stop_word_texts(params.stop_sequences, decoder)
-        pairs = zip(params.stop_sequences, texts, strict=True)
-        followed = set(row.stop_words)
-        ids = [word for word, text in pairs if text not in followed or not text]
-        echo = not row.streaming and not row.exclude_input
-        prompt = row.prompt.tolist() if echo else []
-        # The engine says that a word ended the sequence, not where in the text it begins.
-        cut_at = ids if row.exclude_stop_words else []
-        self._matcher = StopWordMatcher(
-            row.stop_words, decoder, prompt, row.exclude_stop_words, cut_at, row.free_of_stops
-        )
-        # What the prompt adds to the one text that a row without streaming is decoded to.
-        self._prompt_chars = len(decoder.delta([], prompt, last=False))
-        return protocol.msgspec.structs.replace(params, stop_sequences=ids)
+        followed = sibling._followed if sibling is not None else None
+        self._followed = followed = followed or _follow(self.row, decoder)
+        self._matcher = StopWordMatcher(followed.words, decoder, followed.prompt, self.row.free_of_stops)
+        return followed.params
 
     def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         if token != protocol.NO_TOKEN:
@@ -221,7 +238,8 @@ class Generation:
             chunk.max_chars = match.begin if self.row.exclude_stop_words else match.end
         else:
             text_chars = match.text_begin if self.row.exclude_stop_words else match.text_end
-            chunk.max_chars = self._prompt_chars + text_chars
+            assert self._followed is not None
+            chunk.max_chars = self._followed.prompt_chars + text_chars
         return running
 
     def sent(self, chunk: Chunk) -> None:

@@ -27,45 +27,50 @@ class StopMatch(NamedTuple):
     ids: int
 
 
+class StopWords:
+    """What sequences are searched for: made once for all that have the same words, and never changed."""
+
+    def __init__(
+        self, words: Sequence[str], hold_back: bool = False, id_words: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """words: stop words, empty ones are ignored. hold_back: whether their beginnings are held back.
+        id_words: stop words that are exactly these ids, such as those with ids that write no text."""
+        # Each automaton takes the same steps for any number of words.
+        self.text_search = _search([(word, index) for index, word in enumerate(words)])
+        self.id_search = _search([(_as_text(ids), len(words) + n) for n, ids in enumerate(id_words)])
+        self.hold_back = hold_back
+        self.sorted = sorted(filter(None, words)) if hold_back else []
+        self.sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
+        self.longest = max(map(len, words), default=0)
+        self.longest_ids = max(map(len, id_words), default=0)
+
+
 class StopWordMatcher:
     """Follows the text and the ids of one sequence, token by token.
 
     A chunk is what the caller sends after a `feed`: the ids held before and those just fed, less the
-    last `held` ones. Without `hold_back`, `held` is always 0. With it, as many trailing ids are held
-    as may show the beginning of a stop word, so that `begin` is never negative: a caller that cuts
-    the chunk at `begin` never shows any of the word. When the sequence ends without a match, the
-    held ids are to be sent.
+    last `held` ones. Unless its words are held back, `held` is always 0. If they are, as many trailing
+    ids are held as may show the beginning of a stop word, so that `begin` is never negative: a caller
+    that cuts the chunk at `begin` never shows any of the word. When the sequence ends without a match,
+    the held ids are to be sent.
 
     The word that is complete first wins; of several that end at the same character, or with the same id
     if one of them is an id word, the longest.
     """
 
     def __init__(
-        self,
-        words: Sequence[str],
-        decoder: DeltaDecoder,
-        context_ids: Sequence[int] = (),
-        hold_back: bool = False,
-        id_words: Sequence[Sequence[int]] = (),
-        free: int = 0,
+        self, words: StopWords, decoder: DeltaDecoder, context_ids: Sequence[int] = (), free: int = 0
     ) -> None:
-        """words: stop words, empty ones are ignored. context_ids: the prompt, where the text follows
-        it in one decode, else empty (a sequence's first token may lose its leading space). id_words:
-        stop words that are exactly these ids, such as those with ids that write no text. free: of the
-        sequence's first ids; a word that is complete with one of them is no match."""
-        # Each automaton takes the same steps for any number of words.
-        self._text_search = _search([(word, index) for index, word in enumerate(words)])
-        self._id_search = _search([(_as_text(ids), len(words) + n) for n, ids in enumerate(id_words)])
-        self._sorted = sorted(filter(None, words)) if hold_back else []
-        self._sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
-        self._longest_ids = max(map(len, id_words), default=0)
+        """context_ids: the prompt, where the text follows it in one decode, else empty (a sequence's first
+        token may lose its leading space). free: of the sequence's first ids; a word that is complete with one
+        of them is no match."""
+        self._words = words
         self._ids: list[int] = []  # the last ids, enough to hold the beginning of any id word
         self._starts: list[int] = []  # the text's length before each of them
-        self._longest = max(map(len, words), default=0)
         self._begun = 0  # characters at the end of the text that are the beginning of a word
+        self._begun_ids = 0  # ids at its end that are the beginning of an id word
         self._decoder = decoder
         self._context = list(context_ids[-CONTEXT_IDS:])
-        self._hold_back = hold_back
         self._free = free
         self._tail = ""  # the end of the text, long enough to hold the beginning of any word
         self._length = 0  # characters of the whole text
@@ -101,8 +106,8 @@ class StopWordMatcher:
         first = min((m for m in found if m is not None), key=lambda m: (m.ids, m.begin), default=None)
         if first is not None:
             return first
-        self._tail = self._tail[max(0, len(self._tail) - self._longest) :]
-        useless = max(0, len(self._ids) - self._longest_ids)
+        self._tail = self._tail[max(0, len(self._tail) - self._words.longest) :]
+        useless = max(0, len(self._ids) - self._words.longest_ids)
         del self._ids[:useless], self._starts[:useless]
         self._update_held(ends, len(text))
         return None
@@ -110,11 +115,11 @@ class StopWordMatcher:
     def _find_ids(self, new_ids: Sequence[int], ends: list[int], free: int) -> StopMatch | None:
         """The first id word that ends within the ids fed last, but the first `free` of them. ends: the text's
         length after each."""
-        if self._id_search is None:
+        if self._words.id_search is None:
             return None
-        recent = self._ids[-(len(new_ids) + self._longest_ids - 1) :]
+        recent = self._ids[-(len(new_ids) + self._words.longest_ids - 1) :]
         earlier = len(recent) - len(new_ids)
-        found = self._id_search.iter(_as_text(recent))
+        found = self._words.id_search.iter(_as_text(recent))
         matches = [(at - earlier, size, index) for at, (index, size) in found if at >= earlier + free]
         if not matches:
             return None
@@ -129,21 +134,21 @@ class StopWordMatcher:
     def _find(self, text: str, after: int) -> tuple[int, int, int] | None:
         """(begin, end, word) of the first word that ends within `text`, the characters fed last, and not
         within the first `after` characters of all."""
-        if self._text_search is None:
+        if self._words.text_search is None:
             return None
-        recent = self._tail[-(len(text) + self._longest - 1) :]
+        recent = self._tail[-(len(text) + self._words.longest - 1) :]
         offset = self._length - len(recent)
-        found = ((offset + at + 1, index, size) for at, (index, size) in self._text_search.iter(recent))
+        found = ((offset + at + 1, index, size) for at, (index, size) in self._words.text_search.iter(recent))
         matches = ((end - size, end, index) for end, index, size in found if end > after)
         return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
 
     def _update_held(self, ends: list[int], new_chars: int) -> None:
         pending = [*self._held_ends, *ends]
         # Characters up to here can be part of no stop word any more.
-        safe = self._length - self._beginning(new_chars) if self._hold_back else self._length
+        safe = self._length - self._beginning(new_chars) if self._words.hold_back else self._length
         released = next((n for n, end in enumerate(pending) if end > safe), len(pending))
-        if self._hold_back:
-            released = min(released, len(pending) - self._beginning_ids())
+        if self._words.hold_back:
+            released = min(released, len(pending) - self._beginning_ids(len(ends)))
         if released:
             self._sent = pending[released - 1]
         self._held_ends = pending[released:]
@@ -151,15 +156,17 @@ class StopWordMatcher:
     def _beginning(self, new_chars: int) -> int:
         """Length of the longest end of the text that is the beginning of a stop word. It is at most so much
         longer than the one before."""
-        longest = min(self._begun + new_chars, self._longest - 1, len(self._tail))
+        longest = min(self._begun + new_chars, self._words.longest - 1, len(self._tail))
         ends = range(longest, 0, -1)
-        self._begun = next((n for n in ends if _begins(self._sorted, self._tail[-n:])), 0)
+        self._begun = next((n for n in ends if _begins(self._words.sorted, self._tail[-n:])), 0)
         return self._begun
 
-    def _beginning_ids(self) -> int:
+    def _beginning_ids(self, new_ids: int) -> int:
         """Number of the last ids that are the beginning of an id word: of the longest such one."""
-        ends = range(min(self._longest_ids - 1, len(self._ids)), 0, -1)
-        return next((n for n in ends if _begins(self._sorted_ids, tuple(self._ids[-n:]))), 0)
+        longest = min(self._begun_ids + new_ids, self._words.longest_ids - 1, len(self._ids))
+        ends = range(longest, 0, -1)
+        self._begun_ids = next((n for n in ends if _begins(self._words.sorted_ids, tuple(self._ids[-n:]))), 0)
+        return self._begun_ids
 
 
 def _search(words: list[tuple[str, int]]) -> Any:

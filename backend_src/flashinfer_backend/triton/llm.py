@@ -165,7 +165,9 @@ class TritonPythonModel:
         first: Sequence | None = None
         for sequence in sequences:
             row, number = sequence.row, sequence.place.sequence_index or 0
-            params = sequence.match_stop_words(self._decoder) if sequence.follows_text else row.params
+            params = row.params
+            if sequence.follows_text:
+                params = sequence.match_stop_words(self._decoder, first if number else None)
             shared = 0
             if number and first is not None:
                 # Sequences of one prompt differ by their seed alone.
