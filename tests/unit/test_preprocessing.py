@@ -11,7 +11,15 @@ from small_tokenizers import byte_level
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.bounds import MOST_WORD_BYTES, MOST_WORDS
+from flashinfer_backend.triton.bounds import (
+    ALL_PROMPTS,
+    ALL_WORD_BYTES,
+    ALL_WORDS,
+    MOST_IDS,
+    MOST_PADDED_IDS,
+    MOST_WORD_BYTES,
+    MOST_WORDS,
+)
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.preprocessing import Preprocessor
 
@@ -292,3 +300,34 @@ def test_what_is_too_large_is_refused_before_it_is_tokenised(tokenizer):
     for inputs, most in ((many, MOST_WORDS), (large, MOST_WORD_BYTES)):
         with pytest.raises(ValueError, match=f"it should have at most {most} in a row"):
             run_one(bounded, inputs)
+
+
+def test_all_rows_of_a_request_together_are_bounded(preprocessor, tokenizer):
+    """Each of them is within the bounds of one: nobody else's prompt is tokenised meanwhile."""
+    bounded = Preprocessor(tokenizer, max_prompt_bytes=100)
+    assert run_one(bounded, request(*["a" * 100] * ALL_PROMPTS))["REQUEST_INPUT_LEN"].size == ALL_PROMPTS
+    with pytest.raises(ValueError, match="901 bytes in 10 rows; it should have at most 800 in a request"):
+        run_one(bounded, request(*["a" * 100] * 9, "b"))
+    rows = ALL_WORD_BYTES // MOST_WORD_BYTES + 1
+    texts = ["a"] * rows
+    words = [["b" * (MOST_WORD_BYTES - 1), ""]] * rows
+    found = f"{rows} words of {rows * (MOST_WORD_BYTES - 1)} bytes in {rows} rows"
+    for name in ("STOP_WORDS_DICT", "BAD_WORDS_DICT"):
+        with pytest.raises(ValueError, match=f"{name} has {found}; it should have at most {ALL_WORDS} words"):
+            run_one(preprocessor, request(*texts, **{name: strings(*words)}))
+    biases = {"EMBEDDING_BIAS_WEIGHTS": np.ones((17, MOST_WORDS), np.float32)}
+    many = strings(*[["b"] * MOST_WORDS] * 17)
+    with pytest.raises(ValueError, match=f"EMBEDDING_BIAS_WORDS has {17 * MOST_WORDS} words"):
+        run_one(preprocessor, request(*["a"] * 17, EMBEDDING_BIAS_WORDS=many, **biases))
+
+
+def test_one_long_row_does_not_make_all_others_as_long(preprocessor):
+    """256 rows of which one has a million ids were a GB, which shared memory never gives back."""
+    long = "1" * (MOST_PADDED_IDS // 256 + 1)  # a token each
+    with pytest.raises(ValueError, match=r"256 rows, the longest of (\d+) ids: padded to it they are"):
+        run_one(preprocessor, request(long, *["a"] * 255))
+    words = strings(["1" * (MOST_IDS // 256 + 1)], *[["b"]] * 255)
+    with pytest.raises(ValueError, match=r"STOP_WORDS_DICT has 256 rows of \d+ ids; it should have at most"):
+        run_one(preprocessor, request(*["a"] * 256, STOP_WORDS_DICT=words))
+    # By themselves they are well.
+    assert run_one(preprocessor, request(long))["INPUT_ID"].shape[1] > MOST_PADDED_IDS // 256

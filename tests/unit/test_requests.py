@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashinfer_backend.triton.bounds import MOST_WORD_IDS, MOST_WORDS
+from flashinfer_backend.triton.bounds import MOST_IDS, MOST_WORD_IDS, MOST_WORDS
 from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)
@@ -302,3 +302,22 @@ def test_lists_of_words_are_bounded() -> None:
     with pytest.raises(ValueError, match=f"stop_words_text has {words} words"):
         one(stop_words_text=text(["a"] * words))
     assert len(one(stop_words_text=text(["a"] * MOST_WORDS)).stop_words) == MOST_WORDS
+
+
+def test_lists_of_words_of_all_rows_together_are_bounded() -> None:
+    """An llm process takes no other request while it reads them."""
+    rows = MOST_IDS // MOST_WORD_IDS + 1
+    batch = {
+        "input_ids": np.full((rows, 2), 5, np.int32),
+        "input_lengths": np.full((rows, 1), 2, np.int32),
+        "request_output_len": np.full((rows, 1), 4, np.int32),
+    }
+    for name in ("stop_words_list", "bad_words_list"):
+        lists = {name: np.ones((rows, 2, MOST_WORD_IDS), np.int32)}
+        with pytest.raises(
+            ValueError, match=f"{name} has {rows} rows of {MOST_WORD_IDS} ids; it should have"
+        ):
+            parse_request(batch | lists, LIMITS)
+    words = {"stop_words_text": np.full((rows, MOST_WORDS), b"a", object)}
+    with pytest.raises(ValueError, match=f"stop_words_text has {rows * MOST_WORDS} words of"):
+        parse_request(batch | words, LIMITS)

@@ -144,7 +144,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
-        meaning="bytes of a prompt; a longer one is refused before it is tokenised, 0 = no bound",
+        meaning="bytes of a prompt, and an eighth of those of all prompts of a request; more are refused "
+        "before they are tokenised, 0 = no bound",
     ),
     Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,

@@ -15,34 +15,71 @@ from flashinfer_backend.serving.generation import GenerationRequest
 MOST_WORDS = 4096  # in one list of a row
 MOST_WORD_BYTES = 1 << 18  # of all words of one list of a row
 MOST_WORD_IDS = 1 << 16  # the same, as ids
-MOST_IDS = 1 << 20  # to be decoded for one request, one second's work
+MOST_IDS = 1 << 20  # to be decoded for one request, or in one of its lists of words: one second's work
+# In all rows of a request together.
+ALL_PROMPTS = 8  # times what one prompt may have
+ALL_WORDS = 1 << 16  # in one list
+ALL_WORD_BYTES = 1 << 20
+MOST_PADDED_IDS = 1 << 24  # of prompts, each as long as the longest: 64 MiB
 
 
-def check_words(name: str, words: np.ndarray) -> None:
-    """Raises ValueError where a row of a list of words (BYTES objects [n]) holds too much."""
-    if len(words) > MOST_WORDS:
-        raise ValueError(f"{name} has {len(words)} words; it should have at most {MOST_WORDS} in a row")
-    size = sum(map(len, words.flat))
-    if size > MOST_WORD_BYTES:
+def check_words(name: str, rows: np.ndarray) -> None:
+    """Raises ValueError where a list of words (BYTES objects [B, n]) holds too much, in a row or in all."""
+    if rows.shape[1] > MOST_WORDS:
+        raise ValueError(f"{name} has {rows.shape[1]} words; it should have at most {MOST_WORDS} in a row")
+    sizes = [[len(word) for word in row] for row in rows]
+    most, total = max(map(sum, sizes)), sum(map(sum, sizes))
+    if most > MOST_WORD_BYTES:
         raise ValueError(
-            f"{name} has words of {size} bytes; it should have at most {MOST_WORD_BYTES} in a row"
+            f"{name} has words of {most} bytes; it should have at most {MOST_WORD_BYTES} in a row"
+        )
+    words = sum(size > 0 for row in sizes for size in row)
+    if words > ALL_WORDS or total > ALL_WORD_BYTES:
+        raise ValueError(
+            f"{name} has {words} words of {total} bytes in {len(rows)} rows; it should have at most"
+            f" {ALL_WORDS} words of {ALL_WORD_BYTES} bytes in a request. Send fewer prompts in one"
         )
 
 
-def check_word_ids(name: str, width: int) -> None:
-    """Raises ValueError where a sparse list of words has rows of more than MOST_WORD_IDS."""
+def check_word_ids(name: str, width: int, rows: int) -> None:
+    """Raises ValueError where a sparse list of words has rows of more than MOST_WORD_IDS, or all of them have
+    more than MOST_IDS."""
     if width > MOST_WORD_IDS:
         raise ValueError(f"{name} has {width} ids in a row; it should have at most {MOST_WORD_IDS}")
+    if rows * width > MOST_IDS:
+        raise ValueError(
+            f"{name} has {rows} rows of {width} ids; it should have at most {MOST_IDS} in a request. Send"
+            " fewer prompts in one"
+        )
 
 
 def check_prompts(name: str, texts: np.ndarray, most: int) -> None:
-    """Raises ValueError where a row of a BYTES tensor has more than `most` bytes, 0: any number."""
-    for row, text in enumerate(texts.flat):
-        if most and len(text) > most:
+    """Raises ValueError where a row of a BYTES tensor has more than `most` bytes, or all of them more than
+    ALL_PROMPTS times as many; 0: any number."""
+    sizes = [len(text) for text in texts.flat]
+    for row, size in enumerate(sizes):
+        if most and size > most:
             raise ValueError(
-                f"{name} row {row} has {len(text)} bytes; it should have at most {most}. Shorten the prompt,"
+                f"{name} row {row} has {size} bytes; it should have at most {most}. Shorten the prompt,"
                 " or raise max_prompt_bytes when building the model repository"
             )
+    if most and sum(sizes) > ALL_PROMPTS * most:
+        raise ValueError(
+            f"{name} has {sum(sizes)} bytes in {len(sizes)} rows; it should have at most {ALL_PROMPTS * most}"
+            " in a request. Send fewer prompts in one, or raise max_prompt_bytes when building the model"
+            " repository"
+        )
+
+
+def check_padded(name: str, lengths: list[int]) -> None:
+    """Raises ValueError where rows of these many ids are too many when each is as long as the longest."""
+    padded = max(lengths) * len(lengths)
+    if padded > MOST_PADDED_IDS:
+        raise ValueError(
+            f"{name} has {len(lengths)} rows, the longest of {max(lengths)} ids: padded to it they are"
+            f" {padded} ids, and should be at most {MOST_PADDED_IDS}. Send long prompts in requests of their"
+            " own"
+        )
 
 
 def check_ids(name: str, count: int) -> None:

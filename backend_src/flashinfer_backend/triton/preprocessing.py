@@ -10,7 +10,7 @@ import numpy as np
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.bounds import check_prompts, check_words
+from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_word_ids, check_words
 from flashinfer_backend.triton.parameters import (
     flag_parameter,
     number_parameter,
@@ -87,6 +87,7 @@ class Preprocessor:
         for row, ids in enumerate(prompts):
             if not ids:
                 raise ValueError(f"QUERY (text_input) row {row} gives no tokens; it should not be empty")
+        check_padded("QUERY (text_input)", [len(ids) for ids in prompts])
         if "REQUEST_OUTPUT_LEN" not in inputs:
             raise MissingInput("REQUEST_OUTPUT_LEN (max_tokens) is missing; it should be INT32 [batch, 1]")
         end_ids = _column(inputs, "END_ID", batch, self._tokenizer.eos_id)
@@ -114,8 +115,6 @@ class Preprocessor:
 
     def _words(self, inputs: Tensors, name: str, batch: int) -> list[list[tuple[int, list[int]]]]:
         """Per row, (position, ids) of each word that is not empty."""
-        for words in inputs[name]:
-            check_words(name, np.atleast_1d(words))
         rows = _strings(inputs, name, batch)
         places = [(r, n, word) for r, row in enumerate(rows) for n, word in enumerate(row) if word]
         found: list[list[tuple[int, list[int]]]] = [[] for _ in rows]
@@ -133,6 +132,7 @@ class Preprocessor:
         rows = self._words(inputs, name, batch)
         flat = [[i for _, ids in row for i in ids] for row in rows]
         width = max(1, *(len(ids) for ids in flat))  # clients over HTTP lose the type of empty tensors
+        check_word_ids(name, width, batch)
         result = np.zeros((batch, 2, width), dtype=np.int32)
         result[:, 1] = -1
         for row, words in enumerate(rows):
@@ -191,6 +191,8 @@ def _strings(inputs: Tensors, name: str, batch: int) -> list[list[str]]:
     values = inputs[name]
     if values.ndim != 2 or values.shape[0] != batch:
         raise ValueError(f"{name} has shape {list(values.shape)}; it should be [{batch}, number of words]")
+    if name != "QUERY":
+        check_words(name, values)
     return [[_text(value, f"{name} row {row}") for value in values[row]] for row in range(batch)]
 
 

@@ -71,6 +71,9 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             f"input_ids holds {batch} prompts: a batch size greater than 1 is only supported if the model is"
             " deployed using decoupled mode; send one request for each prompt"
         )
+    words = tensors.get("stop_words_text")
+    if words is not None and words.size:
+        check_words("stop_words_text", words.reshape(len(words), -1))
     reader = _Reader(tensors, batch)
     place = priority, timeout_us
     rows = [_row(reader, limits, row, ids[row, : lengths[row]], place) for row in range(batch)]
@@ -280,8 +283,6 @@ class _Reader:
                 f"{name} has shape {list(values.shape)}; its first dimension should be {self._batch}, the"
                 " number of rows of input_ids"
             )
-        if name == "stop_words_text":
-            check_words(name, np.atleast_1d(values[row]))
         try:
             return [v if isinstance(v, str) else v.decode() for v in np.atleast_1d(values[row]).flat]
         except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, vocab_size
         lists = lists[None]
     if lists.ndim != 3 or lists.shape[1] != 2 or row >= len(lists):
         raise ValueError(f"{name} has shape {list(lists.shape)}; it should be [batch, 2, ids of all words]")
-    check_word_ids(name, lists.shape[2])
+    check_word_ids(name, lists.shape[2], len(lists))
     ids, offsets = lists[row].tolist()
     count = offsets.index(-1) if -1 in offsets else len(offsets)
     if any(offset != -1 for offset in offsets[count:]):
