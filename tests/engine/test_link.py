@@ -23,7 +23,7 @@ import pytest
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
-from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport import protocol, rundir, supervisor
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, EngineStartError, Supervisor
 
@@ -228,6 +228,26 @@ def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> Non
     finally:
         link.close()
     assert not run_dir.exists() and not hands[1].run_dir.exists()
+
+
+def test_the_log_of_an_engine_stays_small(
+    endpoint: Engines, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a line for each request that asks for more tokens than there is room for."""
+    log = run_dir / "engine.log"
+    before = log.stat().st_size
+    assert "ready after" in log.read_text()
+    monkeypatch.setattr(supervisor, "LOG_BYTES", before + 100)
+    for _ in range(3):
+        answer = submit(endpoint, 10**6)
+        assert answer.started.wait(TIMEOUT_S)
+        endpoint.cancel(answer.handle)
+        assert answer.ended.wait(TIMEOUT_S)
+    wait_for(lambda: log.stat().st_size < before)
+    complete(endpoint)
+    submit(endpoint, 10**6)
+    wait_for(lambda: "max_tokens 1000000 is cut to" in log.read_text())  # it goes on behind what was cut
+    assert log.read_bytes()[:1] != b"\0"
 
 
 def test_requests_of_a_killed_stub_are_dropped(endpoint: Engines, run_dir: Path) -> None:

@@ -29,6 +29,7 @@ from flashinfer_backend.transport.peers import living_stubs
 from flashinfer_backend.transport.restarts import STABLE_AFTER_S, restart_delay
 
 LOG_TAIL_LINES = 20
+LOG_BYTES = 4 << 20  # of an engine's log in the run directory, which often lies in memory
 STOP_TIMEOUT_S = 5.0
 
 
@@ -166,6 +167,14 @@ class Supervisor:
         except FileNotFoundError:
             return "(it left no log)"
         return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+
+    def trim_log(self) -> None:
+        """Empties the log of an engine that is ready where it has become long. All of it is in the server's
+        output, and it is read again only where an engine does not become ready."""
+        log = self.run_dir / "engine.log"
+        with contextlib.suppress(OSError):  # another process has just removed it
+            if log.stat().st_size > LOG_BYTES:
+                os.truncate(log, 0)
 
     def _start(self, previous: EngineRecord) -> EngineRecord:
         config_path = self.run_dir / "config.json"
