@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ import pytest
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
+from flashinfer_backend.transport import endpoint as endpoint_module
 from flashinfer_backend.transport import protocol, rundir, supervisor
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.supervisor import EngineRecord, EngineStartError, Supervisor
@@ -174,14 +176,25 @@ def test_a_stop_request_that_cannot_be_handled_harms_nothing(run_dir: Path) -> N
         link.close()
 
 
-def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> None:
-    replaced = threading.Event()
+def test_a_killed_engine_fails_open_requests_and_is_replaced(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the machine has no room for the next one at first."""
+    replaced, left, start = threading.Event(), iter(range(2)), Supervisor._start
+
+    def start_late(self: Supervisor, previous: EngineRecord) -> EngineRecord:
+        if next(left, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return start(self, previous)
+
     link = Engines([Supervisor(run_dir, os.getpid(), config())], on_replaced=replaced.set)
     try:
         pid = link.wait_ready().pid
         expected = complete(link)
         answer = submit(link, max_tokens=400)
         assert answer.started.wait(TIMEOUT_S)
+        monkeypatch.setattr(endpoint_module, "LONGEST_DELAY_S", 0.1)
+        monkeypatch.setattr(Supervisor, "_start", start_late)
         os.kill(pid, signal.SIGKILL)
         assert answer.ended.wait(TIMEOUT_S)
         assert answer.failure is not None and not answer.failure[1]
@@ -192,7 +205,7 @@ def test_a_killed_engine_fails_open_requests_and_is_replaced(run_dir: Path) -> N
         assert replaced.wait(TIMEOUT_S)
         wait_for(lambda: link.up)
         assert link.status is not None and link.status.pid != pid
-        assert complete(link) == expected
+        assert complete(link) == expected and next(left, None) is None
     finally:
         link.close()
     assert not run_dir.exists()

@@ -20,6 +20,7 @@ import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport.restarts import LONGEST_DELAY_S
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
@@ -176,7 +177,14 @@ class Endpoint:
                     rundir.remove(self._supervisor.run_dir)
                     self._on_server_lost()
                     return
-                record, replaced = self._supervisor.attach()
+                try:
+                    record, replaced = self._supervisor.attach()
+                except OSError:
+                    if not self._was_ready:
+                        raise
+                    traceback.print_exc()
+                    self._pause(LONGEST_DELAY_S)  # for what the machine has no room: it may have some again
+                    continue
                 if record is None or (record.ever_ready and not record.ready):
                     self._known.set()
                 if record is not None:
@@ -193,6 +201,11 @@ class Endpoint:
             self._go_down(f"The model is being unloaded. {self.error or ''}".rstrip())
             self._known.set()
             context.destroy(linger=200)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._closing and time.monotonic() < until:
+            time.sleep(RETRY_S)
 
     def _serve(self, context: zmq.Context, record: EngineRecord) -> None:
         """Exchanges messages with one engine until it ends or the stub leaves."""
