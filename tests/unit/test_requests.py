@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flashinfer_backend.triton.bounds import MOST_IDS, MOST_WORD_IDS, MOST_WORDS
+from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, MOST_WORD_IDS, MOST_WORDS
 from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)
@@ -321,3 +322,18 @@ def test_lists_of_words_of_all_rows_together_are_bounded() -> None:
     words = {"stop_words_text": np.full((rows, MOST_WORDS), b"a", object)}
     with pytest.raises(ValueError, match=f"stop_words_text has {rows * MOST_WORDS} words of"):
         parse_request(batch | words, LIMITS)
+
+
+def test_what_each_sequence_takes_to_the_engine_is_bounded_for_all_of_them() -> None:
+    ids = [5] * 1024
+    several = {"num_return_sequences": int32([1025])}
+    for name in ("stop_words_list", "bad_words_list"):
+        words = {name: np.array([[ids, [1024] + [-1] * 1023]], np.int32)}
+        one(**words, num_return_sequences=int32([1024]))
+        with pytest.raises(ValueError, match=rf"{name} has 1024 ids, and with \w+ 1049600 for all sequences"):
+            one(**words, **several)
+    bias = fp32([1.0] * LIMITS.vocab_size)
+    one(embedding_bias=bias, **several)
+    limits = dataclasses.replace(LIMITS, vocab_size=5000)
+    with pytest.raises(ValueError, match=rf"embedding_bias has 5000 ids, .* at most {MOST_BIASES}"):
+        parse_request(tensors(embedding_bias=fp32([1.0] * 5000), **several), limits)

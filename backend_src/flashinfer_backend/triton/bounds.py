@@ -20,6 +20,7 @@ MOST_IDS = 1 << 20  # to be decoded for one request, or in one of its lists of w
 ALL_PROMPTS = 8  # times what one prompt may have
 ALL_WORDS = 1 << 16  # in one list
 ALL_WORD_BYTES = 1 << 20
+MOST_BIASES = 1 << 22  # that are not 0, of all sequences: each takes its own to the engine
 MOST_PADDED_IDS = 1 << 24  # of prompts, each as long as the longest: 64 MiB
 
 
@@ -50,6 +51,18 @@ def check_word_ids(name: str, width: int, rows: int) -> None:
         raise ValueError(
             f"{name} has {rows} rows of {width} ids; it should have at most {MOST_IDS} in a request. Send"
             " fewer prompts in one"
+        )
+
+
+def check_sequences(name: str, sizes: Iterable[tuple[int, int]], most: int) -> None:
+    """Raises ValueError where an input holds more than `most` for all sequences of a request: each of them
+    takes its own to the engine. sizes: of each row, what it holds and how many sequences it asks for."""
+    sizes = list(sizes)
+    total = sum(held * sequences for held, sequences in sizes)
+    if total > most:
+        raise ValueError(
+            f"{name} has {sum(held for held, _ in sizes)} ids, and with num_return_sequences {total} for all"
+            f" sequences of the request; it should have at most {most}. Ask for fewer sequences at a time"
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, SamplingParams
 from flashinfer_backend.serving.generation import GenerationRequest
-from flashinfer_backend.triton.bounds import check_words
+from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, check_sequences, check_words
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
@@ -83,6 +83,12 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             f"num_return_sequences asks for {sequences} sequences in all; it should be at most"
             f" {MOST_SEQUENCES} in one request"
         )
+    for name, most, held in (
+        ("stop_words_list", MOST_IDS, lambda params: sum(map(len, params.stop_sequences))),
+        ("bad_words_list", MOST_IDS, lambda params: sum(map(len, params.bad_words))),
+        ("embedding_bias", MOST_BIASES, lambda params: len(params.bias_ids)),
+    ):
+        check_sequences(name, [(held(row.params), row.num_return_sequences) for row in rows], most)
     return rows
 
 
