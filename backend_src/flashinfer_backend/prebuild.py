@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig, read_assignments
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
 
@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     from flashinfer_backend.worker.start import _dtype
 
     try:
-        config = _config(options.model or BUNDLED, options.set)
+        settings = read_assignments(options.set) | {"model_dir": options.model or BUNDLED}
+        config = EngineConfig.from_parameters(settings)
         model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
         if config.quantization == "fp8":
             model = model.quantised_on_load()
@@ -77,16 +78,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"compiled {compiled} kernel modules" if compiled else "nothing to compile")
     return 0
-
-
-def _config(model: str, knobs: list[str]) -> EngineConfig:
-    pairs = dict(knob.partition("=")[::2] for knob in knobs)
-    fields = EngineConfig.__struct_fields__
-    if unknown := [name for name in pairs if name not in fields or name == "model_dir"]:
-        raise ValueError(
-            f"--set {' '.join(unknown)}: no knob of the engine; use --set dtype=float16, for example"
-        )
-    return EngineConfig.from_parameters(pairs | {"model_dir": model})
 
 
 def _arch(text: str) -> str:

@@ -123,10 +123,9 @@ def main() -> None:
     parser.add_argument("--streams", action="store_true", help="with other clients beside it")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
-    knobs = ["--set", "device=cpu", "max_tokens_in_paged_kv_cache=32768", "max_num_seqs=64", *options.set]
     with (
         tempfile.TemporaryDirectory() as folder,
-        openai_running(options.model, Path(folder), *knobs) as server,
+        openai_running(options.model, Path(folder), *options.set) as server,
     ):
         ask(server, 1, 4)
         others = Others(server)

@@ -63,7 +63,7 @@ def model_with_template(folder: Path) -> Path:
 
 
 class OpenAiServer:
-    """`parent` is the process of flashinfer_backend.openai."""
+    """`parent` is the process of flashinfer_backend.openai. Knobs may stand before other arguments."""
 
     def __init__(self, model: Path | str, folder: Path, *arguments: str, **environment: str) -> None:
         (port,) = free_ports(1)
@@ -72,6 +72,8 @@ class OpenAiServer:
         self.log_path = folder / f"openai-{port}.log"
         self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         settings = ["device=cpu", "max_tokens_in_paged_kv_cache=32768", "max_num_seqs=64"]
+        given = {argument.partition("=")[0] for argument in arguments}
+        settings = [knob for knob in settings if knob.partition("=")[0] not in given]
         command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", str(model)]
         command += ["--port", str(port), "--set", *settings, *arguments]
         env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1", **environment}

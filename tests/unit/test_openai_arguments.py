@@ -12,28 +12,57 @@ from pathlib import Path
 
 import pytest
 
+from flashinfer_backend import prebuild
 from flashinfer_backend.openai.__main__ import main
 from flashinfer_backend.serve import launcher, probe
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return str(unused.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "is no file; it should name one with a key a line"), ("# none yet\n\n", "holds no key")],
 )
-def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, content, message):
+def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, free_port, content, message):
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content)
     arguments = ["--model", "bundled", "--set", "device=cpu", "--api-key-file", str(path)]
-    assert main(arguments) == 1
+    assert main([*arguments, "--port", free_port]) == 1
     assert f"--api-key-file {path} {message}" in capsys.readouterr().err
 
 
-def test_settings_may_be_given_one_by_one(capsys):
+def test_settings_may_be_given_one_by_one(capsys, free_port):
     arguments = ["--model", "bundled", "--set", "device=tpu", "--set", "max_num_seqs=2"]
-    assert main(arguments) == 1
+    assert main([*arguments, "--port", free_port]) == 1
+    assert "parameter device of the llm model is 'tpu'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [main, prebuild.main])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["max_num_seqs=4", "--set", "max_num_seqs=5"], "max_num_seqs=5: already set to 4; set it once"),
+        (["dtype=float16", "dtype ="], "dtype=: already set to float16; set it once"),
+        (["max_num_seqs"], "max_num_seqs: should be KNOB=VALUE with one of attention_backend, "),
+        (["model_dir=/m"], "model_dir=/m: should be KNOB=VALUE with one of"),
+    ],
+)
+def test_a_setting_has_one_value(capsys, free_port, command, settings, message):
+    more = ["--port", free_port] if command is main else []
+    assert command(["--model", "bundled", "--set", *settings, *more]) == 1
+    assert f": --set {message}" in capsys.readouterr().err
+
+
+def test_a_setting_may_be_repeated(capsys, free_port):
+    settings = ["device=tpu", "dtype=auto", "dtype=auto"]
+    assert main(["--model", "bundled", "--set", *settings, "--port", free_port]) == 1
     assert "parameter device of the llm model is 'tpu'" in capsys.readouterr().err
 
 
@@ -48,10 +77,8 @@ def test_settings_may_be_given_one_by_one(capsys):
         ),
     ],
 )
-def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments, words):
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = str(unused.getsockname()[1])
-    command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", "bundled", "--port", port]
+def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments, words, free_port):
+    command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", "bundled", "--port", free_port]
     limit = (resource.RLIMIT_NOFILE, (files, files))
     ran = subprocess.run(
         [*command, *arguments],

@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
-from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig, read_assignments
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import Parent, metrics_dir
@@ -102,18 +100,10 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
         return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
     if (options.model is None) == (options.llm_config is None):
         raise ValueError("give one of --model DIR, --llm-config FILE and --beside PID")
-    known = {field.name for field in msgspec.structs.fields(EngineConfig)} - {"model_dir"}
     parameters = (
         read_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
     )
-    for assignment in options.set:
-        name, equals, value = assignment.partition("=")
-        if not equals or name not in known:
-            raise ValueError(
-                f"--set {assignment}: should be KNOB=VALUE with one of {', '.join(sorted(known))}"
-            )
-        parameters[name] = value
-    config = EngineConfig.from_parameters(parameters)
+    config = EngineConfig.from_parameters(parameters | read_assignments(options.set))
     visible_devices(config, os.environ)  # raises what is wrong before a process is started
     return config, run_dir(os.getpid(), "openai"), os.getpid()
 
