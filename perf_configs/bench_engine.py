@@ -37,6 +37,7 @@ from perf_configs.engine_start import engine_parameters, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
+REQUESTS = 1000  # conversations of a file
 CONTEXT, STEPS, SPARE = 256, 100, 40  # tokens: prompt of decode steps, steps timed, steps before and after
 
 
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
     parser.add_argument("--sharegpt", type=Path)
-    parser.add_argument("--requests", type=integer(1), default=1000)
+    parser.add_argument("--requests", type=integer(1), help=f"of that file (default {REQUESTS})")
     parser.add_argument(
         "--batches", default="1,16,64,256", help="sequences of the decode steps, none: empty (%(default)s)"
     )
@@ -233,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.sharegpt is not None and not options.sharegpt.is_file():
         parser.error(f"--sharegpt {options.sharegpt}: there is no such file")
+    if options.sharegpt is None and options.requests is not None:
+        parser.error("--requests is the number of conversations of --sharegpt FILE, which is not given")
     try:
         loads = [parse_load(text) for text in filter(None, options.lengths.split(","))]
     except ValueError as error:
@@ -264,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results["decode"].append(row)
         print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if options.sharegpt:
-        lengths = sharegpt_lengths(options.sharegpt, options.model, options.requests, core.config)
+        lengths = sharegpt_lengths(options.sharegpt, options.model, options.requests or REQUESTS, core.config)
         row = offline(core, lengths, vocab)
         results["offline"] = row
         print({k: v for k, v in row.items() if k != "timeline"})

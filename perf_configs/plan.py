@@ -83,6 +83,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
         if args.sharegpt is None:
             raise ValueError(f"--sharegpt is required by rows {', '.join(rows)}")
         _check_file("--sharegpt", args.sharegpt)
+    elif args.sharegpt is not None:
+        raise ValueError(
+            f"--sharegpt {args.sharegpt} is for rows of conversations, and none of {', '.join(scenarios)} has"
+            " them: leave it out"
+        )
     if known_lengths := [row for row, s in scenarios.items() if s.priority_per_output_token]:
         started = [spec for spec in chosen if spec.name not in urls]
         _check_order(", ".join(known_lengths), started, known, profile, args.knob)

@@ -312,6 +312,7 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
         (["--profile", "{tmp}/p.toml"], "p.toml: there is no such file"),
         (["--model-dir", "/nonexist"], "--model-dir /nonexist has no config.json"),
         (["--rows", "c"], "--sharegpt is required by rows c"),
+        (["--rows", "a,b", "--sharegpt", "{tmp}/few.json"], "and none of a, b has them: leave it out"),
         (["--rows", "c", "--sharegpt", "{tmp}/s.json"], "s.json: there is no such file"),
         (["--rows", "c", "--sharegpt", "{tmp}/few.json"], "has 3 usable conversations, 1000 were asked for"),
         (["--step-times", "{tmp}/s.json"], "s.json cannot be read: No such file"),
@@ -416,6 +417,12 @@ def test_bench_engine_refuses_what_build_refuses(tmp_path, capsys, item, message
     with pytest.raises(SystemExit) as caught:
         bench_engine.main(["--model", str(tmp_path), "--set", "max_num_seqs=8", "--set", item])
     assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_bench_engine_takes_a_number_of_conversations_with_a_file_alone(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench_engine.main(["--model", str(tmp_path), "--requests", "1000"])
+    assert caught.value.code == 2 and "--requests is the number of conversations" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
