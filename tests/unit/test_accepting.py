@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from responder_bench import OUTPUTS, TIMEOUT_S, Bench, Error, Sender, bench, row
 
+from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.serving import generation
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
@@ -171,6 +173,14 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
         ("cancellation_check_period_ms", "-1", "it should be an integer 0..60000"),
         ("max_num_seqs", "0", "it should be an integer 1..4096"),
         ("tokenizer_dir", "/nowhere", "no folder /nowhere"),
+        ("max_beam_width", "4", "model is '4': beam search is not supported"),
+        ("gpt_model_path", "/engines", "model is '/engines': there are no engine files here: set model_dir"),
+        ("executor_worker_path", "/mine", "model is '/mine': the engine is a Python process of this package"),
+        ("gpt_model_type", "V1", "it should be inflight_fused_batching, inflight_batching; static batching"),
+        ("max_num_seq", "4", "and nobody reads it; did you mean max_num_seqs"),
+        ("my_own", "4", "and nobody reads it; docs/knobs.md has all"),
+        ("batching_strategy", "inflight_batching", "and nobody reads it there: build.py --set batching_stra"),
+        ("max_prompt_bytes", "4", "and nobody reads it there: build.py --set max_prompt_bytes=4 writes it"),
     ],
 )
 def test_wrong_parameters_are_refused_before_an_engine_is_started(
@@ -178,8 +188,35 @@ def test_wrong_parameters_are_refused_before_an_engine_is_started(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
     monkeypatch.setattr(llm, "supervisors", lambda *_, **__: pytest.fail("an engine is started"))
-    parameters = {"model_dir": "bundled", name: value}
-    texts = {key: {"string_value": text} for key, text in parameters.items()}
-    config = {"model_name": "llm", "model_config": json.dumps({"parameters": texts})}
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(expected)):
-        TritonPythonModel().initialize(config)
+        TritonPythonModel().initialize(arguments({"model_dir": "bundled", name: value}))
+
+
+def test_what_tensorrt_llms_template_writes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names left empty or unfilled, those with one value in every file, and values that ask for what happens
+    anyway."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
+    started = RuntimeError("all parameters were taken")
+    monkeypatch.setattr(llm, "supervisors", Mock(side_effect=started))
+    monkeypatch.setattr(llm, "Responder", Mock())
+    unset = {name: "${" + name + "}" for name in (*FOREIGN, "gpt_model_type", "max_num_seqs")}
+    fixed = {
+        "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+        "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+        "gpt_model_type": "inflight_fused_batching",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "max_beam_width": "1",
+        "decoding_mode": "top_k_top_p",
+        "enable_trt_overlap": "True",
+        "lora_prefetch_dir": "",
+        "normalize_log_probs": "true",
+    }
+    with pytest.raises(RuntimeError) as caught:
+        TritonPythonModel().initialize(arguments({**unset, **fixed, "model_dir": "bundled"}))
+    assert caught.value is started
+
+
+def arguments(parameters: dict[str, str]) -> dict[str, str]:
+    """Of initialize."""
+    texts = {key: {"string_value": text} for key, text in parameters.items()}
+    return {"model_name": "llm", "model_config": json.dumps({"parameters": texts})}

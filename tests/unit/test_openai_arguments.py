@@ -60,6 +60,17 @@ def test_a_setting_has_one_value(capsys, free_port, command, settings, message):
     assert f": --set {message}" in capsys.readouterr().err
 
 
+def test_parameters_that_nobody_reads_are_refused(capsys, free_port, tmp_path):
+    """Of a config.pbtxt that was written by hand, as by the llm model."""
+    file = tmp_path / "config.pbtxt"
+    parameters = {"model_dir": "bundled", "max_beam_width": "2", "lora_prefetch_dir": "${lora_prefetch_dir}"}
+    lines = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in parameters.items()]
+    file.write_text("\n".join(lines))
+    assert main(["--llm-config", str(file), "--port", free_port]) == 1
+    message = "parameter max_beam_width of the llm model is '2': beam search is not supported"
+    assert f"openai: {message}" in capsys.readouterr().err
+
+
 def test_a_setting_may_be_repeated(capsys, free_port):
     settings = ["device=tpu", "dtype=auto", "dtype=auto"]
     assert main(["--model", "bundled", "--set", *settings, "--port", free_port]) == 1

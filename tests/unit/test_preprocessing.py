@@ -273,12 +273,13 @@ def test_parameters():
     def config(**parameters):
         return json.dumps({"parameters": {name: {"string_value": text} for name, text in parameters.items()}})
 
-    parameters = read_parameters(config(a=" x ", b="${b}", c="", d="False", e="maybe"))
-    assert parameters == {"a": "x", "d": "False", "e": "maybe"}
-    assert flag_parameter(parameters, "d", default=True) is False
+    texts = {"tokenizer_dir": " x ", "max_prompt_bytes": "${b}", "engine_dir": "", "gpt_model_path": " "}
+    parameters = read_parameters(config(**texts, add_special_tokens="maybe"), "preprocessing")
+    assert parameters == {"tokenizer_dir": "x", "add_special_tokens": "maybe"}
+    assert flag_parameter({"d": "False"}, "d", default=True) is False
     assert flag_parameter(parameters, "b", default=True) is True
-    with pytest.raises(ValueError, match="e is 'maybe'; it should be true, false"):
-        flag_parameter(parameters, "e", default=True)
+    with pytest.raises(ValueError, match="add_special_tokens is 'maybe'; it should be true, false"):
+        flag_parameter(parameters, "add_special_tokens", default=True)
     with pytest.raises(ValueError, match="b is not set; it should be a folder"):
         required_parameter(parameters, "b", "a folder")
 

@@ -245,7 +245,9 @@ def markdown_table() -> str:
         "",
         "## TensorRT-LLM's other names",
         "",
-        "These are accepted where they ask for what happens anyway, and refused otherwise.",
+        "These are accepted where they ask for what happens anyway, and refused otherwise. "
+        "Models that load, and the OpenAI API with `--llm-config`, do the same with parameters of a "
+        "config.pbtxt written by hand, and refuse names that stand in neither table.",
         "",
         "| name | accepted | why nothing else |",
         "|---|---|---|",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,4 +25,10 @@ def read_parameters(file: Path) -> tuple[str, dict[str, str]]:
     """(the model's name, its string parameters that are set) of a config.pbtxt. Raises as `read` does."""
     config = read(file)
     parameters = {name: value.string_value for name, value in config.parameters.items()}
-    return config.name or file.parent.name, parameters
+    return config.name or file.parent.name, set_parameters(parameters)
+
+
+def set_parameters(texts: Mapping[str, str]) -> dict[str, str]:
+    """Parameters that are set: neither empty nor still an unfilled `${...}`."""
+    stripped = {name: text.strip() for name, text in texts.items()}
+    return {name: text for name, text in stripped.items() if text and not text.startswith("${")}

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, TRT_LLM
+from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, POST, TRT_LLM
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.config import auto_queue_size
 
@@ -18,6 +18,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# Parameters of a config.pbtxt that are no knobs: of Triton, of its Python backend, and names of other models.
+TRITONS_OWN = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH", "TRITON_BATCH_STRATEGY_PATH")
+OWN_NAMES = {LLM: ("postprocessing_model_name",), POST: ("llm_model_name",)}
 # Knobs whose default follows from another's value.
 FOLLOWING = (
     *("tokenizer_dir", "max_queue_size", "preferred_batch_size", "llm_preferred_batch_size"),
@@ -98,6 +101,33 @@ def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[st
     return values
 
 
+def check_parameters(parameters: Mapping[str, str], model: str) -> None:
+    """Raises ValueError for parameters of a model's config.pbtxt that nobody would look at. TensorRT-LLM's
+    others may have the values that ask for what happens anyway. Values of knobs are for who reads them.
+    model: one of MODELS."""
+    problems = []
+    for name, text in parameters.items():
+        place = f"parameter {name} of the {model} model is {text!r}"
+        knob = BY_NAME.get(name)
+        if name in TRITONS_OWN or name in OWN_NAMES.get(model, ()):
+            continue
+        if name in FOREIGN:
+            if refusal := FOREIGN[name].refusal(text):
+                problems.append(f"{place}: {refusal}")
+        elif knob is None:
+            problems.append(f"{place}, and nobody reads it{_did_you_mean(name, 'docs/knobs.md has all')}")
+        elif (model, f"parameters.{name}") not in knob.places:
+            there = f"build.py --set {name}={text} writes it where it is"
+            problems.append(f"{place}, and nobody reads it there: {there}")
+        elif name == "gpt_model_type":  # which has one meaning, so that nobody else looks at it
+            try:
+                knob.parse(text)
+            except ValueError as error:
+                problems.append(f"{place}; it {error}{_instead(knob.name, text)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
     """A value for every knob: the chosen ones, defaults, and for five knobs what follows from others or from
     the llm model's name."""
@@ -115,9 +145,9 @@ def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
     return values
 
 
-def _did_you_mean(name: str) -> str:
+def _did_you_mean(name: str, otherwise: str = "--list-knobs shows all") -> str:
     close = difflib.get_close_matches(name, [*BY_NAME, *FOREIGN], n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else "; --list-knobs shows all"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; {otherwise}"
 
 
 def _instead(name: str, text: str) -> str:

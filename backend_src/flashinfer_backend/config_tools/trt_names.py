@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's fill_template names that are no knobs here.
+"""TensorRT-LLM's fill_template names, and those of its config.pbtxt files, that are no knobs here.
 
 A value that asks for what happens anyway is accepted. Any other is refused, with the way to get the same
 here or the statement that there is none: a knob that is silently without effect misleads.
@@ -42,6 +42,8 @@ _ONE_PROCESS = (
     " there are, gpu_device_ids which GPUs they get"
 )
 _FULL_ATTENTION = "every token attends to the whole sequence: bound it with max_seq_len"
+_WORKERS = "/opt/tritonserver/backends/tensorrtllm"
+_NO_WORKER = "the engine is a Python process of this package"
 _GRAPHS = "set cuda_graph_batch_sizes to auto, none or a list of batch sizes"
 
 FOREIGN: dict[str, ForeignKnob] = {
@@ -103,5 +105,11 @@ FOREIGN: dict[str, ForeignKnob] = {
     "pipeline_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
     "max_draft_len": ForeignKnob(("0",), _NO_SPECULATION),
     "gpt_model_path": ForeignKnob((), _NO_ENGINE),
+    "encoder_model_path": ForeignKnob((), _NO_ENCODER),
+    "visual_model_path": ForeignKnob((), _NO_MULTIMODAL),
+    "executor_worker_path": ForeignKnob((f"{_WORKERS}/trtllmExecutorWorker",), _NO_WORKER),
+    "worker_path": ForeignKnob((f"{_WORKERS}/triton_tensorrtllm_worker",), _NO_WORKER),
+    "max_num_sequences": ForeignKnob((), "set max_num_seqs"),
+    "max_kv_cache_length": ForeignKnob((), _FULL_ATTENTION),
     "tensorrt_llm_model_name": ForeignKnob((), "name the model with --llm-name NAME"),
 }

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.config_tools.settings import check_parameters
 from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
 from flashinfer_backend.core.config import EngineConfig, read_assignments
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
@@ -96,16 +98,23 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
     if options.beside is not None:
         if options.llm_config is None or options.set:
             raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")
-        name, parameters = read_parameters(options.llm_config)
+        name, parameters = _llm_parameters(options.llm_config)
         return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
     if (options.model is None) == (options.llm_config is None):
         raise ValueError("give one of --model DIR, --llm-config FILE and --beside PID")
     parameters = (
-        read_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
+        _llm_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
     )
     config = EngineConfig.from_parameters(parameters | read_assignments(options.set))
     visible_devices(config, os.environ)  # raises what is wrong before a process is started
     return config, run_dir(os.getpid(), "openai"), os.getpid()
+
+
+def _llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
+    """The llm model's name and parameters. Raises ValueError for those that nobody would look at."""
+    name, parameters = read_parameters(file)
+    check_parameters(parameters, LLM)
+    return name, parameters
 
 
 def _worker_options(options: Any, config: EngineConfig, folder: Path, server: int) -> WorkerOptions:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
 from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
@@ -46,7 +47,7 @@ class TritonPythonModel:
 
         self._pb = pb_utils
         self._name = args["model_name"]
-        self._parameters = read_parameters(args["model_config"])
+        self._parameters = read_parameters(args["model_config"], LLM)
         # An engine takes a minute to start: what is wrong with any parameter is said before.
         config = EngineConfig.from_parameters(self._parameters)
         log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))

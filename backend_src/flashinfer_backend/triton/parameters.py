@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 
 from flashinfer_backend.config_tools.knobs import BY_NAME
+from flashinfer_backend.config_tools.model_config import set_parameters
+from flashinfer_backend.config_tools.settings import check_parameters
 from flashinfer_backend.core.values import Values
 
 
-def read_parameters(model_config: str) -> dict[str, str]:
-    """Parameters of a model configuration (JSON, as Triton hands it to initialize()). Those that are
-    empty or still an unfilled `${...}` count as unset and are left out."""
+def read_parameters(model_config: str, model: str) -> dict[str, str]:
+    """Parameters of a model configuration (JSON, as Triton hands it to initialize()) that are set. model: one
+    of MODELS. Raises ValueError for those that nobody would look at."""
     parameters = json.loads(model_config).get("parameters", {})
-    texts = {name: value["string_value"].strip() for name, value in parameters.items()}
-    return {name: text for name, text in texts.items() if text and not text.startswith("${")}
+    found = set_parameters({name: value["string_value"] for name, value in parameters.items()})
+    check_parameters(found, model)
+    return found
 
 
 def required_parameter(parameters: dict[str, str], name: str, meaning: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.config_tools.knobs import POST
 from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -77,7 +78,7 @@ class TritonPythonModel:
     """Triton's interface: tensors in, tensors out."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        parameters = read_parameters(args["model_config"])
+        parameters = read_parameters(args["model_config"], POST)
         folder = required_parameter(parameters, "tokenizer_dir", "the folder of the tokenizer, or 'bundled'")
         self._decoder = DeltaDecoder(
             TextTokenizer(resolve_model_dir(folder)).backend,

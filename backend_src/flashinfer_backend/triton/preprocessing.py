@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.config_tools.knobs import PRE
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_word_ids, check_words
@@ -221,7 +222,7 @@ class TritonPythonModel:
     """Triton's interface: tensors in, tensors out."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        parameters = read_parameters(args["model_config"])
+        parameters = read_parameters(args["model_config"], PRE)
         folder = required_parameter(parameters, "tokenizer_dir", "the folder of the tokenizer, or 'bundled'")
         self._preprocessor = Preprocessor(
             TextTokenizer(resolve_model_dir(folder)),
