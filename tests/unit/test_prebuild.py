@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -151,34 +153,96 @@ def test_compilers_end_with_their_engine(tmp_path):
     os.close(compiler)
 
 
+HOLD = """if True:
+    import sys
+    from pathlib import Path
+    from flashinfer_backend.worker import prebuild
+    with prebuild._locked(Path(sys.argv[1])):
+        print("locked", flush=True)
+        for command in sys.stdin:
+            prebuild.run_ninja(command.split(), prebuild.Estimate([1], 1))
+            print("compiled", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def holding(folder):
+    """A process that has the lock, and runs a command of ninja's for each line that it gets."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], **pipes) as other:
+        assert other.stdout.readline() == "locked\n"
+        try:
+            yield other
+        finally:
+            other.kill()
+
+
 def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
     pytest.importorskip("filelock")
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(prebuild, "WAITING_S", 0.1)
-    code = (
-        "import sys; from pathlib import Path; from flashinfer_backend.worker import prebuild\n"
-        "with prebuild._locked(Path(sys.argv[1])): print('locked', flush=True); input()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], **pipes) as other:
-        assert other.stdout.readline() == "locked\n"
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
+    with holding(tmp_path) as other:
         waits = []
 
         def log(text: str, *values: object) -> None:
-            waits.append(text)
-            if len(waits) == 2:
-                other.stdin.write("\n")
-                other.stdin.flush()
+            waits.append(text % values)
+            if len(waits) == 3:
+                other.stdin.close()  # it ends
 
         monkeypatch.setattr(prebuild.log, "info", log)
-        with prebuild._locked(tmp_path / "lock"):
-            assert len(waits) >= 2 and "another process" in waits[0]
+        monkeypatch.setattr(progress.log, "info", log)
+        with prebuild._locked(tmp_path):
+            assert len(waits) >= 3 and all("another process" in line for line in waits)
     # One that is killed leaves no lock behind.
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], **pipes) as other:
-        assert other.stdout.readline() == "locked\n"
+    with holding(tmp_path) as other:
         other.kill()
-    with prebuild._locked(tmp_path / "lock"):
-        pass
+        other.wait()
+        with prebuild._locked(tmp_path):
+            pass
+
+
+@needs_ninja
+def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build, monkeypatch, tmp_path):
+    """And its waiting alone is none."""
+    pytest.importorskip("filelock")
+    folder, command = small_build
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(progress, "_file", None)
+    run = tmp_path / "run"
+    run.mkdir()
+    progress.note_in(run)
+    looks, texts = threading.Semaphore(0), set()
+
+    def log(_: str, text: str) -> None:
+        texts.add(text)
+        looks.release()
+
+    monkeypatch.setattr(progress.log, "info", log)
+
+    def after_looks() -> float:
+        for _ in range(4):
+            assert looks.acquire(timeout=20)
+        return progress.last_progress(run)
+
+    def wait() -> None:
+        with prebuild._locked(folder):
+            pass
+
+    with holding(folder) as other:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        began = after_looks()
+        while len(texts) < 3:  # which tell the seconds
+            assert after_looks() == began, "time passes, and that is all"
+        other.stdin.write(shlex.join(command) + "\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "compiled\n"
+        while looks.acquire(blocking=False):
+            pass
+        later = after_looks()
+        assert began < later == after_looks()
+        other.kill()
+        waiting.join(20)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("wrong", [["--arch", "sm_80"], ["--arch", "hopper"]])

@@ -33,7 +33,7 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.core.progress import PROGRESS_S, telling
+from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ FILE_SECONDS: dict[Kind, float] = {
     "xqa": 3.0,
 }
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
-WAITING_S = PROGRESS_S  # between two lines while another process compiles
+# In FlashInfer's build folder. Its own common builds take the lock, too: they write the same log of ninja's,
+# which gets a line for each finished step.
+LOCK, NINJA_LOG = "tmp/flashinfer_jit.lock", ".ninja_log"
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
 HINTS = {
@@ -118,8 +120,7 @@ def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int
     folder = libraries_folder(env.FLASHINFER_WORKSPACE_DIR)
     compiled = 0
     if not _link_existing(specs, folder):
-        # The lock that FlashInfer's own common builds take: they write the same log of ninja's.
-        with _locked(env.FLASHINFER_JIT_DIR / "tmp" / "flashinfer_jit.lock"):
+        with _locked(env.FLASHINFER_JIT_DIR):
             if not _link_existing(specs, folder):  # what another process compiled meanwhile is there
                 missing = {kind: s for kind, s in specs.items() if not library(folder, s.name).exists()}
                 compiled = _compile(missing, folder)
@@ -241,23 +242,38 @@ def _place(source: Path, target: Path, link: bool = False) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time compiles; the lock ends with its holder."""
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time compiles in FlashInfer's build folder; the lock ends with its holder."""
     from filelock import FileLock, Timeout
 
+    path = folder / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
-    began, patience = time.monotonic(), 0.0
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=patience)
-        except Timeout:
-            log.info("another process compiles the kernels: waiting, %.0f s by now", time.monotonic() - began)
-            patience = WAITING_S
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        began = time.monotonic()
+
+        def how_far() -> str:
+            return f"another process compiles the kernels: waiting, {time.monotonic() - began:.0f} s by now"
+
+        log.info("%s", how_far())
+        # A file that the other one has compiled is progress of this start, too. While it hangs there is none.
+        with telling(how_far, lambda: _written(folder / NINJA_LOG)):
+            lock.acquire()
     try:
         yield
     finally:
         lock.release()
+
+
+def _written(path: Path) -> tuple[int, int]:
+    """What changes when a file is written; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def _compile(specs: dict[Kind, Any], folder: Path) -> int:
