@@ -74,6 +74,40 @@ def test_items_are_messages(client: openai.OpenAI) -> None:
     assert answer.usage.input_tokens == chat.usage.prompt_tokens
 
 
+def series(kind: str) -> list[str]:
+    """The events of an output item, a delta for any number of them, in the order that OpenAI's API has."""
+    added, done = "response.output_item.added", "response.output_item.done"
+    if kind == "function_call":
+        name = "response.function_call_arguments"
+        return [added, f"{name}.delta", f"{name}.done", done]
+    name = "response.output_text" if kind == "message" else "response.reasoning_text"
+    part = "response.content_part"
+    return [added, f"{part}.added", f"{name}.delta", f"{name}.done", f"{part}.done", done]
+
+
+def check_events(events: list[Any]) -> list[str]:
+    """That the events of a stream have their order and add up to the last one's output; kinds of its items.
+    The client has checked each against its type."""
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    between, final = events[2:-1], events[-1].response
+    for n, item in enumerate(final.output):
+        own = [event for event in between if event.output_index == n]
+        names = [event.type for event in own]
+        assert list(dict.fromkeys(names)) == series(item.type)
+        assert all(names.count(name) == 1 for name in names if not name.endswith(".delta"))
+        assert {event.item_id for event in own[1:-1]} == {item.id} == {own[0].item.id}
+        assert own[0].item.status == "in_progress" and own[-1].item == item
+        said = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        if item.type == "function_call":
+            assert own[0].item.arguments == "" and own[-2].arguments == item.arguments == said
+        else:
+            (part,) = item.content
+            assert own[0].item.content == [] and own[1].part.to_dict() == {**part.to_dict(), "text": ""}
+            assert own[-3].text == part.text == said and own[-2].part.to_dict() == part.to_dict()
+    assert [event.output_index for event in between] == sorted(event.output_index for event in between)
+    return [item.type for item in final.output]
+
+
 @pytest.mark.parametrize("kind", ["text", "call", "reasoning"])
 def test_a_stream_says_the_same(client: openai.OpenAI, kind: str) -> None:
     more: dict[str, Any] = {}
@@ -84,9 +118,8 @@ def test_a_stream_says_the_same(client: openai.OpenAI, kind: str) -> None:
     whole = respond(client, **more)
     events = list(respond(client, stream=True, **more))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert [event.type for event in events[:3]] == [
-        *("response.created", "response.in_progress", "response.output_item.added"),
-    ]
+    kinds = {"text": "message", "call": "function_call", "reasoning": "reasoning"}
+    assert check_events(events) == [kinds[kind]]
     final = events[-1].response
     assert events[-1].type == f"response.{whole.status}"
     assert final.usage.output_tokens == whole.usage.output_tokens
@@ -100,6 +133,20 @@ def test_a_stream_says_the_same(client: openai.OpenAI, kind: str) -> None:
         assert whole.usage.output_tokens_details.reasoning_tokens > 0
     else:
         assert final.output_text == deltas == whole.output_text
+
+
+def test_items_of_several_kinds_stream_one_after_the_other(client: openai.OpenAI) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    text = json.dumps(f"Let me see.\n{call}\n{call}\nDone.")
+    more = {"tools": [TOOL], "extra_body": {"structured_outputs": {"grammar": f"root ::= {text}"}}}
+    whole, events = (
+        respond(client, max_output_tokens=200, **more),
+        list(respond(client, max_output_tokens=200, stream=True, **more)),
+    )
+    kinds = ["message", "function_call", "function_call", "message"]
+    assert check_events(events) == [item.type for item in whole.output] == kinds
+    for output in (whole.output, events[-1].response.output):
+        assert [output[n].content[0].text for n in (0, 3)] == ["Let me see.", "Done."]
 
 
 def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:

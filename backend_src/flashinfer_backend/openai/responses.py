@@ -291,7 +291,7 @@ class _Reply:
         changes: list[dict[str, Any]] = [
             {"type": "response.output_item.added", "output_index": at, "item": shown}
         ]
-        if part and kind == "message":
+        if part:
             changes.append(
                 {
                     **{"type": "response.content_part.added", "item_id": item["id"], "output_index": at},
@@ -318,8 +318,7 @@ class _Reply:
             changes.append(
                 {"type": f"response.{kind}.done", **place, "content_index": 0, "text": text, **more}
             )
-            if item["type"] == "message":
-                part = {"type": "response.content_part.done", **place, "content_index": 0}
-                changes.append({**part, "part": dict(item["content"][0])})
+            part = {"type": "response.content_part.done", **place, "content_index": 0}
+            changes.append({**part, "part": dict(item["content"][0])})
         changes.append({"type": "response.output_item.done", "output_index": at, "item": dict(item)})
         return changes
