@@ -120,6 +120,14 @@ def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
     assert gathered(one) == ("Let me see.", [weather], "tool_calls")
 
 
+def test_text_between_calls_keeps_what_separates_it(client: openai.OpenAI) -> None:
+    said = saying(f"One.\n{CALL}\nTwo.\n{CALL}\n")
+    answer = ask(client, tools=[WEATHER], extra_body=said)
+    assert answer.choices[0].message.content == "One.\n\nTwo." and len(calls_of(answer)) == 2
+    streamed = gathered(ask(client, tools=[WEATHER], extra_body=said, stream=True))
+    assert streamed == ("One.\n\nTwo.", calls_of(answer), "tool_calls")
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> None:
     """The bias has the model, which writes anything else after it, open a call."""

@@ -95,6 +95,24 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         '<tool_call>{"name": "now"}\nDone. <tool_call>{"name": "now"}</tool_call>',
         [*called("now", "{}"), content("Done."), *called("now", "{}")],
     ),
+    "hermes, text between calls": (
+        maker("hermes"),
+        f'\nFirst. \n{HERMES}\n\nThen this. <tool_call>{{"name": "now"}}</tool_call> '
+        '<tool_call>{"name": "now"}\nDone. \n',
+        [
+            content("\nFirst."),
+            *called("weather", PARIS),
+            content(" \n\n\nThen this."),
+            *called("now", "{}"),
+            *called("now", "{}"),
+            content("  \nDone. \n"),
+        ],
+    ),
+    "hermes, blanks around calls alone": (
+        maker("hermes"),
+        f" \n{HERMES}\n\n<tool_call>1 {HERMES} \n",
+        [*called("weather", PARIS), content("<tool_call>1"), *called("weather", PARIS)],
+    ),
     "hermes, cut off": (
         maker("hermes"),
         '<tool_call>{"name": "weather", "arguments": {"city": "Par',
@@ -121,6 +139,12 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         maker("qwen3_coder"),
         "I look.\n\n" + XML,
         [content("I look."), *called("weather", XML_ARGUMENTS)],
+    ),
+    "xml, text between calls": (
+        maker("qwen3_coder"),
+        f"One.\n{XML}\nTwo.\n{XML}\n",
+        [content("One."), *called("weather", XML_ARGUMENTS), content("\n\nTwo.")]
+        + called("weather", XML_ARGUMENTS),
     ),
     "xml, no parameters": (
         maker("qwen3_coder"),
@@ -189,6 +213,11 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
         [*called("weather", PARIS), *called("now", "{}", "abcdefghi")],
     ),
+    "mistral, text between calls": (
+        maker("mistral"),
+        "One. [TOOL_CALLS]now[ARGS]{} Two. [TOOL_CALLS]now[ARGS]{}",
+        [content("One."), *called("now", "{}"), content("  Two."), *called("now", "{}")],
+    ),
     "mistral, no call": (maker("mistral"), "A [TOOL_CALLS][1]", [content("A [TOOL_CALLS][1]")]),
     "harmony": (
         maker("harmony", "harmony"),
@@ -198,6 +227,17 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         + PARIS
         + "<|call|>",
         [Event(REASONING, "Hm."), content("I look."), *called("weather", PARIS)],
+    ),
+    "harmony, several messages of a kind": (
+        maker("harmony", "harmony"),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Ah.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|><|end|><|start|>assistant<|channel|>final<|message|>Noon",
+        [
+            *(Event(REASONING, "Hm."), content("I look."), *called("now", "{}")),
+            *(Event(REASONING, "\nAh."), content("\nNoon")),
+        ],
     ),
     "harmony, recipient in the role": (
         maker("harmony", "harmony"),

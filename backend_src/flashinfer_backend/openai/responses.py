@@ -242,6 +242,10 @@ class _Reply:
         kinds = {CONTENT: "message", CALL: "function_call", ARGUMENTS: "function_call"}
         kind = kinds.get(each.kind, "reasoning")
         if not self._open or self._items[-1]["type"] != kind or each.kind == CALL:
+            if self._items and each.kind != CALL:  # blanks between two pieces of text, which are items here
+                each = each._replace(text=each.text.lstrip())
+                if not each.text:
+                    return []
             changes += self._close("completed")
             changes += self._begin(kind, each)
         item, at = self._items[-1], len(self._items) - 1

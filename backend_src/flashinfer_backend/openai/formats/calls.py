@@ -10,7 +10,8 @@ from flashinfer_backend.openai.formats.json_scan import CallListScanner, CallSca
 
 
 class MarkedReader:
-    """Content up to a mark, then a call, then content again. Blanks beside a call are dropped.
+    """Content up to a mark, then a call, then content again. Blanks beside a call are dropped, unless they
+    stand between two pieces of content: then the second one begins with them.
 
     A subclass reads what follows the mark (`_read_call`).
     """
@@ -20,8 +21,9 @@ class MarkedReader:
     def __init__(self) -> None:
         self._text = ""  # held back, or not read yet
         self._in_call = False
-        self._after_call = False  # blanks that come now are dropped
-        self._blanks = ""  # between the content and the latest mark
+        self._after_call = False  # only blanks have come since
+        self._said = False  # there was content
+        self._blanks = ""  # since the latest content, the calls in between left out
 
     def feed(self, text: str) -> list[Event]:
         self._text += text
@@ -32,16 +34,18 @@ class MarkedReader:
                     return events
                 continue
             if self._after_call:
-                self._text = self._text.lstrip()
-                self._after_call = not self._text
+                begin = self._text.lstrip()
+                if self._said:
+                    self._blanks += self._text[: len(self._text) - len(begin)]
+                self._text, self._after_call = begin, not begin
             content, mark, rest = self._text.partition(self.mark)
             if not mark:
                 safe, self._text = split_held(self._text, self.mark)
-                _append(events, safe)
+                self._say(events, safe)
                 return events
             said = content.rstrip()
-            _append(events, said)
-            self._blanks = content[len(said) :]
+            self._say(events, said)
+            self._blanks += content[len(said) :]
             self._text, self._in_call = rest, True
             self._begin_call()
 
@@ -50,7 +54,7 @@ class MarkedReader:
         if self._in_call:
             self._end_in_call(events)
         elif not self._after_call:
-            _append(events, self._text)
+            self._say(events, self._text)
         return events
 
     def _begin_call(self) -> None:
@@ -67,11 +71,18 @@ class MarkedReader:
 
     def _leave_call(self) -> None:
         self._in_call, self._after_call = False, True
+        if not self._said:
+            self._blanks = ""
 
     def _not_a_call(self, events: list[Event], raw: str) -> None:
         """What followed the mark is no call: it is content, with the mark and the blanks before it."""
-        _append(events, self._blanks + self.mark + raw)
+        self._say(events, self.mark + raw)
         self._in_call = False
+
+    def _say(self, events: list[Event], text: str) -> None:
+        if text:
+            events.append(Event(CONTENT, self._blanks + text))
+            self._said, self._blanks = True, ""
 
 
 class HermesReader(MarkedReader):
@@ -96,7 +107,8 @@ class HermesReader(MarkedReader):
             rest = self._text.lstrip()
             if rest != self.close and self.close.startswith(rest):
                 return False
-            self._text = rest.removeprefix(self.close)  # some models leave it out
+            if rest.startswith(self.close):  # some models leave it out
+                self._text = rest.removeprefix(self.close)
         else:  # what is left of a call that broke off says nothing
             _, close, rest = self._text.partition(self.close)
             if not close:

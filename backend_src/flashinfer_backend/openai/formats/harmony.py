@@ -17,7 +17,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
-    tokens as text. A message to a function is a call."""
+    tokens as text. A message to a function is a call. Between two of one kind stands a line break."""
 
     def __init__(self, whole_arguments: bool = False) -> None:
         """whole_arguments: arguments are whole JSON, so that marks in their strings end no message."""
@@ -26,7 +26,8 @@ class HarmonyReader:
         self._state = "begin"
         self._text = ""
         self._kind = CONTENT
-        self._reasoned = False
+        self._said: set[str] = set()  # kinds of text that there were
+        self._break = ""  # before what comes next
 
     def feed(self, text: str) -> list[Event]:
         self._text += text
@@ -39,7 +40,7 @@ class HarmonyReader:
 
     def finish(self) -> list[Event]:
         if self._state in ("begin", "body") and self._text:
-            return [Event(self._kind, self._text)]
+            return [Event(self._kind, self._break + self._text)]
         return []
 
     def _in_begin(self, events: list[Event]) -> None:
@@ -62,13 +63,9 @@ class HarmonyReader:
             self._kind = ARGUMENTS
             self._value = ValueScanner() if self._whole else None
             events.append(Event(CALL, recipient.removeprefix("functions.")))
-        elif channel == "analysis":
-            self._kind = REASONING
-            if self._reasoned:
-                events.append(Event(REASONING, "\n"))
-            self._reasoned = True
         else:
-            self._kind = CONTENT
+            self._kind = REASONING if channel == "analysis" else CONTENT
+        self._break = "\n" if self._kind in self._said else ""
 
     def _in_body(self, events: list[Event]) -> None:
         if self._value is not None:
@@ -86,4 +83,7 @@ class HarmonyReader:
         else:
             body, self._text, self._state = self._text[: found.start()], self._text[found.end() :], "header"
         if body:
-            events.append(Event(self._kind, body))
+            events.append(Event(self._kind, self._break + body))
+            self._break = ""
+            if self._kind != ARGUMENTS:
+                self._said.add(self._kind)
