@@ -10,7 +10,7 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from openai_server import CALL_TOKEN, OpenAiServer
+from openai_server import CALL_TOKEN, OpenAiServer, events
 
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 CITIES = ["Paris", "Ulm", "Rome"]
@@ -32,6 +32,9 @@ WEATHER: Any = {
 PLACE = {"parameters": WEATHER["function"]["parameters"]}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+CANCELLED = 'sequences_finished_total{finish_reason="cancelled"}'
 
 
 def strictly(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +121,42 @@ def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
     assert (calls_of(one), one.choices[0].finish_reason) == ([weather], "tool_calls")
     one = ask(client, **more, parallel_tool_calls=False, stream=True)
     assert gathered(one) == ("Let me see.", [weather], "tool_calls")
+
+
+@pytest.mark.parametrize("behind", ["", CALL[:-20], CALL, " Done."])
+def test_an_answer_with_one_call_ends_with_it(door: OpenAiServer, behind: str) -> None:
+    """Whatever the model would say behind it, which would take its 900 tokens. What is told of tokens is the
+    same both ways."""
+    grammar = f"root ::= {json.dumps(f'Hm.{CALL}{behind}')} [a-z]{{2000}}"
+    body = {
+        **{"messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False, "max_tokens": 900},
+        **{"structured_outputs": {"grammar": grammar}, "temperature": 0.0},
+        **{"return_token_ids": True, "logprobs": True},
+    }
+    ended = door.metric(CANCELLED)
+    (choice,), usage = (answer := door.call("/v1/chat/completions", body)[2])["choices"], answer["usage"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Hm."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Ulm"}'
+    ids, probs = choice["token_ids"], choice["logprobs"]["content"]
+    said = door.call("/detokenize", {"tokens": ids})[2]["prompt"]
+    assert f"Hm.{CALL}".startswith(said) and said.rstrip("}").endswith('"Ulm"')
+    assert usage["completion_tokens"] == len(ids) == len(probs)
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = events(door.call("/v1/chat/completions", streamed)[2])
+    assert last["usage"]["completion_tokens"] == usage["completion_tokens"]
+    found = [part["choices"][0] for part in parts]
+    assert [i for part in found for i in part["token_ids"]] == ids
+    told = [part["logprobs"]["content"] for part in found if part["logprobs"]]
+    assert [one["token"] for some in told for one in some] == [one["token"] for one in probs]
+    wanted = {key: body[key] for key in ("structured_outputs", "parallel_tool_calls", "temperature")}
+    wanted |= {"input": "Paris?", "tools": [{"type": "function", "name": "weather", **PLACE}]}
+    response = door.call("/v1/responses", {**wanted, "max_output_tokens": 900})[2]
+    assert [item["type"] for item in response["output"]] == ["message", "function_call"]
+    streamed = {**wanted, "max_output_tokens": 900, "stream": True}
+    final = door.call("/v1/responses", streamed)[2].strip().rpartition("\ndata: ")[2]
+    assert json.loads(final)["response"]["usage"]["output_tokens"] == response["usage"]["output_tokens"]
+    assert door.metric(CANCELLED) == ended + 4
 
 
 def test_text_between_calls_keeps_what_separates_it(client: openai.OpenAI) -> None:

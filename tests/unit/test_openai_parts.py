@@ -18,7 +18,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.chat import Answer
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
-from flashinfer_backend.openai.formats.events import Event, merged
+from flashinfer_backend.openai.formats.events import CALL, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, decode
 from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
@@ -211,8 +211,11 @@ TEXTS = {
 }
 
 
-def answered(text: str, tools: str, cuts: set[int], streaming: bool, stop: list[str]) -> Any:
-    """Events of an answer whose tokens arrive one by one, and are taken after those that `cuts` names."""
+def answered(
+    text: str, tools: str, cuts: set[int], streaming: bool, stop: list[str], one_call: bool = False
+) -> Any:
+    """Events, finish reason and number of tokens of an answer whose tokens arrive one by one, and are taken
+    after those that `cuts` names. one_call: it ends with its first call."""
     cancelled: list[int] = []
     link: Any = SimpleNamespace(
         engines=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
@@ -233,6 +236,7 @@ def answered(text: str, tools: str, cuts: set[int], streaming: bool, stop: list[
         ),
         skip_special_tokens=False,
         tools=Tools(AUTO, [], SCHEMAS),
+        one_call=one_call,
         streams=streams,
     )
     answer, events = Answer(turn, stream), []
@@ -246,7 +250,8 @@ def answered(text: str, tools: str, cuts: set[int], streaming: bool, stop: list[
         chunk = stream.take()
         assert chunk is not None and chunk.last
         events += answer.take(chunk)
-    return [Event(e.kind, e.text) for e in merged(events)], answer.finish
+    assert bool(cancelled) <= bool(stop or one_call)
+    return [Event(e.kind, e.text) for e in merged(events)], answer.finish, stream.timing.sent
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -260,3 +265,22 @@ def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], sto
     assert whole[0] and not any(word in event.text for word in stop for event in whole[0])
     assert answered(TEXTS[tools], tools, cuts, True, stop) == whole
     assert answered(TEXTS[tools], tools, set(range(999)), True, stop) == whole
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(TEXTS)),
+    st.sets(st.integers(0, 90)),
+    st.sampled_from([[], ["Moment"], ["🌧"], ["}</tool_call>"]]),
+)
+def test_an_answer_with_one_call_ends_at_the_same_token(tools: str, cuts: set[int], stop: list[str]) -> None:
+    whole = answered(TEXTS[tools], tools, set(), True, stop, one_call=True)
+    assert answered(TEXTS[tools], tools, cuts, True, stop, one_call=True) == whole
+    assert answered(TEXTS[tools], tools, set(range(999)), True, stop, one_call=True) == whole
+    (events, finish, sent), free = whole, answered(TEXTS[tools], tools, set(), True, stop)
+    calls = [n for n, event in enumerate(events) if event.kind == CALL]
+    assert len(calls) == min(1, sum(event.kind == CALL for event in free[0]))
+    assert events == free[0][: len(events)] and (finish, sent <= free[2]) == (free[1], True)
+    if calls and not stop:
+        assert calls[0] == len(events) - 2 and json.loads(events[-1].text)["city"].startswith("Köln")
+        assert sent < free[2] or tools == "llama3_json", "and before what closes it"

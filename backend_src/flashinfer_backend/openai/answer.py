@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams, log_probs, unavailable
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
-from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.transport import protocol
 
 encode = msgspec.json.encode
@@ -39,10 +39,29 @@ def event(content: Any) -> bytes:
 def take_text(door: Door, stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> str:
     """The text that a chunk adds to its sequence's. To be called once for each chunk, in their order."""
     text = decoder.delta(stream.context_ids, chunk.ids, chunk.last)
+    note_sent(door, stream, chunk)
+    return text if chunk.max_chars == NO_LIMIT else text[: chunk.max_chars]
+
+
+def text_of_ids(stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> Iterator[str]:
+    """The same text in a piece for each id, before the chunk is noted."""
+    context, left = stream.context_ids, chunk.max_chars
+    for n, token in enumerate(chunk.ids, 1):
+        text = decoder.delta(context, [token], chunk.last and n == len(chunk.ids))
+        context = [*context, token][-CONTEXT_IDS:]
+        if left != NO_LIMIT:
+            text = text[:left]
+            left -= len(text)
+        yield text
+    if chunk.last and not chunk.ids:  # an incomplete character may be left
+        yield decoder.delta(context, [], True)
+
+
+def note_sent(door: Door, stream: Stream, chunk: Chunk) -> None:
+    """Counts a chunk's ids as sent, and with the last chunk the sequence as ended."""
     stream.sent(chunk)
     if chunk.last:
         door.metrics.ended(stream, chunk)
-    return text if chunk.max_chars == NO_LIMIT else text[: chunk.max_chars]
 
 
 def finish_reason(code: int) -> str:

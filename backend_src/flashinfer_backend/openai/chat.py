@@ -20,14 +20,25 @@ from flashinfer_backend.openai.answer import (
     Usage,
     event,
     finish_reason,
+    note_sent,
     take_text,
+    text_of_ids,
     token_log_probs,
 )
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice as formats
 from flashinfer_backend.openai.formats.calls import ListReader, NamedReader
-from flashinfer_backend.openai.formats.events import CALL, CONTENT, REASONING, Event, Reader, merged
+from flashinfer_backend.openai.formats.events import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    Event,
+    Reader,
+    merged,
+)
+from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import OPEN
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
@@ -56,8 +67,11 @@ class Turn:
     """One answer to a conversation, submitted: its sequences, and how their text is read."""
 
     def __init__(self, door: Door, conversation: Conversation, streaming: bool) -> None:
-        self.door, self.conversation, self.streaming = door, conversation, streaming
+        self.door, self.conversation = door, conversation
         self.tools = conversation.tools
+        # The answer ends with its first call, so its text is followed as it comes, streamed or not.
+        self.one_call = self.tools.choice == AUTO and not self.tools.parallel
+        self.streaming = streaming or self.one_call
         self.guide = conversation.guide
         if self.tools.guide != NO_GUIDE:
             if self.guide != NO_GUIDE:
@@ -149,28 +163,51 @@ class Answer:
         self.calls = 0
         self.calls_sent = 0  # of a stream
         self.finish: str | None = None  # why it ended
-        self._cut = False  # a second call began where only one may be
+        self._cut = False  # it ended with the first call
+        self._arguments: ValueScanner | None = None  # of the first call, where there may be one only
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """What a chunk says; sets `finish` with the last one."""
-        events = self._reader.feed(take_text(self._turn.door, self._stream, chunk, self._decoder))
+        """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
+        the chunk."""
+        events: list[Event] = []
+        if self._turn.one_call:
+            used = 0
+            for text in text_of_ids(self._stream, chunk, self._decoder):
+                if self._cut:
+                    break
+                events += self._up_to_first_call(self._reader.feed(text))
+                used += 1
+            del chunk.ids[used:]
+            note_sent(self._turn.door, self._stream, chunk)
+        else:
+            events += self._reader.feed(take_text(self._turn.door, self._stream, chunk, self._decoder))
         if chunk.last:
-            events += self._reader.finish()
+            if not self._cut:
+                events += self._up_to_first_call(self._reader.finish())
             self.finish = finish_reason(chunk.code)
-        events = [] if self._cut else merged(self._allowed(events))
+        self.calls += sum(each.kind == CALL for each in events)
         if self.calls and self._turn.tools.named is None and (self.finish == "stop" or self._cut):
             self.finish = "tool_calls" if chunk.last else None
+        return merged(events)
+
+    def _up_to_first_call(self, events: list[Event]) -> list[Event]:
+        """Without parallel calls, the events up to the end of the first call, which ends the answer."""
+        if not self._turn.one_call:
+            return events
+        for n, each in enumerate(events):
+            if each.kind == CALL and self._arguments is not None:  # those before it were no JSON
+                return self._cut_off(events[:n])
+            if each.kind == CALL:
+                self._arguments = ValueScanner()
+            elif each.kind == ARGUMENTS and self._arguments is not None:
+                at = self._arguments.feed(each.text, 0)
+                if self._arguments.complete:
+                    return self._cut_off([*events[:n], each._replace(text=each.text[:at])])
         return events
 
-    def _allowed(self, events: list[Event]) -> list[Event]:
-        """Without parallel calls, the answer ends before the second one."""
-        for n, each in enumerate(events):
-            if each.kind == CALL:
-                if self.calls and not self._turn.tools.parallel:
-                    self._cut = True
-                    self._turn.streams.cancel_one(self._stream)
-                    return events[:n]
-                self.calls += 1
+    def _cut_off(self, events: list[Event]) -> list[Event]:
+        self._cut = True
+        self._turn.streams.cancel_one(self._stream)
         return events
 
     def new_call(self, each: Event) -> dict[str, Any]:
@@ -244,20 +281,26 @@ class _Reply:
 
     async def body(self) -> dict[str, Any]:
         """The whole answer."""
-        choices: list[dict[str, Any]] = [{} for _ in self._answers]
+        events: list[list[Event]] = [[] for _ in self._answers]
+        probs: list[list[dict[str, Any]]] = [[] for _ in self._answers]
+        ids: list[list[int]] = [[] for _ in self._answers]
         async for stream, chunk in self._turn.streams:
-            answer = self._answers[stream.index]
             self._usage.note(stream, chunk)
-            message = _message(answer, answer.take(chunk))
-            probs = {"content": self._log_probs(chunk)} if self._request.logprobs else None
-            choices[stream.index] = {
-                "index": stream.index,
-                "message": message,
-                "logprobs": probs,
+            events[stream.index] += self._answers[stream.index].take(chunk)
+            probs[stream.index] += self._log_probs(chunk)
+            ids[stream.index] += chunk.ids
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "message": _message(answer, events[index]),
+                "logprobs": {"content": probs[index]} if self._request.logprobs else None,
                 "finish_reason": answer.finish,
             }
-            if self._request.return_token_ids:
-                choices[stream.index]["token_ids"] = chunk.ids
+            for index, answer in enumerate(self._answers)
+        ]
+        if self._request.return_token_ids:
+            for choice, found in zip(choices, ids, strict=True):
+                choice["token_ids"] = found
         body = {**self._head, "choices": choices, "usage": self._usage.body()}
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
@@ -298,11 +341,12 @@ class _Reply:
             index = stream.index
             answer = self._answers[index]
             self._usage.note(stream, chunk)
+            events = answer.take(chunk)
             if request.return_token_ids:
                 ids.setdefault(index, []).extend(chunk.ids)
             if request.logprobs:
                 probs.setdefault(index, []).extend(self._log_probs(chunk))
-            for each in answer.take(chunk):
+            for each in events:
                 yield chunk_of(index, _delta(answer, each))
             if answer.finish is not None:
                 yield chunk_of(index, {} if index in begun else {"content": ""}, answer.finish)
