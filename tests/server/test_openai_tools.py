@@ -159,6 +159,25 @@ def test_an_answer_with_one_call_ends_with_it(door: OpenAiServer, behind: str) -
     assert door.metric(CANCELLED) == ended + 4
 
 
+@pytest.mark.parametrize("word", ['"Ulm"', "</tool_call>"])
+def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
+    """Where the arguments are whole already, it ends a call; else it leaves one that is none to be run."""
+    more: dict[str, Any] = {"tools": [WEATHER], "stop": [word], "extra_body": saying(CALL)}
+    expected = ('{"city": ', "stop") if word == '"Ulm"' else ('{"city": "Ulm"}', "tool_calls")
+    answer = ask(client, **more)
+    assert calls_of(answer) == [("weather", expected[0])]
+    assert answer.choices[0].finish_reason == expected[1]
+    assert gathered(ask(client, **more, stream=True)) == ("", calls_of(answer), expected[1])
+    response = client.responses.create(
+        model="tiny-chat",
+        input="Paris?",
+        tools=[{"type": "function", "name": "weather", "strict": False, **PLACE}],
+        extra_body={"stop": [word], **saying(CALL)},
+    )
+    status = "completed" if expected[1] == "tool_calls" else "incomplete"
+    assert [(item.type, item.status) for item in response.output] == [("function_call", status)]  # type: ignore[union-attr]
+
+
 def test_text_between_calls_keeps_what_separates_it(client: openai.OpenAI) -> None:
     said = saying(f"One.\n{CALL}\nTwo.\n{CALL}\n")
     answer = ask(client, tools=[WEATHER], extra_body=said)

@@ -18,7 +18,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.chat import Answer
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
-from flashinfer_backend.openai.formats.events import CALL, Event, merged
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, decode
 from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
@@ -211,6 +211,9 @@ TEXTS = {
 }
 
 
+IN_CALLS = ("🌧", '"city"', "city>\n")  # of TEXTS
+
+
 def answered(
     text: str, tools: str, cuts: set[int], streaming: bool, stop: list[str], one_call: bool = False
 ) -> Any:
@@ -258,13 +261,29 @@ def answered(
 @given(
     st.sampled_from(sorted(TEXTS)),
     st.sets(st.integers(0, 90)),
-    st.sampled_from([[], ["Moment"], ["🌧"], ["</tool_call>\n", "never"]]),
+    st.sampled_from([[], ["Moment"], ["🌧"], ['"city"', "city>\n"], ["</tool_call>\n", "never"]]),
 )
 def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], stop: list[str]) -> None:
     whole = answered(TEXTS[tools], tools, set(), False, stop)
     assert whole[0] and not any(word in event.text for word in stop for event in whole[0])
     assert answered(TEXTS[tools], tools, cuts, True, stop) == whole
     assert answered(TEXTS[tools], tools, set(range(999)), True, stop) == whole
+    events, finish, _ = whole
+    calls = [n for n, event in enumerate(events) if event.kind == CALL]
+    latest = events[calls[-1] + 1 :] if calls else []
+    arguments = "".join(event.text for event in latest if event.kind == ARGUMENTS)
+    if calls and any(word in TEXTS[tools] and word in IN_CALLS for word in stop):
+        assert finish == "stop" and not is_json(arguments)
+    elif calls:
+        assert finish == "tool_calls" and is_json(arguments)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

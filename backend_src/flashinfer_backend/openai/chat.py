@@ -47,6 +47,7 @@ from flashinfer_backend.openai.strict import calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
+from flashinfer_backend.transport import protocol
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ class Answer:
         self.calls = 0
         self.calls_sent = 0  # of a stream
         self.finish: str | None = None  # why it ended
+        self.stopped_in_call = False  # a stop word ended it, and the last call's arguments are not whole
         self._cut = False  # it ended with the first call
-        self._arguments: ValueScanner | None = None  # of the first call, where there may be one only
+        self._arguments: ValueScanner | None = None  # of the latest call
 
     def take(self, chunk: Chunk) -> list[Event]:
         """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
@@ -175,33 +177,43 @@ class Answer:
             for text in text_of_ids(self._stream, chunk, self._decoder):
                 if self._cut:
                     break
-                events += self._up_to_first_call(self._reader.feed(text))
+                events += self._followed(self._reader.feed(text))
                 used += 1
             del chunk.ids[used:]
             note_sent(self._turn.door, self._stream, chunk)
         else:
-            events += self._reader.feed(take_text(self._turn.door, self._stream, chunk, self._decoder))
+            text = take_text(self._turn.door, self._stream, chunk, self._decoder)
+            events += self._followed(self._reader.feed(text))
+        if chunk.last and not self._cut:
+            events += self._followed(self._reader.finish())
         if chunk.last:
-            if not self._cut:
-                events += self._up_to_first_call(self._reader.finish())
-            self.finish = finish_reason(chunk.code)
-        self.calls += sum(each.kind == CALL for each in events)
-        if self.calls and self._turn.tools.named is None and (self.finish == "stop" or self._cut):
-            self.finish = "tool_calls" if chunk.last else None
+            self.finish = self._finish(chunk.code)
         return merged(events)
 
-    def _up_to_first_call(self, events: list[Event]) -> list[Event]:
-        """Without parallel calls, the events up to the end of the first call, which ends the answer."""
-        if not self._turn.one_call:
-            return events
+    def _finish(self, code: int) -> str:
+        reason = finish_reason(code)
+        self.stopped_in_call = code == protocol.FINISHED_STOP_WORDS and self._in_arguments
+        if not self.calls or self._turn.tools.named is not None or self.stopped_in_call:
+            return reason
+        return "tool_calls" if reason == "stop" or self._cut else reason
+
+    @property
+    def _in_arguments(self) -> bool:
+        """Whether the latest call's arguments are not whole."""
+        return self._arguments is not None and not self._arguments.complete
+
+    def _followed(self, events: list[Event]) -> list[Event]:
+        """Follows the calls among events; without parallel ones, the events up to the end of the first, which
+        ends the answer."""
         for n, each in enumerate(events):
-            if each.kind == CALL and self._arguments is not None:  # those before it were no JSON
-                return self._cut_off(events[:n])
             if each.kind == CALL:
+                if self.calls and self._turn.one_call:  # the arguments before it were no JSON
+                    return self._cut_off(events[:n])
+                self.calls += 1
                 self._arguments = ValueScanner()
             elif each.kind == ARGUMENTS and self._arguments is not None:
                 at = self._arguments.feed(each.text, 0)
-                if self._arguments.complete:
+                if self._arguments.complete and self._turn.one_call:
                     return self._cut_off([*events[:n], each._replace(text=each.text[:at])])
         return events
 

@@ -233,7 +233,8 @@ class _Reply:
                     yield change
             if answer.finish is not None:
                 self._finish = answer.finish
-                for change in self._close("incomplete" if answer.finish == "length" else "completed"):
+                whole = answer.finish != "length" and not answer.stopped_in_call
+                for change in self._close("completed" if whole else "incomplete"):
                     yield change
             yield {}
 

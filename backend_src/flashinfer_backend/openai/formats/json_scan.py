@@ -16,8 +16,8 @@ _BLANKS = " \t\r\n"
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. It looks at brackets and strings only: what is between them is
-    whatever the model wrote."""
+    """Finds the end of one JSON value, behind any blanks. It looks at brackets and strings only: what is
+    between them is whatever the model wrote. A number or a word ends with what follows it."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -55,6 +55,8 @@ class ValueScanner:
                     return size
                 self.complete = True
                 return found.start()
+            elif text[at] in _BLANKS:
+                at += 1
             elif text[at] == '"':
                 self._in_string, at = True, at + 1
             elif text[at] in "{[":

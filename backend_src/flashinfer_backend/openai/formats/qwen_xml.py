@@ -164,7 +164,9 @@ class QwenXmlReader(MarkedReader):
         if self._state == "function":
             self._not_a_call(events, self._text)
         elif self._state == "between":
-            self._close_arguments(events)
+            # Some models leave the ends out. What is cut off in a parameter's tag lacks that one.
+            if not (left := self._text.strip()) or left.startswith("</"):
+                self._close_arguments(events)
         elif self._state in ("begin", "value") and self._is_string:
             opening = '"' if self._may_be_null else ""
             if text := opening + _inside_string(self._value + self._text):
