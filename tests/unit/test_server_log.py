@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of tritonserver's output reaches the terminal, with stand-in processes for the server."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -12,6 +18,19 @@ ENGINE = "[engine] ERROR cannot start: no weights"
 REASON = rf"EngineStartError: the engine process ended before it was ready\n{ENGINE}\n\nAt:\n  x.py(1): f\n"
 OTHER = r"KeyError: 'vocab'\n\nAt:\n  y.py(2): g\n"
 TABLE = ["I1122 02:02:16.8 3985 server.cc:604] ", "+-----+", "| Model |", "+-----+", ""]
+
+
+FOLLOW = """
+import sys
+from flashinfer_backend.serve.server_log import ServerLog
+log = ServerLog()
+{before}
+child = log.popen([sys.executable, "-c", "import sys; print(sys.argv[1])", sys.argv[1]])
+child.wait()
+summary = log.summary()
+sys.stdout.flush()
+print("SUMMARY", summary)
+"""
 
 
 def lines_of_a_failed_load(reason):
@@ -31,17 +50,7 @@ def lines_of_a_failed_load(reason):
 
 def passed_on(lines, before="pass"):
     """(stdout, what the log says in the end) of a process that follows a server writing these lines."""
-    code = f"""
-import sys
-from flashinfer_backend.serve.server_log import ServerLog
-log = ServerLog()
-{before}
-child = log.popen([sys.executable, "-c", "import sys; print(sys.argv[1])", sys.argv[1]])
-child.wait()
-summary = log.summary()
-sys.stdout.flush()
-print("SUMMARY", summary)
-"""
+    code = FOLLOW.format(before=before)
     done = subprocess.run(
         [sys.executable, "-c", code, "\n".join(lines)], capture_output=True, text=True, timeout=30, check=True
     )
@@ -69,6 +78,26 @@ def test_a_form_of_failure_that_is_not_known_is_not_lost():
 def test_a_started_servers_lines_pass_unchanged():
     lines = lines_of_a_failed_load(REASON)
     assert passed_on(lines, "log.ready()")[0] == lines
+
+
+@pytest.mark.parametrize("when, cut", [("pass", True), ("log.ready()", False)])
+def test_tables_fit_the_terminal_until_the_server_is_ready(when, cut):
+    def shown(columns):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        code = FOLLOW.format(before=when)
+        words = [sys.executable, "-c", code, "\n".join(["| " + "x" * 200 + " |", "y" * 200])]
+        subprocess.run(words, stdout=theirs, timeout=30, check=True)
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:
+            while part := terminal.read(4096):
+                text += part
+        return text.decode().splitlines()[:2]
+
+    table, other = shown(80)
+    assert (table == "| " + "x" * 75 + "...") is cut and len(other) == 200
+    assert len(shown(0)[0]) == 204  # a terminal that does not know its width
 
 
 def test_the_end_of_a_server_with_requests_in_flight_is_one_line():

@@ -17,7 +17,7 @@ from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS
 from flashinfer_backend.openai.worker import room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
-from flashinfer_backend.transport.addresses import Address
+from flashinfer_backend.transport.addresses import Address, reachable_at
 
 PREFIX = "--openai-"
 
@@ -37,6 +37,7 @@ class OpenAiDoor:
     def __init__(self, options: argparse.Namespace, address: Address) -> None:
         """options: the launcher's. Raises ServeError."""
         self.port: int | None = options.openai_port
+        self.url = "" if self.port is None else reachable_at(address, self.port)  # on this machine
         self._process: subprocess.Popen[bytes] | None = None
         self._drain_s = 0
         self._asked_at = 0.0  # when the process was told to end; 0: not yet

@@ -2,7 +2,8 @@
 """tritonserver's output on its way to the terminal, from which a failed start is told in few lines.
 
 Until the server is ready, what it says several times about a model that did not load is kept back and said
-once, at its end. What a started server says passes unchanged, until it is stopped.
+once, at its end, and its tables, up to 300 columns, are cut to the width of a terminal. What a started server
+says passes unchanged, until it is stopped.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ class ServerLog:
 
     def _pass_on(self, source: IO[bytes], target: int) -> None:
         for line in source:
-            shown = self._shown(line.decode(errors="replace").rstrip("\n"))
+            text = line.decode(errors="replace").rstrip("\n")
+            shown = self._shown(text)
+            if shown == "" and not self._ready and text.startswith(("+", "|")):
+                shown = _cut(text, target)
             if shown is not None:
                 _write(target, line if shown == "" else shown.encode() + b"\n")
 
@@ -180,6 +184,15 @@ def _ended_stubs(server_pid: int) -> list[int]:
         if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]:
             found.append(int(folder.name))
     return found
+
+
+def _cut(row: str, target: int) -> str:
+    """A row that a terminal would break, cut to its width; empty for all others."""
+    try:
+        columns = os.get_terminal_size(target).columns
+    except OSError:  # not a terminal
+        return ""
+    return row[: columns - 3] + "..." if 3 < columns < len(row) else ""
 
 
 def _write(target: int, data: bytes) -> None:

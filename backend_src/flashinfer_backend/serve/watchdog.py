@@ -140,7 +140,7 @@ class Watchdog:
                 if self._was_ready:
                     _say("ready again")
                 else:
-                    _announce(self._url)
+                    _announce(self._url, self._door.url)
                 self._was_ready = True
             server.wait(TICK_S)
         return ""
@@ -442,10 +442,14 @@ def _stubs_due(url: str) -> int:
     return count
 
 
-def _announce(url: str) -> None:
+def _announce(url: str, openai_url: str) -> None:
+    """openai_url: empty without the OpenAI API."""
     body = json.dumps({"text_input": "Once upon a time", "max_tokens": 32, "stream": True})
+    openai = (
+        f"The OpenAI API is at {openai_url}/v1, a page to try it at {openai_url}/\n" if openai_url else ""
+    )
     print(
-        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n"
+        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n{openai}"
         "Ctrl-C stops the server.\n",
         flush=True,
     )
