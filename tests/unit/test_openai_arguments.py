@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend import prebuild
+from flashinfer_backend.openai import worker
 from flashinfer_backend.openai.__main__ import main
 from flashinfer_backend.serve import launcher, probe
 
@@ -36,6 +37,17 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, free_port, 
     arguments = ["--model", "bundled", "--set", "device=cpu", "--api-key-file", str(path)]
     assert main([*arguments, "--port", free_port]) == 1
     assert f"--api-key-file {path} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("door", ["alone", "beside tritonserver"])
+def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monkeypatch):
+    monkeypatch.setattr(worker, "PACKAGES", ("fastapi", "a_package_that_is_not_here"))
+    if door == "alone":
+        assert main(["--model", "bundled"]) == 1
+    else:
+        arguments = ["--check", "--model-repository", "served", "--openai-port", "9000"]
+        assert launcher.main(arguments) == 1
+    assert "needs the package a_package_that_is_not_here; install it with" in capsys.readouterr().err
 
 
 def test_settings_may_be_given_one_by_one(capsys, free_port):

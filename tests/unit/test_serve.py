@@ -268,7 +268,9 @@ def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
 def test_ports_that_cannot_be_used_are_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(addresses.AddressError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use"):
+        with pytest.raises(
+            addresses.AddressError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use; end what"
+        ):
             addresses.check_ports(addresses.resolve("127.0.0.1"), {"gRPC port": port})
     with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*1 to 65535"):
         addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 70000})

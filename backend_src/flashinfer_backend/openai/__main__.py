@@ -18,7 +18,7 @@ from flashinfer_backend.core.config import EngineConfig, read_assignments
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import Parent, metrics_dir
-from flashinfer_backend.openai.worker import WorkerOptions, room_for_connections
+from flashinfer_backend.openai.worker import WorkerOptions, check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.gpus import visible_devices
 from flashinfer_backend.transport.restarts import RESTARTS
@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
+        check_packages()
         address = resolve(options.host)
         check_ports(address, {"OpenAI port": options.port})
         room_for_connections(options.max_connections)  # the processes inherit the limit

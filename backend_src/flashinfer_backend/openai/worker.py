@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import util as importlib_util
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
+PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
 NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
@@ -61,6 +63,16 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     receive_s: int
     max_connections: int
     metrics_dir: str
+
+
+def check_packages() -> None:
+    """Raises ValueError naming a package of the extra `openai` that is not installed."""
+    for name in PACKAGES:
+        if importlib_util.find_spec(name) is None:
+            raise ValueError(
+                f"the OpenAI API needs the package {name}; install it with `pip install -e '.[openai]'` in"
+                " this project's folder"
+            )
 
 
 def room_for_connections(asked: int) -> int:

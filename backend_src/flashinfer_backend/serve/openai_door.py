@@ -8,14 +8,13 @@ import math
 import subprocess
 import sys
 import time
-from importlib import util as importlib_util
 from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.arguments import port_number
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS
-from flashinfer_backend.openai.worker import room_for_connections
+from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.transport.addresses import Address, reachable_at
 
@@ -53,14 +52,8 @@ class OpenAiDoor:
             if self._arguments:
                 raise ServeError(f"{PREFIX}{self._arguments[0][2:]} needs --openai-port")
             return
-        missing = [name for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
-                   if importlib_util.find_spec(name) is None]  # fmt: skip
-        if missing:
-            raise ServeError(
-                f"--openai-port needs the package {missing[0]}; install it with"
-                " `pip install 'flashinfer-backend[openai]'`"
-            )
         try:
+            check_packages()
             room_for_connections(given[CONNECTIONS] or 0)  # the API's processes inherit the limit
         except ValueError as error:
             raise ServeError(f"--openai-port: {error}") from None

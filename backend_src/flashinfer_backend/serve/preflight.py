@@ -74,7 +74,7 @@ def find_server(backends_copy: Path) -> Installation:
     if spec is None or spec.submodule_search_locations is None:
         raise ServeError(
             "no tritonserver: neither /opt/tritonserver (NVIDIA's image) nor the wheel nvidia-pytriton is"
-            " here; install the latter with `pip install 'flashinfer-backend[server]'`"
+            " here; install the latter with `pip install -e '.[server]'` in this project's folder"
         )
     root = Path(spec.submodule_search_locations[0]) / "tritonserver"
     stub = root / "python_backend_stubs" / PYTHON / "triton_python_backend_stub"

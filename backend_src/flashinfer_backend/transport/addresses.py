@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import resource
 import socket
@@ -49,6 +50,8 @@ def check_ports(address: Address, ports: dict[str, int]) -> None:
                 probe.bind((str(address), port))
             except (OSError, OverflowError) as error:
                 reason = getattr(error, "strerror", None) or "ports are 1 to 65535"
+                if getattr(error, "errno", 0) == errno.EADDRINUSE:
+                    reason += "; end what listens there, or name another port"
                 raise AddressError(f"{name} {port} on {address} cannot be used: {reason}") from None
 
 
