@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").startswith("client"):
             raise
         print(
-            f"client {argv[0]} needs {error.name}: pip install 'flashinfer-backend[client]', or from a"
-            " checkout pip install -e '.[client]'",
+            f"client {argv[0]} needs {error.name}: `pip install -e '.[client]'` in this project's folder",
             file=sys.stderr,
         )
         return EXIT_USAGE

@@ -46,4 +46,7 @@ def post_events(
     except http.client.HTTPException as error:
         raise ServerError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
     except OSError as error:
-        raise ServerError(f"{url}: {getattr(error, 'reason', error)}") from None
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ConnectionRefusedError):
+            reason = "nothing listens there; start the server first, or name another with --url"
+        raise ServerError(f"{url}: {reason}") from None

@@ -167,10 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not chunks:
             raise ServerError(f"{args.url}: the answer holds no text_output")
     except ServerError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print("\n" * bool(chunks) + f"error: {error}", file=sys.stderr)
         return 1
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another model or server
-        print(f"\nerror: an answer that is none: {error!r}", file=sys.stderr)
+        print("\n" * bool(chunks) + f"error: an answer that is none: {error!r}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         stream.close()
@@ -182,8 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if args.timing:
-        rate = (chunks - 1) / (time.monotonic() - start - first) if chunks > 1 else 0.0
-        print(f"first chunk {first * 1e3:.1f} ms, {chunks} chunks, {rate:.1f} chunks/s", file=sys.stderr)
+        said = f"the answer came after {first * 1e3:.1f} ms, in one chunk"
+        if chunks > 1:
+            rate = (chunks - 1) / (time.monotonic() - start - first)
+            said = f"first chunk {first * 1e3:.1f} ms, {chunks} chunks, {rate:.1f} chunks/s"
+        print(said, file=sys.stderr)
     return 0
 
 

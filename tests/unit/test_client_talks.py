@@ -3,6 +3,7 @@
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -63,6 +64,24 @@ def test_generate_says_what_is_no_answer(answers, capsys, answer, message):
     assert message in capsys.readouterr().err
 
 
+def test_generate_says_that_nothing_listens(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
+        url = f"http://127.0.0.1:{closed_soon.getsockname()[1]}"
+    assert generate.main(["--url", url, "Hello"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {url}/") and "nothing listens there; start the server first" in said
+
+
+def test_generate_times_an_answer_in_one_piece(answers, capsys):
+    url, waiting = answers
+    waiting += [events({"text_output": "all"}), events({"text_output": "a"}, {"text_output": "b"})]
+    assert generate.main(["--url", url, "--no-stream", "--timing", "Hello"]) == 0
+    assert generate.main(["--url", url, "--timing", "Hello"]) == 0
+    whole, streamed = capsys.readouterr().err.splitlines()
+    assert whole.startswith("the answer came after ") and "first chunk" not in whole
+    assert streamed.startswith("first chunk ") and ", 2 chunks, " in streamed
+
+
 def test_generate_says_what_is_no_text(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
     assert generate.main(["-"]) == 1
@@ -72,7 +91,7 @@ def test_generate_says_what_is_no_text(capsys, monkeypatch):
 def test_without_grpcs_packages_it_is_said_what_to_install():
     words = [sys.executable, "-S", "-E", "-m", "client", "generate", "--grpc", "Hello"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("client generate needs numpy: pip install")
+    assert done.returncode == 2 and done.stderr.startswith("client generate needs numpy: `pip install -e")
 
 
 def test_chat_goes_on_after_an_answer_that_is_none(answers, capsys, monkeypatch):
