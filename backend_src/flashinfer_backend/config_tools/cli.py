@@ -70,7 +70,10 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
         if reason := unservable(args.output):
             print(f"build.py: {reason}", file=sys.stderr)
         else:
-            print(f"{args.output}: ready for tritonserver --model-repository")
+            serve = shlex.join(
+                ["python", "-m", "flashinfer_backend.serve", "--model-repository", str(args.output)]
+            )
+            print(f"{args.output}: ready for {serve}")
     return 0
 
 
@@ -147,7 +150,7 @@ def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> 
         args.llm_name = name or LLM
         shown += [f"--llm-name {name}"] if args.llm_name != LLM else []
     if shown:
-        notes.append(f"keeps {' '.join(shown)}, unless they are given")
+        notes.append(f"keeps {' '.join(shown)}, as it was built")
     chosen |= kept
     values = settings.complete(chosen, args.llm_name)
     reset = [

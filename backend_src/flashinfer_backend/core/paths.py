@@ -21,7 +21,10 @@ def resolve_model_dir(name: str) -> Path:
     """
     folder = Path(__file__).parents[1] / "bundled_model" if name == BUNDLED else Path(name).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}")
+        raise FileNotFoundError(
+            f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}; nothing is downloaded here,"
+            " but `hf download ORGANISATION/MODEL --local-dir FOLDER` fetches one from the Hugging Face hub"
+        )
     return folder
 
 
