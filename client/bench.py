@@ -120,9 +120,8 @@ class Bench:
             encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
             summary["retokenized_output_tokens"] = sum(len(e) for e in encodings)
         if not note:
-            print(
-                format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles), flush=True
-            )
+            table = format_table(summary, f"{load.backend} {load.target}\n{what}", args.percentiles)
+            print("\n" * bool(self.runs) + table, flush=True)
         self._write(point, load, result, seed, fingerprint(prompts), warm_up, log)
         return summary
 
@@ -134,7 +133,7 @@ class Bench:
         when = datetime.datetime.fromtimestamp(result.started, datetime.timezone.utc)
         told = {name: _plain(value) for name, value in vars(args).items()} | {"dataset": self.spec}
         run = {
-            "label": args.label or f"{load.backend}, {self.facts['server']}",
+            "label": args.label or _label(load.backend, self.facts["server"]),
             "backend": load.backend,
             "model": load.model,
             "started": when.isoformat(timespec="milliseconds"),
@@ -187,6 +186,11 @@ class Bench:
             incomplete = "" if ended else " at least (INCOMPLETE)"
             print(f"highest rate: {rate:.4g} requests/s{incomplete} with {wanted}", flush=True)
         return 0 if rate is not None and ended else 1
+
+
+def _label(backend: str, server: str) -> str:
+    """What reports call a server that was given no name: "triton 2.51.0", "openai-chat, vllm 0.25.1"."""
+    return server if server.partition(" ")[0] == backend else f"{backend}, {server}"
 
 
 def describe(point: Point, load: Load) -> str:

@@ -5,7 +5,8 @@ python -m client report rates.json --out report
 python -m client report ours=a.json "other engine=b.json" --out comparison
 
 Reads what `client bench --output` and `perf_configs.run` write; the runs of
-several files share the plots. NAME=FILE says what the file's server is called.
+several files share the plots. NAME=FILE says what the file's server is called;
+files of the same NAME are joined to one curve.
 The page holds all it needs and loads nothing.
 """
 
@@ -16,7 +17,7 @@ import html
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,22 @@ def _facts(facts: dict[str, Any]) -> str:
     words += [f"Linux {facts['kernel']}", f"Python {facts['python']}"]
     words += [f"{name} {version}" for name, version in facts["packages"].items()]
     return ", ".join(words)
+
+
+def told_apart(files: Sequence[tuple[Path, list[Measured], bool]]) -> list[Measured]:
+    """The runs of all files. Those of client bench in different files may be of different loads, which no
+    curve should join: a label that several files have gets the file's name, unless it was given (True)."""
+    sources: dict[str, set[Path]] = {}
+    for path, runs, _ in files:
+        for run in runs:
+            sources.setdefault(run.label, set()).add(path)
+    return [
+        run
+        if given or run.row or len(sources[run.label]) == 1
+        else replace(run, label=f"{run.label}, {path.name}")
+        for path, runs, given in files
+        for run in runs
+    ]
 
 
 def number(value: float | None) -> str:
@@ -277,13 +294,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    runs: list[Measured] = []
+    files: list[tuple[Path, list[Measured], bool]] = []
     try:
         for given in args.results:
             name, named, file = given.partition("=")
             if Path(given).exists() or not named:
                 name, file = "", given
-            runs += read(Path(file), name or None)
+            files.append((Path(file), read(Path(file), name or None), bool(name)))
+        runs = told_apart(files)
         if wanted := args.rows.split(",") if args.rows else []:
             found = {run.row for run in runs}
             if missing := [row for row in wanted if row not in found]:

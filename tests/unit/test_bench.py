@@ -382,6 +382,33 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
         report.read(tmp_path / "missing.json")
 
 
+def test_a_report_joins_files_of_one_server_only_where_it_is_told_to(tmp_path):
+    committed = json.loads((ROOT / "perf_configs/results/2026-11-21-h200.json").read_text())
+    run = next(run for run in committed["runs"] if run["request_rate"])
+    facts = {"server": "triton 2.51.0", "machine": committed["machines"][run["machine"]]}
+    shape = {"label": "triton 2.51.0", "max_concurrency": None}
+    kept = {name: run[name] for name in ("started", "command", "request_rate", "prompts_sha256", "summary")}
+    for name in ("long", "short"):
+        (tmp_path / name).write_text(json.dumps({"runs": [shape | facts | kept]}))
+    long, short = str(tmp_path / "long"), str(tmp_path / "short")
+
+    def servers(*results):
+        assert report.main([*results, "--out", str(tmp_path / "page")]) == 0
+        rows = (tmp_path / "page.md").read_text().partition("|---|")[2].splitlines()[1:]
+        return [row.split(" | ")[0].strip("| ") for row in rows if row.startswith("|")]
+
+    assert servers(long) == ["triton 2.51.0"]
+    assert servers(long, short) == ["triton 2.51.0, long", "triton 2.51.0, short"]
+    assert servers(f"ours={long}", f"ours={short}") == ["ours", "ours"]
+
+
+@pytest.mark.parametrize(
+    "server, label", [("triton 2.51.0", "triton 2.51.0"), ("vllm 0.25.1", "triton, vllm 0.25.1")]
+)
+def test_a_server_is_called_what_it_calls_itself(server, label):
+    assert bench._label("triton", server) == label
+
+
 def test_a_report_of_rows_that_are_not_there_names_those_that_are(tmp_path, capsys):
     committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
     assert report.main([str(committed), "--rows", "a,zz", "--out", str(tmp_path / "page")]) == 2
