@@ -35,20 +35,26 @@ NUMBERS = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m client generate", description="Generate text, streamed.")
-    p.add_argument("prompt", help="the prompt, or - to read it from standard input")
+    p = argparse.ArgumentParser(
+        prog="python -m client generate",
+        usage="python -m client generate [options] PROMPT",
+        description="Generate text, streamed.",
+    )
+    p.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from standard input")
     p.add_argument("--url", help="default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001")
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
-    p.add_argument("--model", default="ensemble", help="default: %(default)s")
-    p.add_argument("--max-tokens", type=integer(*INT32), default=128, help="default: %(default)s")
-    p.add_argument("--temperature", type=finite, help="0: greedy")
-    p.add_argument("--top-k", type=integer(*INT32))
-    p.add_argument("--top-p", type=finite)
-    p.add_argument("--seed", type=integer(*UINT64))
-    p.add_argument("--min-tokens", type=integer(*INT32))
-    p.add_argument("--repetition-penalty", type=finite)
-    p.add_argument("--presence-penalty", type=finite)
-    p.add_argument("--frequency-penalty", type=finite)
+    p.add_argument("--model", metavar="NAME", default="ensemble", help="default: %(default)s")
+    p.add_argument(
+        "--max-tokens", type=integer(*INT32), metavar="N", default=128, help="default: %(default)s"
+    )
+    p.add_argument("--temperature", type=finite, metavar="X", help="0: greedy")
+    p.add_argument("--top-k", type=integer(*INT32), metavar="N")
+    p.add_argument("--top-p", type=finite, metavar="X")
+    p.add_argument("--seed", type=integer(*UINT64), metavar="N")
+    p.add_argument("--min-tokens", type=integer(*INT32), metavar="N")
+    p.add_argument("--repetition-penalty", type=finite, metavar="X")
+    p.add_argument("--presence-penalty", type=finite, metavar="X")
+    p.add_argument("--frequency-penalty", type=finite, metavar="X")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop word; may be repeated")
     p.add_argument(
         "--bad", action="append", default=[], metavar="TEXT", help="forbidden word; may be repeated"
@@ -60,6 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--timeout",
         type=seconds,
+        metavar="S",
         default=300.0,
         help="seconds without an answer, then give up (default: 300)",
     )

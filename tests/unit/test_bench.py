@@ -351,12 +351,13 @@ def test_the_parts_of_mixed_prompts_share_none_with_the_next_run():
 def test_what_is_printed_fits_80_columns():
     assert len(Snapshot(1234.5, 10000, 10000, 9999, 9999, 10**8, 12.3456).line()) <= 80
     environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for command in ("bench", "chat", "report"):
-        words = [sys.executable, "-m", "client", command, "--help"]
+    programs = ["client bench", "client chat", "client report", "client generate"]
+    for program in [*programs, "flashinfer_backend.serve", "flashinfer_backend.openai"]:
+        words = [sys.executable, "-m", *program.split(), "--help"]
         told = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        assert max(map(len, told.stdout.splitlines())) <= 80, command
+        assert max(map(len, told.stdout.splitlines())) <= 80, program
     unknown = subprocess.run(
-        [*words[:3], "bnch"], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "client", "bnch"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert unknown.returncode == 2 and "unknown command 'bnch'; it is one of generate, chat" in unknown.stderr
 

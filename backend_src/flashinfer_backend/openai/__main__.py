@@ -25,9 +25,14 @@ from flashinfer_backend.transport.restarts import RESTARTS
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.openai", description=__doc__)
+    program = "python -m flashinfer_backend.openai"
+    parser = argparse.ArgumentParser(
+        prog=program, usage=f"{program} --model DIR [options]", description=__doc__
+    )
     engine = parser.add_mutually_exclusive_group()
-    engine.add_argument("--model", help=f"a checkpoint folder, or {BUNDLED!r} for the small one")
+    engine.add_argument(
+        "--model", metavar="DIR", help=f"a checkpoint folder, or {BUNDLED!r} for the small one"
+    )
     engine.add_argument(
         "--beside",
         type=whole(1),
@@ -50,12 +55,13 @@ def main(argv: list[str] | None = None) -> int:
         help="settings of the engine (docs/knobs.md)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port_number, default=9000, help="default: 9000")
+    parser.add_argument("--port", type=port_number, metavar="PORT", default=9000, help="default: 9000")
     for name, settings in API_ARGUMENTS.items():
         parser.add_argument(f"--{name}", **settings)
     parser.add_argument(
         "--restarts",
         type=count,
+        metavar="N",
         default=RESTARTS,
         help="end after a process was replaced so many times in a row and did not live for a minute, 0: never"
         " (default: %(default)s)",
@@ -63,12 +69,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--drain-seconds",
         type=whole_seconds,
+        metavar="S",
         default=30,
         help="how long running requests may go on after SIGTERM (default: %(default)s)",
     )
     parser.add_argument(
         "--stalled-client-seconds",
         type=whole_seconds,
+        metavar="S",
         default=STALLED_S,
         help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
     )

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,18 +84,26 @@ def command(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve", description=__doc__)
-    parser.add_argument("--model-repository", type=Path, required=True, help="as written by build.py")
+    program = "python -m flashinfer_backend.serve"
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} --model-repository DIR [options]",
+        description=__doc__,
+    )
+    parser.add_argument(
+        "--model-repository", type=Path, metavar="DIR", required=True, help="as written by build.py"
+    )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen on, IPv4 or IPv6 (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--http-port", type=port_number, default=8000, help="default: %(default)s")
-    parser.add_argument("--grpc-port", type=port_number, default=8001, help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=port_number, default=8002, help="default: %(default)s")
+    port: dict[str, Any] = {"type": port_number, "metavar": "PORT", "help": "default: %(default)s"}
+    parser.add_argument("--http-port", default=8000, **port)
+    parser.add_argument("--grpc-port", default=8001, **port)
+    parser.add_argument("--metrics-port", default=8002, **port)
     parser.add_argument(
-        "--backends", type=Path, help="where to copy the Python backend (default: in ~/.cache)"
+        "--backends", type=Path, metavar="DIR", help="where to copy the Python backend (default: in ~/.cache)"
     )
     parser.add_argument(
         "--check",
@@ -112,12 +121,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--drain-seconds",
         type=seconds,
+        metavar="S",
         default=DRAIN_S,
         help="how long running requests may go on after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
         "--restarts",
         type=count,
+        metavar="N",
         default=RESTARTS,
         help="give up after so many restarts in a row that did not live for a minute, 0: never"
         " (default: %(default)s)",
@@ -134,12 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stalled-client-seconds",
         type=whole_seconds,
+        metavar="S",
         default=STALLED_S,
         help="cut a client, of either API, that has read nothing of its answer for so long, 0: never"
         " (default: %(default)s)",
     )
     parser.add_argument(
         "--shm-prefix",
+        metavar="NAME",
         default=f"flashinfer-backend-{os.getpid()}_",
         help="what the names of this server's shared memory begin with, and those of no other; what is left"
         " of it when the server has ended is removed (default: %(default)s, with the process's number)",

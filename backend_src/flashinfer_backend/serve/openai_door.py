@@ -23,11 +23,12 @@ PREFIX = "--openai-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--openai-port and what belongs to it."""
-    parser.add_argument(
-        "--openai-port", type=port_number, help="port of the OpenAI API on the same engine (default: none)"
+    group = parser.add_argument_group("the OpenAI API, on the same engine")
+    group.add_argument(
+        "--openai-port", type=port_number, metavar="PORT", help="default: there is no such API"
     )
     for name, settings in API_ARGUMENTS.items():
-        parser.add_argument(PREFIX + name, **{**settings, "default": None})  # the API has its own
+        group.add_argument(PREFIX + name, **{**settings, "default": None})  # the API has its own
 
 
 class OpenAiDoor:
