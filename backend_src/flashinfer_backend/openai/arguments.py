@@ -69,7 +69,7 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "BYTES",
         "type": count,
         "default": 1 << 20,
-        "help": "longest text that is tokenized, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
+        "help": "longest text that is tokenised, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
     },
     "prompt-logits-mib": {
         "metavar": "MIB",
