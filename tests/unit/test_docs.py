@@ -65,6 +65,22 @@ def test_links_resolve(page):
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """Names that links may use for the page's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE
+    )
+    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@each_page
+def test_headings_that_links_name_exist(page):
+    targets = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", text_of(page))
+    pages = [(page.parent / file if file else page, name) for file, name in targets]
+    assert not [name for file, name in pages if file.suffix == ".md" and name not in anchors(file)]
+
+
 @each_page
 def test_files_named_in_code_exist(page):
     names = re.findall(r"`([\w.-]+/[\w./-]*(?:/|\.py|\.toml|\.json|\.yaml|\.md))`", text_of(page))
