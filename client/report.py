@@ -191,7 +191,7 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         found.append("Not all runs of the same load had the same prompts.")
     reasons = {run.devices["none"] for run in runs if run.devices and "none" in run.devices}
     if reasons:
-        found.append(f"Power and clocks: none ({', '.join(sorted(reasons))}).")
+        found.append(f"Power and clocks of GPUs were not read ({', '.join(sorted(reasons))}).")
     if len({run.machine for run in runs}) > 1:
         found.append("The runs are of different machines or versions, listed below.")
     return found

@@ -44,20 +44,21 @@ class Plot:
 def draw(runs: Sequence[Measured]) -> list[Plot]:
     """Those plots that the runs have the numbers for."""
     plots = []
+    servers = list(dict.fromkeys(run.label for run in runs))  # each has its colour in all plots
     with matplotlib.rc_context(SETTINGS):
         by_rate = [run for run in runs if run.rate is not None]
         by_slots = [run for run in runs if run.rate is run.ramp is None and run.slots is not None]
         if _is_sweep(by_rate, "rate"):
-            plots.append(_latency_by_rate(by_rate))
+            plots.append(_latency_by_rate(by_rate, servers))
         if _is_sweep(by_slots, "slots"):
-            plots.append(_throughput_by_concurrency(by_slots))
+            plots.append(_throughput_by_concurrency(by_slots, servers))
         single = [run for run in runs if _first_token_times(run)]
         chosen = single if len(single) <= MOST_CURVES else _spread_out(single)
         if chosen:
             left_out = len(single) - len(chosen)
             note = f" {left_out} further runs are left out." if left_out else ""
-            plots.append(_first_token(chosen, note))
-            plots.append(_timelines(chosen, note))
+            plots.append(_first_token(chosen, servers, note))
+            plots.append(_timelines(chosen, servers, note))
     return plots
 
 
@@ -78,24 +79,26 @@ def _spread_out(runs: Sequence[Measured]) -> list[Measured]:
     return [run for run in runs if run.load in chosen]
 
 
-def _series(runs: Sequence[Measured]) -> list[tuple[str, str, str, list[Measured]]]:
-    """(label, colour, marker, runs) of each server, and of each of its rows where there are several."""
+def _series(runs: Sequence[Measured], servers: Sequence[str]) -> list[tuple[str, str, str, list[Measured]]]:
+    """(label, colour, marker, runs) of each server, and of each of its rows where there are several. servers:
+    labels of all in the report."""
     several_rows = len({run.row for run in runs}) > 1
     grouped: dict[str, list[Measured]] = {}
     for run in runs:
         label = f"{run.label}, row {run.row}" if several_rows and run.row else run.label
         grouped.setdefault(label, []).append(run)
+    places = range(len(grouped)) if several_rows else [servers.index(label) for label in grouped]
     return [
         (label, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], found)
-        for i, (label, found) in enumerate(grouped.items())
+        for i, (label, found) in zip(places, grouped.items(), strict=True)
     ]
 
 
-def _latency_by_rate(runs: Sequence[Measured]) -> Plot:
+def _latency_by_rate(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6))
     names = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
     for axis, (name, title) in zip(axes, names.items(), strict=True):
-        for label, colour, marker, found in _series(runs):
+        for label, colour, marker, found in _series(runs, servers):
             found = sorted(found, key=lambda run: run.rate or 0.0)
             rates = [run.rate for run in found]
             for which, style, word in (("median", "-", "median"), ("p99", "--", "P99")):
@@ -113,10 +116,10 @@ def _latency_by_rate(runs: Sequence[Measured]) -> Plot:
     return Plot(_svg(figure), "Latency against request rate: median as a line, P99 dashed.")
 
 
-def _throughput_by_concurrency(runs: Sequence[Measured]) -> Plot:
+def _throughput_by_concurrency(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
     figure, axis = pyplot.subplots(figsize=(11, 4.8))
     slots = sorted({run.slots or 0 for run in runs})
-    for label, colour, marker, found in _series(runs):
+    for label, colour, marker, found in _series(runs, servers):
         found = sorted(found, key=lambda run: run.slots or 0)
         values = [run.summary["output_tokens_per_s"] for run in found]
         axis.plot([run.slots or 0 for run in found], values, "-", color=colour, marker=marker, label=label)
@@ -132,14 +135,14 @@ def _throughput_by_concurrency(runs: Sequence[Measured]) -> Plot:
     return Plot(_svg(figure), "Throughput against concurrency.")
 
 
-def _first_token(runs: Sequence[Measured], note: str) -> Plot:
+def _first_token(runs: Sequence[Measured], servers: Sequence[str], note: str) -> Plot:
     figure, axis = pyplot.subplots(figsize=(11, 4.8))
     highest = 0.0
     lowest = np.inf
     for i, run in enumerate(runs):
         times = np.sort(_first_token_times(run)) * 1e3
         share = np.arange(1, len(times) + 1) / len(times) * 100
-        axis.step(times, share, where="post", label=_name(run, runs), **_style(i, runs))
+        axis.step(times, share, where="post", label=_name(run, runs), **_style(i, runs, servers))
         highest, lowest = max(highest, times[-1]), min(lowest, times[0])
     if highest > 20 * lowest:
         axis.set_xscale("log")
@@ -152,7 +155,7 @@ def _first_token(runs: Sequence[Measured], note: str) -> Plot:
     return Plot(_svg(figure), "Distribution of the time to first token." + note)
 
 
-def _timelines(runs: Sequence[Measured], note: str) -> Plot:
+def _timelines(runs: Sequence[Measured], servers: Sequence[str], note: str) -> Plot:
     figure, axes = pyplot.subplots(2, 1, figsize=(11, 7), sharex=True)
     for i, run in enumerate(runs):
         starts, ends = np.array(_column(run, "start")), np.array(_column(run, "end"))
@@ -170,8 +173,8 @@ def _timelines(runs: Sequence[Measured], note: str) -> Plot:
             np.minimum(ends[:, None], edges[None, 1:]) - np.maximum(first[:, None], edges[None, :-1]), 0, None
         )
         rate = (tokens / lengths) @ overlap / width
-        axes[0].plot(middles, in_flight, label=_name(run, runs), **_style(i, runs))
-        axes[1].plot(middles, rate, **_style(i, runs))
+        axes[0].plot(middles, in_flight, label=_name(run, runs), **_style(i, runs, servers))
+        axes[1].plot(middles, rate, **_style(i, runs, servers))
     axes[0].set_title("requests in flight", fontsize=11, loc="left")
     axes[1].set_title("output tokens/s", fontsize=11, loc="left")
     axes[1].set_xlabel("seconds since the run began")
@@ -200,13 +203,12 @@ def _name(run: Measured, runs: Sequence[Measured]) -> str:
     return run.load if len({each.label for each in runs}) == 1 else f"{run.label}: {run.load}"
 
 
-def _style(number: int, runs: Sequence[Measured]) -> dict[str, Any]:
+def _style(number: int, runs: Sequence[Measured], servers: Sequence[str]) -> dict[str, Any]:
     """Of one run among these: a colour a server, and dashes for its runs; with one server a colour a run."""
-    labels = list(dict.fromkeys(run.label for run in runs))
     label = runs[number].label
     place = sum(run.label == label for run in runs[:number])
-    colour = labels.index(label) if len(labels) > 1 else number
-    dashes = ("-", "--", "-.", ":", (0, (1, 4)), (0, (8, 2)), (0, (8, 2, 1, 2, 1, 2)), (0, (3, 6)))
+    colour = servers.index(label) if len(servers) > 1 else number
+    dashes = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (8, 2)), (0, (8, 2, 1, 2, 1, 2)), (0, (4, 3)))
     return {
         "color": COLOURS[colour % len(COLOURS)], "linestyle": dashes[place % len(dashes)], "linewidth": 1.8
     }  # fmt: skip

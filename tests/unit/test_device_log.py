@@ -78,7 +78,7 @@ def test_reports_show_power_and_clocks(tmp_path: Path):
             logged([Reading(300, 1980, 2619, 40, 0x4)]) | {"problem": "a|b"},
             "| ours | 2 req/s | 0: H200 | 300 / 300 of 700 |",
         ),
-        ({"none": "NVML: no driver"}, "* Power and clocks: none (NVML: no driver)."),
+        ({"none": "NVML: no driver"}, "* Power and clocks of GPUs were not read (NVML: no driver)."),
     ):
         path.write_text(json.dumps(run(devices)))
         runs = report.read(path)
