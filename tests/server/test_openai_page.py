@@ -8,7 +8,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +93,9 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     messages += [{"role": "user", "content": "Why is the sky blue?"}]
     more = {"temperature": 0.0, "seed": 3, "max_tokens": 30}
     _, _, answer = door.call("/v1/chat/completions", {"messages": messages, **more})
-    assert _text(browser, ".assistant") == answer["choices"][0]["message"]["content"]
+    content = answer["choices"][0]["message"]["content"]
+    assert _text(browser, ".assistant") == content.lstrip()
+    assert browser.run("return messages[1].content") == content
     figures = _text(browser, "#figures")
     assert "first token after" in figures and "tokens/s" in figures
     assert f"{answer['usage']['prompt_tokens']} tokens in" in figures
@@ -103,7 +104,7 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     # A second turn has the first in its prompt, and Stop ends it.
     browser.run("document.getElementById('max_tokens').value = 1500")
     browser.type("#prompt", "Tell me a story.\n")
-    time.sleep(0.2)
+    wait_for(lambda: _text(browser, ".message:nth-child(4)"), "the beginning of the second answer")
     browser.screenshot(tmp_path / "page.png")
     browser.run("document.getElementById('stop').click()")
     wait_for(lambda: browser.run("return !document.getElementById('send').disabled"), "the end")
@@ -117,6 +118,28 @@ def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
     browser.run("document.getElementById('max_tokens').value = 99999")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "maximum context length" in _text(browser, ".error"), "the error")
+    wait_for(lambda: browser.run("return !document.getElementById('send').disabled"), "the end")
+    # The next question is asked without the one that had no answer.
+    assert browser.run("return messages.length") == 0
+
+
+def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, browser: Browser) -> None:
+    browser.open(door.url + "/")
+    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    browser.run("document.getElementById('max_tokens').value = 1500")
+    browser.type("#prompt", "Tell me a story.\n")
+    wait_for(lambda: _text(browser, ".assistant"), "the beginning of the answer")
+    browser.run("document.getElementById('clear').click()")
+    wait_for(lambda: browser.run("return !document.getElementById('send').disabled"), "the end")
+    assert browser.run("return messages.length") == 0 and _text(browser, "#figures") == ""
+
+
+def test_a_server_that_has_gone_is_told_in_words(door: OpenAiServer, browser: Browser) -> None:
+    browser.open(door.url + "/")
+    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    browser.type("#prompt", "Hi\n")
+    wait_for(lambda: "The server does not answer" in _text(browser, ".error"), "the error")
 
 
 def _text(browser: Browser, css: str) -> str:
