@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# make serve              tritonserver with the bundled model, in the foreground
-# make serve MODEL=DIR    the same with a checkpoint folder; KNOBS="name=value ..." sets knobs of build.py,
-#                         HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where it listens,
-#                         OPENAI_PORT (9000) where the OpenAI API does; OPENAI_PORT= leaves that out;
-#                         SERVE_ARGS="--openai-workers 2 ..." are further options of flashinfer_backend.serve
-# make test               every test, by WORKERS processes; TESTS="..." are arguments of pytest instead
-# make lint               ruff, mypy, import-linter
-# make bench              times of the host's work for every step and chunk, and of the ensemble
-# make attack             kills, stops, floods and hostile requests against a real server for MINUTES (30)
-# make soak               mixed traffic to both doors for MINUTES (30), every answer compared, memory watched
-# make fuzz               random requests, REQUESTS (100000) to real servers of each kind
-# make clean              removes .venv and served/
+# make serve            tritonserver with the bundled model, in the foreground
+# make serve MODEL=DIR  the same with a checkpoint folder.
+#                       KNOBS="name=value ..." sets knobs of build.py;
+#                       HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where
+#                       it listens, OPENAI_PORT (9000) where the OpenAI API
+#                       does; OPENAI_PORT= leaves that out;
+#                       SERVE_ARGS="--openai-workers 2 ..." are further options
+#                       of flashinfer_backend.serve
+# make test             every test, by WORKERS processes;
+#                       TESTS="..." are arguments of pytest instead
+# make lint             ruff, mypy, import-linter
+# make bench            times of the host's work for every step and chunk, and
+#                       of the ensemble
+# make attack           kills, stops, floods and hostile requests against a
+#                       real server for MINUTES (30)
+# make soak             mixed traffic to both doors for MINUTES (30), every
+#                       answer compared, memory watched
+# make fuzz             random requests, REQUESTS (100000) to real servers of
+#                       each kind
+# make clean            removes .venv and served/
 #
-# Each makes .venv first where it is missing, with PYTHON (python3) and pip, or uv where it is on PATH;
-# PIP_ARGS="..." are arguments of pip. On a machine with an NVIDIA GPU the CUDA extra goes in.
+# Each makes .venv first where it is missing, with PYTHON (python3) and pip, or
+# uv where it is on PATH; PIP_ARGS="..." are arguments of pip. On a machine with
+# an NVIDIA GPU the CUDA extra goes in.
 
 variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
 PYTHON ?= python3
