@@ -9,6 +9,7 @@ echo "a long prompt" | python -m client generate -
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import queue
@@ -118,6 +119,7 @@ def stream_grpc(
     """Text deltas over gRPC ModelStreamInfer; closing the iterator cancels the request."""
     import numpy as np
     import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
 
     numpy_types = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
     inputs = []
@@ -133,7 +135,9 @@ def stream_grpc(
     client = triton.InferenceServerClient(url)
     try:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        # Where nothing listens, the stream may have failed by now; what is called back says why.
+        with contextlib.suppress(InferenceServerException):
+            client.async_stream_infer(model, inputs, enable_empty_final_response=True)
         while True:
             try:
                 result, error = answers.get(timeout=timeout)

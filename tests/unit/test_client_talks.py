@@ -66,10 +66,13 @@ def test_generate_says_what_is_no_answer(answers, capsys, answer, message):
 
 def test_generate_says_that_nothing_listens(capsys):
     with socket.create_server(("127.0.0.1", 0)) as closed_soon:
-        url = f"http://127.0.0.1:{closed_soon.getsockname()[1]}"
-    assert generate.main(["--url", url, "Hello"]) == 1
+        place = f"127.0.0.1:{closed_soon.getsockname()[1]}"
+    assert generate.main(["--url", f"http://{place}", "Hello"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {url}/") and "nothing listens there; start the server first" in said
+    assert said.startswith(f"error: http://{place}/")
+    assert "nothing listens there; start the server first" in said
+    assert generate.main(["--grpc", "--url", place, "Hello"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_generate_times_an_answer_in_one_piece(answers, capsys):
