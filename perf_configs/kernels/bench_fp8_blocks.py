@@ -35,6 +35,7 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.arguments import seconds, some_seconds
 from flashinfer_backend.core.tuned import BLOCK_TILES, BlockTile, Role, Shape, Tuned
 from flashinfer_backend.tune.search import STEP_FASTER, block_tiles
 
@@ -355,9 +356,9 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default=SHAPES, help="role=NxK of the weights, separated by commas")
     parser.add_argument("--tokens", default=TOKENS, help="separated by commas")
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="default 300")
+    parser.add_argument("--limit", type=some_seconds, default=300, metavar="SECONDS", help="default 300")
     parser.add_argument(
-        "--flashinfer", type=float, default=0, metavar="SECONDS", help="at most; without, not measured"
+        "--flashinfer", type=seconds, default=0, metavar="SECONDS", help="at most; without, not measured"
     )
     parser.add_argument("--only-flashinfer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
