@@ -84,7 +84,8 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     status, message, param, code = door.error(CHAT, {"messages": ASK, "model": "gpt-4"})
     assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
     assert door.error("/v1/embeddings", {})[:2] == (404, "there is no /v1/embeddings")
-    assert door.error(CHAT)[:2] == (405, f"{CHAT} takes no GET")
+    assert door.error(CHAT)[:2] == (405, f"{CHAT} takes POST, not GET")
+    assert door.call(CHAT)[1]["allow"] == "POST"
     assert door.error("/v1/models/gpt-4")[3] == "model_not_found"
     assert door.error("/tokenize", {})[0] == 400
     assert door.error("/detokenize", {"tokens": [-1]})[0] == 400

@@ -95,9 +95,15 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        words = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+        headers = dict(error.headers or {})
+        words = {
+            404: f"there is no {request.url.path}",
+            405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
+        }
         door.metrics.error(error.status_code)
-        return ApiError(words.get(error.status_code, str(error.detail)), error.status_code).response()
+        answer = ApiError(words.get(error.status_code, str(error.detail)), error.status_code).response()
+        answer.headers.update(headers)
+        return answer
 
     async def left(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody is there to read it
