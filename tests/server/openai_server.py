@@ -149,26 +149,27 @@ class OpenAiServer:
         (record,) = self.runs.glob("flashinfer-backend-*/*-openai/engine.json")
         return psutil.Process(json.loads(record.read_text())["pid"])
 
-    def leftovers(self) -> list[str]:
-        """What is left of the server: processes, files of the run directory."""
-        left = files_below(self.runs)
+    def commands(self) -> dict[psutil.Process, str]:
+        """The engine, with its tee and its ranks, by command line; zombies do not count."""
+        found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())
-                ended = process.status() == psutil.STATUS_ZOMBIE
-                if str(self.runs) in line and not ended:
-                    left.append(f"{process.pid} {line}")
-        return left
+                if str(self.runs) in line and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process] = line
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What is left of the server: processes, files of the run directory."""
+        return files_below(self.runs) + [f"{process.pid} {line}" for process, line in self.commands().items()]
 
     def close(self) -> None:
-        if self.parent.poll() is None:
-            children = self.parent.children(recursive=True)
-            self.parent.terminate()
-            with contextlib.suppress(psutil.TimeoutExpired):
-                self.parent.wait(TIMEOUT_S)
-            for process in [self.parent, *children]:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        """Kills what is left of it, which takes no time: how the API ends is asked by tests of its own."""
+        children = self.parent.children() if self.parent.poll() is None else []
+        for process in [self.parent, *children, *self.commands()]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.parent.wait(TIMEOUT_S)
         shutil.rmtree(self.runs, ignore_errors=True)
 
 
