@@ -280,8 +280,10 @@ def test_ports_that_cannot_be_used_are_named():
 
 def test_two_services_do_not_share_a_port(capsys, tmp_path):
     # tritonserver's HTTP port and the OpenAI API would both listen, and answer each other's requests.
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = str(unused.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        unused = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        port, grpc, metrics = (str(each.getsockname()[1]) for each in unused)
     arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path), "--check"]
+    arguments += ["--grpc-port", grpc, "--metrics-port", metrics]
     assert serve.main([*arguments, "--http-port", port, "--openai-port", port]) == 1
     assert f"HTTP port and OpenAI port are both {port}: each needs one of its own" in capsys.readouterr().err
