@@ -28,32 +28,35 @@ def advertised_pythons() -> list[str]:
     return [f"3.{minor}" for minor in range(int(low), int(high))]
 
 
-@pytest.mark.parametrize("python", advertised_pythons())
-def test_every_python_gets_wheels_only(python, tmp_path):
-    """Of every extra at once. torch is left out: its index depends on the machine."""
-    (tmp_path / "overrides.txt").write_text('torch; python_version < "3"\n')
-    words = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-build",
-        "--python-version",
-        python,
-    ]
-    words += ["--python-platform", "x86_64-manylinux_2_35", "--override", str(tmp_path / "overrides.txt")]
+@pytest.fixture(scope="module")
+def resolutions(tmp_path_factory):
+    """By version of Python, uv that resolves every extra at once: they wait for the index at the same time.
+    torch is left out: its index depends on the machine."""
+    overrides = tmp_path_factory.mktemp("requirements") / "overrides.txt"
+    overrides.write_text('torch; python_version < "3"\n')
+    words = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-build", "--no-python-downloads"]
+    words += ["--python-platform", "x86_64-manylinux_2_35", "--override", str(overrides)]
     words += ["--constraint", "requirements/constraints.txt", "--all-extras", "pyproject.toml"]
-    words += ["requirements/guided-cpu.txt"]
+    words += ["requirements/guided-cpu.txt", "--python-version"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
-    done = subprocess.run(
-        words, cwd=ROOT, env=env | {"UV_HTTP_TIMEOUT": "20"}, capture_output=True, text=True, check=False
-    )
-    if done.returncode and UNREACHABLE.search(done.stderr):
-        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
-    assert done.returncode == 0, done.stderr
-    assert "nvidia-pytriton==0.7.0" in done.stdout and "\ntorch==" not in done.stdout
+    options = {"cwd": ROOT, "env": env | {"UV_HTTP_TIMEOUT": "20"}, "text": True}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = {
+        python: subprocess.Popen([*words, python], **options, **piped) for python in advertised_pythons()
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("python", advertised_pythons())
+def test_every_python_gets_wheels_only(python, resolutions):
+    out, err = resolutions[python].communicate()
+    if resolutions[python].returncode and UNREACHABLE.search(err):
+        pytest.skip(f"the package index cannot be reached: {err.splitlines()[0]}")
+    assert resolutions[python].returncode == 0, err
+    assert "nvidia-pytriton==0.7.0" in out and "\ntorch==" not in out
 
 
 def test_the_advertised_pythons_are_those_of_the_pages():
