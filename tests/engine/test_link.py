@@ -89,126 +89,163 @@ def engines(run_dir: Path) -> list[int]:
     return found
 
 
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
+@contextlib.contextmanager
+def new_run_dir() -> Iterator[Path]:
     """Short: unix sockets take no long paths."""
     with tempfile.TemporaryDirectory(prefix="runs-", ignore_cleanup_errors=True) as folder:
         yield Path(folder) / "runs" / f"{os.getpid()}-llm"
 
 
 @pytest.fixture
-def endpoint(run_dir: Path) -> Iterator[Engines]:
-    link = Engines([Supervisor(run_dir, os.getpid(), config())])
-    try:
-        link.wait_ready()
-        yield link
-    finally:
-        link.close()
+def run_dir() -> Iterator[Path]:
+    with new_run_dir() as made:
+        yield made
 
 
-def test_generates_and_leaves_nothing(run_dir: Path) -> None:
-    link = Engines([Supervisor(run_dir, os.getpid(), config())])
-    status = link.wait_ready()
-    pid = status.pid
-    first = complete(link)
-    assert len(first) == 8 and complete(link) == first
-    link.close()
-    assert not rundir.process_alive(pid)
-    assert not run_dir.exists() and not run_dir.parent.exists()
+class Shared:
+    """A link and its engine, for tests that leave them able to answer. `told`: the stop requests that came;
+    one called "broken" cannot be handled."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.told = run_dir, list[str]()
+        self.replaced = threading.Event()
+        self.link = Engines(
+            [Supervisor(run_dir, os.getpid(), config())], on_stop=self._stop, on_replaced=self.replaced.set
+        )
+
+    def _stop(self, request_id: str) -> None:
+        self.told.append(request_id)
+        if request_id == "broken":
+            raise RuntimeError(request_id)
+
+    @property
+    def status(self) -> protocol.Status:
+        assert self.link.status is not None
+        return self.link.status
 
 
-def test_cancel_ends_a_sequence(endpoint: Engines) -> None:
-    answer = submit(endpoint, max_tokens=400)
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    with new_run_dir() as run_dir:
+        made = Shared(run_dir)
+        try:
+            made.link.wait_ready()
+            yield made
+        finally:
+            made.link.close()
+        assert not run_dir.exists() and not run_dir.parent.exists()
+
+
+def test_cancel_ends_a_sequence(shared: Shared) -> None:
+    before = shared.status.cancellations
+    answer = submit(shared.link, max_tokens=400)
     assert answer.started.wait(TIMEOUT_S)
-    endpoint.cancel(answer.handle)
+    shared.link.cancel(answer.handle)
     assert answer.ended.wait(TIMEOUT_S)
     assert answer.code == protocol.FINISHED_CANCELLED and len(answer.tokens) < 400
+    wait_for(lambda: shared.status.cancellations == before + 1 and shared.status.requests_active == 0)
 
 
-def test_cancelling_after_the_link_was_closed_does_nothing(run_dir: Path) -> None:
-    link = Engines([Supervisor(run_dir, os.getpid(), config())])
-    link.wait_ready()
-    answer = submit(link, 4000)
-    assert answer.started.wait(TIMEOUT_S)
-    link.close()
-    assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
-    link.cancel(answer.handle)
-
-
-def test_a_message_that_cannot_be_handled_ends_open_requests_and_no_more(run_dir: Path) -> None:
+def test_a_message_that_cannot_be_handled_ends_open_requests_and_no_more(shared: Shared) -> None:
     class Broken(Answer):
         def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
             raise RuntimeError("broken")
 
-    link = Engines([Supervisor(run_dir, os.getpid(), config())])
-    try:
-        pid = link.wait_ready().pid
-        answer = submit(link, 4000)
+    wait_for(lambda: shared.status.requests_active == 0)
+    link, pid, cancellations = shared.link, shared.status.pid, shared.status.cancellations
+    answer = submit(link, 4000)
+    assert answer.started.wait(TIMEOUT_S)
+    broken = Broken()
+    link.submit(broken, PROMPT, SamplingParams(max_tokens=4000))
+    assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
+    assert broken.ended.wait(TIMEOUT_S) and broken.failure == (LINK_LOST, False)
+    wait_for(lambda: link.up)
+    assert len(complete(link)) == 8
+    wait_for(lambda: link.status is not None and link.status.requests_active == 0)
+    assert (shared.status.pid, shared.status.cancellations) == (pid, cancellations + 2)
+
+
+def test_a_stop_request_that_cannot_be_handled_harms_nothing(shared: Shared) -> None:
+    shared.link.tell_stop("broken")
+    shared.link.tell_stop("second")
+    wait_for(lambda: shared.told == ["broken", "second"])
+    assert len(complete(shared.link)) == 8
+
+
+def test_the_log_of_an_engine_stays_small(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a line for each request that asks for more tokens than there is room for."""
+    link, log = shared.link, shared.run_dir / "engine.log"
+    before = log.stat().st_size
+    assert "ready after" in log.read_text()
+    monkeypatch.setattr(supervisor, "LOG_BYTES", before + 100)
+
+    def ask_for_too_many() -> None:
+        answer = submit(link, 10**6)
         assert answer.started.wait(TIMEOUT_S)
-        broken = Broken()
-        link.submit(broken, PROMPT, SamplingParams(max_tokens=4000))
-        assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
-        assert broken.ended.wait(TIMEOUT_S) and broken.failure == (LINK_LOST, False)
-        wait_for(lambda: link.up)
-        assert len(complete(link)) == 8
-        wait_for(lambda: link.status is not None and link.status.requests_active == 0)
-        assert link.status is not None and (link.status.pid, link.status.cancellations) == (pid, 2)
-    finally:
-        link.close()
+        link.cancel(answer.handle)
+        assert answer.ended.wait(TIMEOUT_S)
+
+    for _ in range(3):
+        ask_for_too_many()
+    wait_for(lambda: log.stat().st_size < before)
+    complete(link)
+    ask_for_too_many()
+    wait_for(lambda: "max_tokens 1000000 is cut to" in log.read_text())  # it goes on behind what was cut
+    assert log.read_bytes()[:1] != b"\0"
+    wait_for(lambda: shared.status.requests_active == 0)
 
 
-def test_a_stop_request_that_cannot_be_handled_harms_nothing(run_dir: Path) -> None:
-    told: list[str] = []
-
-    def stop(request_id: str) -> None:
-        told.append(request_id)
-        if len(told) == 1:
-            raise RuntimeError(request_id)
-
-    link = Engines([Supervisor(run_dir, os.getpid(), config())], on_stop=stop)
-    try:
-        link.wait_ready()
-        link.tell_stop("first")
-        link.tell_stop("second")
-        wait_for(lambda: told == ["first", "second"])
-        assert len(complete(link)) == 8
-    finally:
-        link.close()
+def test_requests_of_a_killed_stub_are_dropped(shared: Shared) -> None:
+    stub = _Stub(shared.run_dir, generate=400)
+    stub.expect("generating")
+    wait_for(lambda: shared.status.requests_active == 1)
+    stub.kill()
+    wait_for(lambda: shared.status.requests_active == 0)
+    complete(shared.link)
 
 
 def test_a_killed_engine_fails_open_requests_and_is_replaced(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the machine has no room for the next one at first."""
-    replaced, left, start = threading.Event(), iter(range(2)), Supervisor._start
+    left, start = iter(range(2)), Supervisor._start
 
     def start_late(self: Supervisor, previous: EngineRecord) -> EngineRecord:
         if next(left, None) is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return start(self, previous)
 
-    link = Engines([Supervisor(run_dir, os.getpid(), config())], on_replaced=replaced.set)
-    try:
-        pid = link.wait_ready().pid
-        expected = complete(link)
-        answer = submit(link, max_tokens=400)
-        assert answer.started.wait(TIMEOUT_S)
-        monkeypatch.setattr(endpoint_module, "LONGEST_DELAY_S", 0.1)
-        monkeypatch.setattr(Supervisor, "_start", start_late)
-        os.kill(pid, signal.SIGKILL)
-        assert answer.ended.wait(TIMEOUT_S)
-        assert answer.failure is not None and not answer.failure[1]
-        assert "ended unexpectedly" in answer.failure[0]
-        with contextlib.suppress(EngineDown):
-            late = submit(link)  # where it is accepted, it is answered
-            assert late.ended.wait(TIMEOUT_S)
-        assert replaced.wait(TIMEOUT_S)
-        wait_for(lambda: link.up)
-        assert link.status is not None and link.status.pid != pid
-        assert complete(link) == expected and next(left, None) is None
-    finally:
-        link.close()
-    assert not run_dir.exists()
+    link, pid = shared.link, shared.status.pid
+    expected = complete(link)
+    answer = submit(link, max_tokens=400)
+    assert answer.started.wait(TIMEOUT_S)
+    monkeypatch.setattr(endpoint_module, "LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr(Supervisor, "_start", start_late)
+    os.kill(pid, signal.SIGKILL)
+    assert answer.ended.wait(TIMEOUT_S)
+    assert answer.failure is not None and not answer.failure[1]
+    assert "ended unexpectedly" in answer.failure[0]
+    with contextlib.suppress(EngineDown):
+        late = submit(link)  # where it is accepted, it is answered
+        assert late.ended.wait(TIMEOUT_S)
+    assert shared.replaced.wait(TIMEOUT_S)
+    wait_for(lambda: link.up)
+    assert shared.status.pid != pid
+    assert complete(link) == expected and next(left, None) is None
+
+
+def test_generates_and_leaves_nothing_though_a_request_is_open(run_dir: Path) -> None:
+    link = Engines([Supervisor(run_dir, os.getpid(), config())])
+    pid = link.wait_ready().pid
+    first = complete(link)
+    assert len(first) == 8 and complete(link) == first
+    answer = submit(link, 4000)
+    assert answer.started.wait(TIMEOUT_S)
+    link.close()
+    assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
+    link.cancel(answer.handle)  # does nothing
+    assert not rundir.process_alive(pid)
+    assert not run_dir.exists() and not run_dir.parent.exists()
 
 
 def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
@@ -241,35 +278,6 @@ def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> Non
     finally:
         link.close()
     assert not run_dir.exists() and not hands[1].run_dir.exists()
-
-
-def test_the_log_of_an_engine_stays_small(
-    endpoint: Engines, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has a line for each request that asks for more tokens than there is room for."""
-    log = run_dir / "engine.log"
-    before = log.stat().st_size
-    assert "ready after" in log.read_text()
-    monkeypatch.setattr(supervisor, "LOG_BYTES", before + 100)
-    for _ in range(3):
-        answer = submit(endpoint, 10**6)
-        assert answer.started.wait(TIMEOUT_S)
-        endpoint.cancel(answer.handle)
-        assert answer.ended.wait(TIMEOUT_S)
-    wait_for(lambda: log.stat().st_size < before)
-    complete(endpoint)
-    submit(endpoint, 10**6)
-    wait_for(lambda: "max_tokens 1000000 is cut to" in log.read_text())  # it goes on behind what was cut
-    assert log.read_bytes()[:1] != b"\0"
-
-
-def test_requests_of_a_killed_stub_are_dropped(endpoint: Engines, run_dir: Path) -> None:
-    stub = _Stub(run_dir, generate=400)
-    stub.expect("generating")
-    wait_for(lambda: endpoint.status is not None and endpoint.status.requests_active == 1)
-    stub.kill()
-    wait_for(lambda: endpoint.status is not None and endpoint.status.requests_active == 0)
-    complete(endpoint)
 
 
 def test_exactly_one_of_several_stubs_restarts_the_engine(run_dir: Path) -> None:
