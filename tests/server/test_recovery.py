@@ -89,18 +89,17 @@ CUT = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionErr
 def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     with running(repository, tmp_path) as server:
         expected = server.text(PROMPT, 16)
-        for times in (1, 2):
-            streams = start_streams(server, 12)
-            killed = kill_engine(server)
-            wait_for(lambda: not server.ready("models/ensemble"), "the ensemble to report not ready")
-            assert not server.ready() and not server.ready("models/llm")
-            status, answer = server.post({"text_input": PROMPT, "max_tokens": 4})
-            assert status == 503 and answer == {"error": RESTARTING}
-            for events in streams.join():
-                assert re.search(WORDED, str(events)), events
-            wait_again(server, times)
-            assert server.engine_pid() != killed
-            assert server.text(PROMPT, 16) == expected
+        streams = start_streams(server, 12)
+        killed = kill_engine(server)
+        wait_for(lambda: not server.ready("models/ensemble"), "the ensemble to report not ready")
+        assert not server.ready() and not server.ready("models/llm")
+        status, answer = server.post({"text_input": PROMPT, "max_tokens": 4})
+        assert status == 503 and answer == {"error": RESTARTING}
+        for events in streams.join():
+            assert re.search(WORDED, str(events)), events
+        wait_again(server, 1)
+        assert server.engine_pid() != killed
+        assert server.text(PROMPT, 16) == expected
         assert len(server.matching("/llm/1/model.py")) == 2
 
         streams = start_streams(server, 4)
@@ -110,21 +109,23 @@ def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, t
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("part", ["/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver"])
-def test_whatever_dies_is_replaced_and_the_engine_stays(repository: Path, tmp_path: Path, part: str) -> None:
+def test_whatever_dies_is_replaced_and_the_engine_stays(repository: Path, tmp_path: Path) -> None:
+    """One after the other, so the same engine has to outlive them all."""
+    parts = ("/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver")
     with running(repository, tmp_path) as server:
         expected, engine = server.text(PROMPT, 16), server.engine_pid()
-        streams = start_streams(server, 12)
-        server.matching(part)[0].kill()
-        wait_for(lambda: not server.ready(), "the server to report not ready", 10)
-        for answer in streams.join():  # worded where a process is left that can say it
-            assert isinstance(answer, CUT) or re.search(WORDED, str(answer)), answer
-        wait_again(server, 1)
-        assert server.text(PROMPT, 16) == expected
-        assert server.engine_pid() == engine and server.engine_status().requests_active == 0
-        stubs = server.matching("python_backend_stub")
-        regions = list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
-        assert len(stubs) == len(regions) == 5
+        for times, part in enumerate(parts, 1):
+            streams = start_streams(server, 12)
+            server.matching(part)[0].kill()
+            wait_for(lambda: not server.ready(), f"the server to report not ready without {part}", 10)
+            for answer in streams.join():  # worded where a process is left that can say it
+                assert isinstance(answer, CUT) or re.search(WORDED, str(answer)), (part, answer)
+            wait_again(server, times)
+            assert server.text(PROMPT, 16) == expected, part
+            assert server.engine_pid() == engine and server.engine_status().requests_active == 0, part
+            stubs = server.matching("python_backend_stub")
+            regions = list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
+            assert len(stubs) == len(regions) == 5, part
         assert server.interrupt() == 0
         wait_gone(server)
 
@@ -154,7 +155,7 @@ def test_storm_of_deaths_ends_in_answers(repository: Path, tmp_path: Path) -> No
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seconds", [1.5, 60.0])
-def test_stopped_postprocessing_does_not_stop_the_service(
+def test_stopped_postprocessing_does_not_stop_the_service_which_ends_with_its_launcher(
     repository: Path, tmp_path: Path, seconds: float
 ) -> None:
     """For a moment, after which this tritonserver aborts under load, and for good."""
@@ -172,14 +173,17 @@ def test_stopped_postprocessing_does_not_stop_the_service(
             wait_for(lambda: "has been stopped for" in server.log, "serve to notice")
         streams.join()
         wait_for(lambda: server.ready() and server.answers(PROMPT), "an answer", 120)
-        assert server.interrupt() == 0
+        if seconds < 2:
+            server.launcher.kill()
+        else:
+            assert server.interrupt() == 0
         wait_gone(server)
 
 
 @pytest.mark.timeout(400)
 def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_path: Path) -> None:
     """By what a gRPC client has asked for and does not read. What is open has its time; the engine stays."""
-    options = ["--restart-after-growth", "40", "--drain-seconds", "10"]
+    options = ["--restart-after-growth", "40", "--drain-seconds", "6"]
     with (
         running(repository, tmp_path, options=options) as server,
         grpcclient.InferenceServerClient(server.grpc) as client,
@@ -250,12 +254,6 @@ def test_server_that_is_stopped_while_it_starts_again_leaves_nothing(
         wait_for(lambda: not server.ready("models/ensemble"), "the restart")
         time.sleep(1.0)
         assert server.interrupt() == 0
-        wait_gone(server)
-
-
-def test_server_ends_with_its_launcher(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path) as server:
-        server.launcher.kill()
         wait_gone(server)
 
 
