@@ -88,13 +88,6 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
     assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine
 
 
-def test_the_server_ends_with_both_doors(tmp_path: Path) -> None:
-    with both_running(build_repository(tmp_path), tmp_path) as server:
-        assert server.matching("flashinfer_backend.openai.worker"), "it would be found"
-        assert server.interrupt() == 0
-        wait_for(lambda: not server.leftovers() and server.openai("/health")[0] == 0, "the end")
-
-
 @pytest.mark.parametrize(
     ("arguments", "files", "words"),
     [
@@ -113,3 +106,10 @@ def test_wrong_arguments_and_limits_keep_the_server_from_starting(
     allow = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
     ran = subprocess.run([*allow, *command, *ports], capture_output=True, text=True, timeout=90)
     assert ran.returncode == 1 and words in ran.stdout + ran.stderr
+
+
+def test_the_server_ends_with_both_doors(both: BothDoors) -> None:
+    """The last of them: it leaves no server."""
+    assert both.matching("flashinfer_backend.openai.worker"), "it would be found"
+    assert both.interrupt() == 0
+    wait_for(lambda: not both.leftovers() and both.openai("/health")[0] == 0, "the end")

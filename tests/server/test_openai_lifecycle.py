@@ -31,10 +31,11 @@ COMPLETIONS = "/v1/completions"
 LOGITS: dict[str, Any] = {"prompt": [7] * 120, "max_tokens": 1, "echo": True, "logprobs": 1}
 
 
-@pytest.fixture
-def server(chat_model: Path, tmp_path: Path) -> Iterator[OpenAiServer]:
+@pytest.fixture(scope="module")
+def harmed(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    """Parts of it are killed, one after the other; the last test that takes it ends it."""
     options = ["--drain-seconds", "20", "--prompt-logits-mib", "1"]
-    with openai_running(chat_model, tmp_path, *options) as started:
+    with openai_running(chat_model, tmp_path_factory.mktemp("harmed"), *options) as started:
         yield started
 
 
@@ -58,44 +59,44 @@ def test_a_client_that_leaves_frees_its_blocks(door: OpenAiServer, stream: bool)
     assert engine(door, "cancellations") == before + 2, "they did not come to their end"
 
 
-def test_an_engine_that_ends_is_replaced(server: OpenAiServer) -> None:
-    first = server.engine()
-    with server.opened(CHAT, {**LONG, "stream": True}) as answer:
+def test_an_engine_that_ends_is_replaced(harmed: OpenAiServer) -> None:
+    first = harmed.engine()
+    with harmed.opened(CHAT, {**LONG, "stream": True}) as answer:
         assert answer.status == 200 and answer.read(10)
         first.suspend()
-        with server.asked(COMPLETIONS, LOGITS) as inside, server.asked(COMPLETIONS, LOGITS) as waits:
-            wait_for(lambda: server.metric("prompt_logits_waiting") == 1, "one to wait for the other's room")
+        with harmed.asked(COMPLETIONS, LOGITS) as inside, harmed.asked(COMPLETIONS, LOGITS) as waits:
+            wait_for(lambda: harmed.metric("prompt_logits_waiting") == 1, "one to wait for the other's room")
             first.kill()
             for connection in (inside, waits):
                 error = json.load(connection.getresponse())["error"]
                 assert error["code"] == "engine_unavailable"
-        assert server.metric("prompt_logits_waiting") == server.metric("prompt_logits_bytes") == 0
+        assert harmed.metric("prompt_logits_waiting") == harmed.metric("prompt_logits_bytes") == 0
         text = answer.read().decode()
     last = json.loads(text.splitlines()[-2].removeprefix("data: "))
     assert last["error"]["code"] == "engine_unavailable" and "[DONE]" not in text
-    status, headers, answer_body = server.call(CHAT, LONG)
+    status, headers, answer_body = harmed.call(CHAT, {**LONG, "max_tokens": 3})
     if status != 200:  # it may be back already
         assert (status, answer_body["error"]["code"]) == (503, "engine_unavailable")
-        assert int(headers["Retry-After"]) > 0 and server.call("/health")[0] == 503
-    wait_for(lambda: server.call("/health")[0] == 200, "another engine")
-    assert server.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200 and server.engine().pid != first.pid
+        assert int(headers["Retry-After"]) > 0 and harmed.call("/health")[0] == 503
+    wait_for(lambda: harmed.call("/health")[0] == 200, "another engine")
+    assert harmed.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200 and harmed.engine().pid != first.pid
 
 
-def test_a_process_that_ends_is_replaced(server: OpenAiServer) -> None:
-    (first,) = server.workers()
+def test_a_process_that_ends_is_replaced(harmed: OpenAiServer) -> None:
+    (first,) = harmed.workers()
     first.kill()
-    server.engine().suspend()  # the other process does not find it at once
-    wait_for(lambda: server.workers() and server.workers()[0].pid != first.pid, "another process")
-    threading.Timer(2.0, server.engine().resume).start()
-    assert server.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200, "the connection waited for it"
-    assert "another takes its place" in server.log
+    harmed.engine().suspend()  # the other process does not find it at once
+    wait_for(lambda: harmed.workers() and harmed.workers()[0].pid != first.pid, "another process")
+    threading.Timer(2.0, harmed.engine().resume).start()
+    assert harmed.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200, "the connection waited for it"
+    assert "another takes its place" in harmed.log
 
 
-def test_running_requests_end_before_the_server_does(server: OpenAiServer) -> None:
+def test_running_requests_end_before_the_server_does(harmed: OpenAiServer) -> None:
     texts: list[str] = []
 
     def read() -> None:
-        with server.opened(CHAT, {**LONG, "max_tokens": 300, "stream": True}) as answer:
+        with harmed.opened(CHAT, {**LONG, "max_tokens": 300, "stream": True}) as answer:
             answer.read(10)
             begun.set()
             texts.append("data: " + answer.read().decode())
@@ -104,11 +105,11 @@ def test_running_requests_end_before_the_server_does(server: OpenAiServer) -> No
     reader = threading.Thread(target=read)
     reader.start()
     assert begun.wait(TIMEOUT_S)
-    server.parent.terminate()
+    harmed.parent.terminate()
     reader.join(TIMEOUT_S)
-    assert server.parent.wait(TIMEOUT_S) == 0
+    assert harmed.parent.wait(TIMEOUT_S) == 0
     assert '"finish_reason":"length"' in texts[0] and texts[0].endswith("data: [DONE]\n\n")
-    wait_for(lambda: not server.leftovers(), "nothing to be left")
+    wait_for(lambda: not harmed.leftovers(), "nothing to be left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
