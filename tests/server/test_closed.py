@@ -87,16 +87,15 @@ def test_an_api_is_opened_by_name(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_requests_that_need_a_deep_stack_do_not_end_the_server(repository: Path, tmp_path: Path) -> None:
+def test_requests_that_need_a_deep_stack_do_not_end_the_server(server: Server) -> None:
     """A megabyte of brackets, which is what a proxy lets through (docs/security.md), and large bodies of
     the content type that curl -d sends."""
-    with running(repository, tmp_path) as server:
-        (tritonserver,) = server.matching("bin/tritonserver")
-        path, form = "v2/models/ensemble/generate", "application/x-www-form-urlencoded"
-        for depth in (50_000, 500_000):
-            body = b'{"max_tokens": 1, "text_input": ' + b"[" * depth + b"]" * depth + b"}"
-            assert get(server, path, body, **{"Content-Type": "application/json"})[0] == 400
-        for letter in (b"a", b"&"):
-            body = b'{"max_tokens": 1, "text_input": "' + letter * (5 << 20) + b'"}'
-            assert get(server, path, body, **{"Content-Type": form})[0] == 400
-        assert tritonserver.is_running() and server.text(PROMPT, 4)
+    (tritonserver,) = server.matching("bin/tritonserver")
+    path, form = "v2/models/ensemble/generate", "application/x-www-form-urlencoded"
+    for depth in (50_000, 500_000):
+        body = b'{"max_tokens": 1, "text_input": ' + b"[" * depth + b"]" * depth + b"}"
+        assert get(server, path, body, **{"Content-Type": "application/json"})[0] == 400
+    for letter in (b"a", b"&"):
+        body = b'{"max_tokens": 1, "text_input": "' + letter * (5 << 20) + b'"}'
+        assert get(server, path, body, **{"Content-Type": form})[0] == 400
+    assert server.matching("bin/tritonserver") == [tritonserver] and server.text(PROMPT, 4)
