@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers: checkpoints.py, engin
 sys.path.insert(0, str(Path(__file__).parent.parent))  # build.py, client/
 
 
-SHARED_SERVERS = ("contract", "unary", "server", "door")  # session fixtures of tests/server
+SHARED_SERVERS = ("contract", "unary", "server", "door", "metered")  # session fixtures of tests/server
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

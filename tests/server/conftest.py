@@ -51,9 +51,19 @@ def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def bare(contract: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One whose ensemble has no outputs of log probs, logits and perf metrics, and whose texts hold the
+    special tokens. It runs beside `contract`, as some tests compare the two."""
+    folder = tmp_path_factory.mktemp("bare")
+    knobs = ["ensemble_report_outputs=false", "skip_special_tokens=false", "llm_instance_count=1"]
+    with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server for tests of the metrics; some of them leave it otherwise than they found it."""
+    """A server for tests of the metrics, which look at what they change."""
     folder = tmp_path_factory.mktemp("metered")
     with running(build_repository(folder, "max_seq_len=512", kv_tokens=16 * BLOCKS), folder) as started:
         # The metrics port opens after the one that says ready.

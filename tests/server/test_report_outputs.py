@@ -3,23 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from contract import PROMPT, TEXT, answers, body, encode, events, flag, generate, ids_request
-from running import Server, build_repository, running
+from running import Server
 from test_contract_outputs import ALWAYS, ASKED
 
 ANSWERED = {"return_num_input_tokens", "return_num_output_tokens"}
-
-
-@pytest.fixture(scope="module")
-def lean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("lean")
-    repository = build_repository(folder, "ensemble_report_outputs=false", "--llm-name", "tensorrt_llm")
-    with running(repository, folder) as started:
-        yield started
 
 
 def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
@@ -31,23 +22,23 @@ def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
     return found
 
 
-def test_text_and_counts_are_as_with_all_outputs(lean: Server, contract: Server) -> None:
+def test_text_and_counts_are_as_with_all_outputs(bare: Server, contract: Server) -> None:
     counted = {name: True for name in ANSWERED} | {"num_return_sequences": 2, "seed": 3, "top_k": 5}
     for asked, names in (({}, set()), (counted, {"num_input_tokens", "num_output_tokens", "sequence_index"})):
-        ours, expected = (events(server, 8, **asked) for server in (lean, contract))
+        ours, expected = (events(server, 8, **asked) for server in (bare, contract))
         assert texts(ours) == texts(expected)
         assert {*ours[-1]} == {*expected[-1]} >= ALWAYS | names
 
 
 @pytest.mark.parametrize("name", sorted(ASKED.keys() - ANSWERED))
-def test_what_is_missing_is_refused(lean: Server, name: str) -> None:
-    status, answer = lean.post(body(4, **{name: True}))
+def test_what_is_missing_is_refused(bare: Server, name: str) -> None:
+    status, answer = bare.post(body(4, **{name: True}))
     shown = "return_perf_metrics" if ASKED[name] == ASKED["return_perf_metrics"] else name
     assert status == 400 and f"{shown} is true, but this ensemble has no output" in answer["error"]
     assert "build the model repository with ensemble_report_outputs true" in answer["error"]
-    assert generate(lean, 4, **{name: False})[TEXT]
+    assert generate(bare, 4, **{name: False})[TEXT]
 
 
-def test_llm_itself_has_all_outputs(lean: Server) -> None:
-    (result,) = answers(lean, "tensorrt_llm", ids_request(encode(PROMPT), 4, return_log_probs=flag(True)))
+def test_llm_itself_has_all_outputs(bare: Server) -> None:
+    (result,) = answers(bare, "tensorrt_llm", ids_request(encode(PROMPT), 4, return_log_probs=flag(True)))
     assert result.as_numpy("output_log_probs").shape[-1] == 4

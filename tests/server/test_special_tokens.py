@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from contract import LLM, PROMPT, TEXT, body, decode, events, generate, greedy, text_of, tokenizer, words
-from running import Server, build_repository, running
+from contract import PROMPT, TEXT, body, decode, events, generate, greedy, text_of, tokenizer, words
+from running import Server
 
 N = 135
 
@@ -23,36 +22,27 @@ def shown(ids: list[int]) -> str:
     return str(tokenizer().decode(ids, skip_special_tokens=False))
 
 
-@pytest.fixture(scope="module")
-def showing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose texts hold the special tokens."""
-    folder = tmp_path_factory.mktemp("showing")
-    knobs = ["skip_special_tokens=false", "llm_instance_count=1"]
-    with running(build_repository(folder, *knobs, "--llm-name", LLM), folder) as started:
-        yield started
-
-
 def answer(server: Server, stream: bool, **more: Any) -> str:
     return text_of(events(server, N, **more)) if stream else str(generate(server, N, **more)[TEXT])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_texts_with_special_tokens_are_cut_at_the_stop_word(showing: Server, stream: bool) -> None:
+def test_texts_with_special_tokens_are_cut_at_the_stop_word(bare: Server, stream: bool) -> None:
     text = shown(told())
     word = text[text.index("<|begin_of_text|>") + 20 :][:8]
     begin = text.index(word)
     assert begin > text.index("<|begin_of_text|>"), "the words before are not it"
     for excluded, end in ((False, begin + len(word)), (True, begin)):
         values = {"stop_words": [word], "exclude_stop_words_in_output": excluded}
-        assert answer(showing, stream, **values) == text[:end]
+        assert answer(bare, stream, **values) == text[:end]
     special = {"stop_words": ["<|begin_of_text|>"], "exclude_stop_words_in_output": True}
-    assert answer(showing, stream, **special) == text[: text.index("<|begin_of_text|>")]
+    assert answer(bare, stream, **special) == text[: text.index("<|begin_of_text|>")]
 
 
-def test_the_prompt_in_front_of_the_answer_shows_its_special_tokens(showing: Server) -> None:
+def test_the_prompt_in_front_of_the_answer_shows_its_special_tokens(bare: Server) -> None:
     text = decode(told())
     word = text[30:36]
-    status, found = showing.post(body(N, stop_words=[word], exclude_input_in_output=False))
+    status, found = bare.post(body(N, stop_words=[word], exclude_input_in_output=False))
     assert status == 200
     assert found[TEXT] == "<|begin_of_text|>" + PROMPT + text[: text.index(word) + len(word)]
 
