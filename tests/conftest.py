@@ -13,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # For the processes that tests start, too: threads that wait for each other by turning take whole cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start some two hundred processes, each of which would compile the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.path.insert(0, str(Path(__file__).parent))  # helpers: checkpoints.py, engine/harness.py
 sys.path.insert(0, str(Path(__file__).parent.parent))  # build.py, client/
 
