@@ -130,20 +130,21 @@ def get_field(config: Any, field: str) -> str:
 
 def read_values(repository: Path, llm_name: str) -> dict[str, str]:
     """The knobs of a built repository, as far as its files tell them."""
-    values = {}
+    configs, values = {}, {}
+    for model in MODELS:
+        with contextlib.suppress(OSError, ValueError):
+            folder = repository / (llm_name if model == LLM else model)
+            configs[model] = model_config.read(folder / "config.pbtxt")
     for knob in KNOBS:
         model, field = knob.places[0]
         if field == SECOND_ENSEMBLE:
             values[knob.name] = str((repository / BLS).is_dir()).lower()
-            continue
-        file = repository / (llm_name if model == LLM else model) / "config.pbtxt"
-        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            config = model_config.read(file)
-            if field == REPORT_OUTPUTS:
-                reports = {output.name for output in config.output} - set(_ANSWER_OUTPUTS)
-                values[knob.name] = str(bool(reports)).lower()
-            else:
-                values[knob.name] = get_field(config, field)
+        elif model in configs and field == REPORT_OUTPUTS:
+            reports = {output.name for output in configs[model].output} - set(_ANSWER_OUTPUTS)
+            values[knob.name] = str(bool(reports)).lower()
+        elif model in configs:
+            with contextlib.suppress(KeyError, IndexError):
+                values[knob.name] = get_field(configs[model], field)
     return values
 
 
