@@ -432,7 +432,7 @@ A_FEW_KNOBS = st.lists(
 ).map(dict)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(ALL_KNOBS)
 def test_values_are_read_back_and_nothing_else_changes(texts):
     values = complete({name: BY_NAME[name].parse(text) for name, text in texts.items()})
