@@ -314,7 +314,7 @@ READERS: dict[str, Make] = {
 }
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=700, deadline=None, derandomize=True)
 @given(
     st.sampled_from(sorted(READERS)),
     st.one_of(
