@@ -16,7 +16,8 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+LONG = 40  # more than the largest block holds
+GREEDY = SamplingParams(max_tokens=LONG, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def make_prompts(count: int, longest: int = 100, vocab: int = 250) -> list[list[
 
 
 def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' own greedy continuations, 64 ids each."""
+    """transformers' own greedy continuations, LONG ids each."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     result = []
     for prompt in prompts:
@@ -40,8 +41,8 @@ def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=64,
-                min_new_tokens=64,
+                max_new_tokens=LONG,
+                min_new_tokens=LONG,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
@@ -135,9 +136,9 @@ def test_end_id_length_and_min_tokens(checkpoint, expected, tmp_path):
     end_id = continuation[5]
     core = start_core(checkpoint)
     with serve(core, tmp_path) as client:
-        stopped = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=end_id))
+        stopped = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=end_id))
         longer = client.submit(
-            list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=end_id, min_tokens=9)
+            list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=end_id, min_tokens=9)
         )
         outside = client.submit(list(prompt), SamplingParams(max_tokens=7, temperature=0.0, end_id=1048576))
         client.wait([stopped, longer, outside])
@@ -179,7 +180,7 @@ def test_token_level_stop_sequence_stays_in_the_output(checkpoint, expected, tmp
     first = next(i for i in range(len(continuation)) if continuation[i : i + 2] == stop)
     core = start_core(checkpoint)
     with serve(core, tmp_path) as client:
-        params = SamplingParams(max_tokens=64, temperature=0.0, stop_sequences=[[], [249, 249, 249], stop])
+        params = SamplingParams(max_tokens=LONG, temperature=0.0, stop_sequences=[[], [249, 249, 249], stop])
         one = client.submit(list(prompt), params)
         client.wait([one])
         assert client.tokens[one] == continuation[: first + 2]
@@ -227,8 +228,8 @@ def test_the_end_token_that_only_the_tokenizer_names_ends_a_sequence(tmp_path, c
     of_config = json.loads((model_dir / "config.json").read_text())["eos_token_id"]
     core = start_core(model_dir, tokenizer_dir=str(tokenizer_dir))
     with serve(core, tmp_path / "run") as client:
-        one = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=of_config))
-        other = client.submit(list(prompt), SamplingParams(max_tokens=64, temperature=0.0, end_id=254))
+        one = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=of_config))
+        other = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=254))
         client.wait([one, other])
         assert client.tokens[one] == ids[: ids.index(ended_by)]
         assert client.code[one] == protocol.FINISHED_END_ID
