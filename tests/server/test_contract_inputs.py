@@ -102,7 +102,7 @@ def test_stop_words_end_a_sequence_before_its_minimum_of_tokens(contract: Server
 
 
 def test_max_tokens_is_cut_to_what_max_seq_len_leaves(contract: Server) -> None:
-    prompt = "Once upon a time there was a cat. " * 200
+    prompt = "Once upon a time there was a cat. " * 220
     counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     for max_tokens in (2000, 2**31 - 1):
         whole = generate(contract, max_tokens, text_input=prompt, **counts)

@@ -181,7 +181,7 @@ def flood_grpc(server: Server) -> list[tuple[Any, str]]:
     answer: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(server.grpc) as client:
         for _ in range(FLOOD):
-            request = inputs(ids_request(encode(PROMPT), 300))
+            request = inputs(ids_request(encode(PROMPT), 100))
             client.async_infer(LLM, request, lambda result, error: answer.put(error))
         errors = [answer.get(timeout=60) for _ in range(FLOOD)]
     return [(error.status(), error.message()) for error in errors if error is not None]
@@ -193,7 +193,7 @@ def flood_http(server: Server) -> list[tuple[Any, str]]:
     def ask() -> None:
         client = Unary(server, "http")
         try:
-            client(LLM, ids_request(encode(PROMPT), 300))
+            client(LLM, ids_request(encode(PROMPT), 100))
         except InferenceServerException as error:
             failures.append((error.status(), error.message()))
         finally:
