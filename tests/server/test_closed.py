@@ -79,8 +79,10 @@ def test_other_users_can_read_neither_shared_memory_nor_files(server: Server) ->
     assert files and not any(path.stat().st_mode & 0o077 for path in [*files, server.run_dir.parent])
 
 
-def test_an_api_is_opened_by_name(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path, options=["--open", "shared-memory", "--open", "logging"]) as server:
+def test_an_api_is_opened_by_name(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()  # of no models
+    options = ["--open", "shared-memory", "--open", "logging"]
+    with running(tmp_path / "repository", tmp_path, options=options) as server:
         assert get(server, PATHS["shared-memory"])[0] == 200
         assert get(server, PATHS["logging"])[0] == 200
         assert get(server, PATHS["trace"])[0] == 403
