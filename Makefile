@@ -86,10 +86,13 @@ serve: $(VENV)/for-serve
 	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
 	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served $(listen)
 
-# Without that limit a worker that crashes leaves the others waiting for ever.
+# Tests of whole servers begin: they take longest. Without a limit of restarts a worker that crashes leaves the others
+# waiting for ever. Benchmarks run once each, untimed.
+everything := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --benchmark-disable
+everything += tests/reliability tests/server tests/benchmarks tests/engine tests/unit tests/gpu
+
 test: $(VENV)/for-development
-	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadgroup --max-worker-restart 0 --benchmark-disable \
-		tests/unit tests/engine tests/server tests/reliability tests/gpu tests/benchmarks)  # benchmarks once each, untimed
+	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(everything))
 
 bench: $(VENV)/for-development
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
