@@ -308,13 +308,19 @@ class EngineWatch:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(protocol.socket_address(server.run_dir))
+        self._greet()
+
+    def _greet(self) -> None:
         self._socket.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=True)))
 
     def status(self) -> protocol.Status:
         """The next status that the engine sends."""
         while self._socket.poll(0):
             self._socket.recv_multipart()
-        assert self._socket.poll(TIMEOUT_S * 1000), "the engine sends no status"
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._socket.poll(2000):
+            assert time.monotonic() < deadline, "the engine sends no status"
+            self._greet()  # the goodbye of a watch before, of this process too, may have come after it
         return protocol.decode_status(self._socket.recv_multipart()[1])
 
     def close(self) -> None:
