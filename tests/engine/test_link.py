@@ -172,6 +172,19 @@ def test_a_stop_request_that_cannot_be_handled_harms_nothing(shared: Shared) -> 
     assert len(complete(shared.link)) == 8
 
 
+def test_files_of_a_run_directory_stay_young(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaners of /tmp remove what nobody has touched for long."""
+    kept = [shared.run_dir.parent, shared.run_dir, *shared.run_dir.rglob("*")]
+    assert {"engine.json", "engine.sock", "lock", "stubs"} <= {path.name for path in kept}
+    long_ago = time.time() - 11 * 86400
+    for path in kept:
+        os.utime(path, (long_ago, long_ago))
+    assert not any(path.stat().st_mtime > long_ago + 1 for path in kept)
+    monkeypatch.setattr(supervisor, "TOUCH_S", 0)
+    wait_for(lambda: all(path.stat().st_atime > long_ago + 86400 for path in kept))
+    assert all(path.stat().st_mtime > long_ago + 86400 for path in kept)
+
+
 def test_the_log_of_an_engine_stays_small(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a line for each request that asks for more tokens than there is room for."""
     link, log = shared.link, shared.run_dir / "engine.log"

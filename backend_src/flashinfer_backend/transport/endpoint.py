@@ -289,7 +289,7 @@ class Endpoint:
                 self._up = True
             self._was_ready = True
             self._known.set()
-        self._supervisor.trim_log()
+        self._supervisor.tend()
         self._on_status(status)
 
     def _forget(self, local_id: int) -> Sink | None:

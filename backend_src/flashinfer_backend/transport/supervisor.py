@@ -30,6 +30,7 @@ from flashinfer_backend.transport.restarts import STABLE_AFTER_S, restart_delay
 
 LOG_TAIL_LINES = 20
 LOG_BYTES = 4 << 20  # of an engine's log in the run directory, which often lies in memory
+TOUCH_S = 6 * 3600
 STOP_TIMEOUT_S = 5.0
 
 
@@ -86,6 +87,7 @@ class Supervisor:
         self._command = command or [_python(), "-m", "flashinfer_backend.engine"]
         self._children: list[subprocess.Popen[bytes]] = []
         self._record_path = self.run_dir / "engine.json"
+        self._touched_at = time.monotonic()
 
     def attach(self) -> tuple[EngineRecord | None, bool]:
         """(the living engine, whether this call replaced a dead one); starts one when there is none.
@@ -168,13 +170,21 @@ class Supervisor:
             return "(it left no log)"
         return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
-    def trim_log(self) -> None:
-        """Empties the log of an engine that is ready where it has become long. All of it is in the server's
-        output, and it is read again only where an engine does not become ready."""
-        log = self.run_dir / "engine.log"
+    def tend(self) -> None:
+        """Looks after the run directory of an engine that is ready; to be called now and then.
+
+        Empties the log where it has become long. All of it is in the server's output, and it is read again
+        only where an engine does not become ready. Files keep a young age: without XDG_RUNTIME_DIR they are
+        in /tmp, of which systemd removes what nobody has touched for ten days.
+        """
+        log, now = self.run_dir / "engine.log", time.monotonic()
         with contextlib.suppress(OSError):  # another process has just removed it
             if log.stat().st_size > LOG_BYTES:
                 os.truncate(log, 0)
+            if now - self._touched_at > TOUCH_S:
+                self._touched_at = now
+                for path in (self.run_dir.parent, self.run_dir, *self.run_dir.rglob("*")):
+                    os.utime(path)
 
     def _start(self, previous: EngineRecord) -> EngineRecord:
         config_path = self.run_dir / "config.json"
