@@ -88,7 +88,7 @@ class Bench:
             self.heads, self.kv_heads, DIM, BLOCK_SIZE,
             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        max_items = split.max_items(num_seqs, self.kv_heads)
+        max_items = split.max_items(num_seqs, self.kv_heads, fp8=False)
         items = np.zeros((max_items, split.ITEM_WORDS), dtype=np.int32)
         split.split_rows(lens, np.arange(num_seqs, dtype=np.int32), max_items, items)
         items_device = torch.from_numpy(items).cuda()

@@ -52,7 +52,7 @@ class EagerGraphs(DecodeGraphs):
     """Replays by running the step."""
 
     def _capture(self, size: int, capture: Any) -> _Captured:
-        own = split.max_items(size, self._state.model.config.num_kv_heads) * split.ITEM_WORDS
+        own = split.max_items(size, self._state.model.config.num_kv_heads, False) * split.ITEM_WORDS
         inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
         attention = ItemAttention(self._state, size, inputs[:own])
         tokens = torch.zeros(size, dtype=torch.int32)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -142,12 +143,54 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
             cos_sin = empty(8192, 128, of=torch.float32)
             qkv = empty(rows, 48 * 128)
             rope_and_store(qkv, words, cos_sin, *cache, words, None, None, 1e-5, 32, 8, None, scales)
-            items = split.max_items(rows, 8)
+            items = split.max_items(rows, 8, fp8=True)
             workspace = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
             work, q = empty(items, split.ITEM_WORDS, of=torch.int32), empty(rows, 32, 128)
             triton_decode.decode(q, cache, q, work, table, workspace, 128**-0.5, scales)
 
     assert set(prebuild_triton.collect(calls)) <= ours
+
+
+def test_each_cache_takes_its_own_tiles():
+    """In a call as in what is compiled ahead."""
+    from flashinfer_backend.attention import triton_decode
+
+    plain = tuned.DecodeAttention(None, 16, 3, 2, 16, 8, 2)
+    few = msgspec.structs.replace(plain, rows=16, block=64)
+    more = msgspec.structs.replace(plain, block=128)
+    numbers = msgspec.structs.replace(
+        tuned.fallback(), decode_attention=(plain,), fp8_decode_attention=(few, more)
+    )
+
+    def blocks(calls: Any) -> list[int]:
+        found = []
+        with device.use(numbers):
+            for kernel, data in prebuild_triton.collect(calls):
+                if kernel.__name__ == "_decode":
+                    place = [parameter.name for parameter in kernel.params].index("TILE")
+                    constants = json.loads(data)
+                    keys = [tuple(key) for key in constants["constant_keys"]]
+                    found.append(constants["constant_vals"][keys.index((place,))])
+        return sorted(found)
+
+    for stored, name, expected in (
+        (torch.bfloat16, "auto", [16]),
+        (torch.float8_e4m3fn, "fp8_e4m3", [64, 128]),
+    ):
+        config = EngineConfig(model_dir="", max_seq_len=8192, kv_cache_dtype=name)
+        assert blocks(lambda c=config: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16)) == expected
+
+        def call(rows: int, of: torch.dtype = stored) -> None:
+            def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+                return torch.empty(shape, dtype=of, device="meta")
+
+            cache = empty(9, 16, 8, 128, of=of), empty(9, 16, 8, 128, of=of)
+            space = triton_decode.DecodeWorkspace(rows, rows + 1, 32, 8, 128, torch.device("meta"))
+            items, table = (empty(rows + 1, 8, of=torch.int32) for _ in range(2))
+            q = empty(rows, 32, 128)
+            triton_decode.decode(q, cache, q, items, table, space, 128**-0.5)
+
+        assert [blocks(lambda r=rows: call(r)) for rows in (16, 17)] == [[expected[0]], [expected[-1]]]
 
 
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch):

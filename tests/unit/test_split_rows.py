@@ -5,8 +5,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from flashinfer_backend.attention.split import ITEM_WORDS, MAX_PARTS, max_items, split_rows
+from flashinfer_backend.attention.split import (
+    ITEM_WORDS,
+    MAX_PARTS,
+    max_items,
+    most_items,
+    split_rows,
+)
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import DecodeAttention
+from flashinfer_backend.ops import device
 
 
 def slots_of(kv_lens):
@@ -16,7 +26,7 @@ def slots_of(kv_lens):
 
 def split(kv_lens, num_kv_heads=8, items=None):
     kv_lens = np.array(kv_lens, dtype=np.int32)
-    out = np.full((items or max_items(len(kv_lens), num_kv_heads), ITEM_WORDS), 99, dtype=np.int32)
+    out = np.full((items or max_items(len(kv_lens), num_kv_heads, False), ITEM_WORDS), 99, dtype=np.int32)
     split_rows(kv_lens, slots_of(kv_lens), len(out), out)
     return out[out[:, 0] >= 0], out
 
@@ -53,4 +63,20 @@ def test_equal_short_rows_stay_whole_and_long_rows_are_split():
 def test_a_graph_of_more_rows_has_room_for_fewer():
     """A graph's number of items is that of its bucket, whatever the lengths."""
     used, _ = split([131072] * 3 + [1] * 61)
-    assert len(used) <= max_items(64, 8)
+    assert len(used) <= max_items(64, 8, fp8=False)
+
+
+def test_items_by_the_cache_and_room_for_all_numbers_of_rows():
+    """Fewer rows may be split for so many more programs that they have more items."""
+    plain = (DecodeAttention(None, 64, 3, 2, 16, 8, 2),)
+    fp8 = (DecodeAttention(16, 64, 3, 2, 16, 8, 16), DecodeAttention(None, 64, 3, 2, 16, 8, 4))
+    with device.use(replace(tuned.fallback(), decode_attention=plain, fp8_decode_attention=fp8)):
+        sms = device.sms()
+        for rows, programs in ((16, 16), (17, 4)):
+            assert max_items(rows, 8, fp8=False) == rows + -(-2 * sms // 8)
+            assert max_items(rows, 8, fp8=True) == rows + -(-programs * sms // 8)
+        for rows in (1, 16, 17, 40, 2000):
+            every = [max_items(some, 8, fp8=True) for some in range(1, rows + 1)]
+            assert most_items(rows, 8, fp8=True) == max(every)
+            assert most_items(rows, 8, fp8=False) == max_items(rows, 8, fp8=False)
+        assert most_items(40, 8, fp8=True) > max_items(40, 8, fp8=True)

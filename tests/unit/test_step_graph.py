@@ -7,13 +7,20 @@ import importlib
 import sys
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import flashinfer_backend.attention
+from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import DecodeAttention
+from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.ops import device
 
 DECODE_ROWS = 40
 
@@ -21,7 +28,6 @@ DECODE_ROWS = 40
 class FakeAttention:
     """Counts uploads; FA2 takes prompts over a long prefix. Like the real one, it must be given some."""
 
-    num_kv_heads = 8
     items = torch.zeros(1000, 8)
 
     def __init__(self) -> None:
@@ -29,6 +35,9 @@ class FakeAttention:
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
         return "fa2" if int(kv_lens.max()) > 512 else "fa3"
+
+    def max_items(self, rows: int) -> int:
+        return 2 * rows
 
     def plan_items(self, *_: Any) -> None:
         self.uploads += 1
@@ -95,3 +104,53 @@ def test_along_one_stream_a_decode_row_must_wait_for_the_prompts(
 def test_has_no_more_tokens_than_its_plan_has_room_for(step_graph: ModuleType) -> None:
     with pytest.raises(ValueError, match="1025 tokens"):
         step_graph.StepGraphState(FakeAttention(), 1025, DECODE_ROWS, torch.empty(0))
+
+
+class Ring:
+    """One entry, in memory that is not pinned."""
+
+    def __init__(self, _entries: int, _bytes: int, _rows: int, items: int) -> None:
+        self.items = torch.zeros(items, split.ITEM_WORDS, dtype=torch.int32)
+
+    def next(self) -> Ring:
+        return self
+
+    def release(self, _: Ring) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("dtype", "programs"), [(torch.bfloat16, (2, 2)), (torch.float8_e4m3fn, (16, 4))])
+def test_room_for_decode_work_is_that_of_the_cache(
+    dtype: torch.dtype, programs: tuple[int, int], step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs and eager steps split rows as the tiles of this cache want, in buffers that hold what any number
+    of rows is split into."""
+    few, many = DecodeAttention(16, 64, 3, 2, 16, 8, 16), DecodeAttention(None, 64, 3, 2, 16, 8, 4)
+    plain = (DecodeAttention(None, 64, 3, 2, 16, 8, 2),)
+    room: list[int] = []
+
+    def workspace(rows: int, items: int, *_: Any) -> None:
+        room.append(items)
+
+    for name in ("PagedCalls", "PagedMetadata"):
+        monkeypatch.setattr(step_graph, name, MagicMock())
+    monkeypatch.setattr(step_graph, "PinnedRing", Ring)
+    monkeypatch.setattr(step_graph.triton_decode, "DecodeWorkspace", workspace, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    cache = tuple(torch.zeros(2, 16, 8, 128, dtype=torch.bfloat16).to(dtype) for _ in "kv")
+    scales = ((1.0, 1.0),) if dtype != torch.bfloat16 else ()
+    numbers = replace(tuned.fallback(), decode_attention=plain, fp8_decode_attention=(few, many))
+    with device.use(numbers):
+        attention = step_graph.FlashInferAttention(
+            KVCache.over([cache], scales), 32, DECODE_ROWS, 4, dtype=torch.bfloat16
+        )
+        counts = zip((16, 40), programs, strict=True)
+        each = {rows: rows + -(-count * device.sms() // 8) for rows, count in counts}
+        most = max(each.values())
+        assert len(attention.items) == most and room == [most]
+        for rows, items in each.items():
+            assert attention.graph_words(rows) == items * split.ITEM_WORDS
+            lens, table = np.full(rows, 9, np.int32), torch.empty(0)
+            call = attention.plan_decode("triton", lens, np.arange(rows, dtype=np.int32), table)
+            assert call.items is not None and len(call.items) == items

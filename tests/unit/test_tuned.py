@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import ROLES, BlockTile, Product, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import ROLES, BlockTile, DecodeAttention, Product, Step, Tiling, Tuned
 from flashinfer_backend.ops import cublas, device, gated_linear, tilings
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
@@ -37,7 +37,7 @@ def choices(tokens: int) -> list[object]:
     for role, shape in LLAMA_8B.items():
         tiling = tilings.choose(role, tokens, torch.empty(shape, device="meta"))
         products += [tiling and list(msgspec.structs.astuple(tiling)), cublas.takes_lt(*shape, tokens)]
-    attention = list(msgspec.structs.astuple(device.active().decode(tokens)))
+    attention = list(msgspec.structs.astuple(device.active().decode(tokens, fp8=False)))
     tile = gated_linear.tile_tokens(tokens, LLAMA_8B["gate_up"][0], 132)
     return [*products, gated_linear.pays(tokens), tile, attention]
 
@@ -94,6 +94,18 @@ def test_blocks_take_cublas_from_as_many_tokens_on_as_the_file_says(h200):
         msgspec.json.decode(text, type=Tuned)
 
 
+def test_a_cache_of_e4m3_has_tiles_of_its_own_where_they_were_measured(h200):
+    few, many = DecodeAttention(32, 128, 5, 4, 64, 8, 8), DecodeAttention(None, 16, 7, 1, 16, 4, 16)
+    numbers = msgspec.json.decode(
+        msgspec.json.encode(replace(h200, fp8_decode_attention=(few, many))), type=Tuned
+    )
+    assert [numbers.decode(rows, fp8=True) for rows in (1, 32, 33, 4096)] == [few, few, many, many]
+    for rows in (1, 32, 33, 4096):
+        assert numbers.decode(rows, fp8=False) == h200.decode(rows, fp8=False)
+        for untold in (replace(h200, fp8_decode_attention=None), tuned.fallback()):
+            assert untold.decode(rows, fp8=True) == untold.decode(rows, fp8=False)
+
+
 def test_a_tiling_that_does_not_fit_is_left_out(h200):
     with device.use(h200):
         assert tilings.choose("qkv", 8, torch.empty(96, 4096, device="meta")) is None
@@ -124,6 +136,14 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
         ('"lt": [208, ', '"lt": [209, ', r"lt should name some of tokens, not \[209\]"),
         ('"rows": null', '"rows": 200', "should have rows null"),
         ('"rows": 160', '"rows": 64', "rows of decode_attention should rise"),
+        (
+            '"decode_attention": [',
+            '"fp8_decode_attention": [], "decode_attention": [',
+            "of fp8_decode_attention should",
+        ),
+        ('"block": 64', '"block": 48', "block should be a power of two of at least 16, not 48"),
+        ('"prefetch": 16', '"prefetch": 24', "prefetch should be a power of two of at least 0, not 24"),
+        ('"programs_per_sm": 2', '"programs_per_sm": 0', "programs_per_sm should be at least 1, not 0"),
         ('"qkv"', '"wide"', "Invalid enum value 'wide'"),
         ('"pause_rows"', '"pause_row"', "pause_row"),
         ('"tile_of_many": 192', '"tile_of_many": 512', "wave_us should have a tile of at least"),

@@ -70,7 +70,8 @@ class FlashInferAttention:
         self._calls = PagedCalls(
             Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype), where
         )
-        items = split.max_items(max_num_seqs, num_kv_heads)
+        self._fp8_cache = shape.dtype == E4M3
+        items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
         self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
@@ -118,7 +119,7 @@ class FlashInferAttention:
         """How many int32 words a graph of `bucket` rows wants in the step's upload; a multiple of 8."""
         if self.decode_backend != "triton":
             return 0
-        return split.max_items(bucket, self.num_kv_heads) * split.ITEM_WORDS
+        return self.max_items(bucket) * split.ITEM_WORDS
 
     def graph_state(self, bucket: int, block_table: Tensor, words: Tensor) -> DecodeGraphState:
         """State for a CUDA graph of decode-only steps of `bucket` rows; see DecodeGraphState."""
@@ -142,7 +143,7 @@ class FlashInferAttention:
         XQA."""
         rows = bucket or len(slots)
         if backend == "triton":
-            items = self.items[: split.max_items(rows, self.num_kv_heads)]
+            items = self.items[: self.max_items(rows)]
             self.plan_items(kv_lens, slots, items)
             return Call(backend, rows, None, items, block_table)
         entry = self._decode.upload(None, kv_lens, slots, rows)
@@ -171,6 +172,10 @@ class FlashInferAttention:
         return Call(backend, len(q_lens), info)
 
     # What follows is shared with StepGraphState, too.
+
+    def max_items(self, rows: int) -> int:
+        """The Triton kernel's work items for so many decode rows."""
+        return split.max_items(rows, self.num_kv_heads, self._fp8_cache)
 
     def plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor) -> None:
         """Upload the Triton kernel's work for decode rows (if any) to `items`, the first of self.items."""
@@ -299,7 +304,7 @@ class StepGraphState:
         if tokens > LARGEST_GRAPH:
             raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST_GRAPH}, its plan's room")
         self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
-        self._items = attention.items[: split.max_items(decode_rows, attention.num_kv_heads)]
+        self._items = attention.items[: attention.max_items(decode_rows)]
         self._tokens = tokens
         none = np.empty(0, np.int32)
         attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once

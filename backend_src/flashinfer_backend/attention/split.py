@@ -15,10 +15,18 @@ _CHUNK = 64  # tokens; items start at multiples of it
 
 
 @device.cached
-def max_items(rows: int, num_kv_heads: int) -> int:
-    """Work items that `rows` rows are split into at most: enough to give every SM a few programs."""
-    programs = device.active().decode(rows).programs_per_sm * device.sms()
+def max_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
+    """Work items that `rows` rows are split into at most: enough to give every SM a few programs.
+    fp8: of a cache of e4m3."""
+    programs = device.active().decode(rows, fp8).programs_per_sm * device.sms()
     return rows + -(programs // -num_kv_heads)
+
+
+def most_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
+    """The most that max_items gives for 1 to `rows` rows: fewer may be split for more programs."""
+    limits = [entry.rows for entry in device.active().decode_entries(fp8)]
+    below = [limit for limit in limits if limit is not None and limit < rows]
+    return max(max_items(some, num_kv_heads, fp8) for some in (*below, rows))
 
 
 def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray) -> None:

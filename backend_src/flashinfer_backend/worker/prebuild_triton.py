@@ -24,6 +24,7 @@ from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.models.config import LAYER_ROLES, ModelConfig
 from flashinfer_backend.models.quantization import WeightFormat
 from flashinfer_backend.ops import device
+from flashinfer_backend.ops.fp8 import E4M3
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     block = config.tokens_per_block
     norm = empty(dim) if model.qk_norm else None
-    stored = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
     cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
     qkv = empty(4, (heads + 2 * kv_heads) * dim)
@@ -121,9 +122,10 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     sample(empty(4, model.vocab_size), heat, seed, words(4), words(4), record)
     sample(empty(4, model.vocab_size, of=torch.float32), heat, seed, words(4), None, record)
     if config.attention_backend in ("auto", "triton"):
-        most = config.max_num_seqs
-        for rows in sorted({min(entry.rows or most, most) for entry in device.active().decode_attention}):
-            items = split.max_items(rows, kv_heads)
+        most, fp8_cache = config.max_num_seqs, stored == E4M3
+        entries = device.active().decode_entries(fp8_cache)
+        for rows in sorted({min(entry.rows or most, most) for entry in entries}):
+            items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
             q = empty(rows, heads, dim)
             triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)

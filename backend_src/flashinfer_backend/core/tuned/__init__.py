@@ -158,7 +158,7 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     block: tokens per step of its loop; stages, warps: pipeline depth and warps of a program; prefetch:
     tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
     a split row added at a time; registers: a thread's, or None for what the assembler picks; programs_per_sm:
-    how many rows are split for.
+    how many rows are split for. block, warps and merge are powers of two, prefetch is one or 0.
     """
 
     rows: int | None
@@ -169,6 +169,16 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     merge: int
     programs_per_sm: int
     registers: int | None = None
+
+    def __post_init__(self) -> None:
+        fewest = {"block": 16, "warps": 1, "merge": 1, "prefetch": 0}
+        for name, least in fewest.items():
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
+        for name in ("stages", "programs_per_sm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} should be at least 1, not {getattr(self, name)}")
 
 
 class PromptAttention(_Data, frozen=True):
@@ -208,6 +218,7 @@ class Scheduling(_Data, frozen=True):
 class Tuned(_Data, frozen=True, omit_defaults=True):
     """What was measured on one device. measured: with what, as name -> version or remark, for readers.
 
+    fp8_decode_attention: as decode_attention, over a cache of e4m3; None: those hold for it as well.
     fp8_products: as products, of weights in e4m3 with scales by row, whose norm is part of those that
     quantise.
     fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
@@ -227,6 +238,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     decode_attention: tuple[DecodeAttention, ...]
     prompt_attention: PromptAttention
     scheduling: Scheduling
+    fp8_decode_attention: tuple[DecodeAttention, ...] | None = None
     fp8_products: dict[Role, tuple[Product, ...]] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
@@ -236,6 +248,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
+        if self.fp8_decode_attention is not None:
+            _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
         for role, tiles in self.fp8_blocks.items():
             _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
         by_name = {"products": self.products, "fp8_products": self.fp8_products, "int4": self.int4}
@@ -282,17 +296,20 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
                 return next(size for size in entry.tokens if tokens <= size) in entry.lt
         return False
 
-    def decode(self, rows: int) -> DecodeAttention:
-        """The decode kernel for so many rows."""
-        entries = self.decode_attention
+    def decode_entries(self, fp8: bool) -> tuple[DecodeAttention, ...]:
+        """The decode kernel by rising rows, over a cache of 16 bits or of e4m3."""
+        return self.fp8_decode_attention if fp8 and self.fp8_decode_attention else self.decode_attention
+
+    def decode(self, rows: int, fp8: bool) -> DecodeAttention:
+        """The one of them for so many rows."""
+        entries = self.decode_entries(fp8)
         return next(entry for entry in entries if entry.rows is None or rows <= entry.rows)
 
 
 def _upwards(name: str, key: str, limits: list[int | None]) -> None:
-    *some, last = limits
-    if last is not None:
+    if not limits or limits[-1] is not None:
         raise ValueError(f"the last entry of {name} should have {key} null: it is for all more")
-    _rising(f"{key} of {name}", [0 if limit is None else limit for limit in some])
+    _rising(f"{key} of {name}", [0 if limit is None else limit for limit in limits[:-1]])
 
 
 def _steps(products: dict[Role, tuple[Product, ...]], role: Role, shape: Shape) -> tuple[Step, ...]:
