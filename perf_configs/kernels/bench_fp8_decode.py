@@ -34,6 +34,7 @@ from torch import Tensor
 
 from client.arguments import integer
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.arguments import some_seconds
 from flashinfer_backend.core.tuned import DecodeAttention, Tuned
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -366,7 +367,7 @@ def main() -> None:
     parser.add_argument("--heads", type=integer(1), default=32)
     parser.add_argument("--kv-heads", type=integer(1), default=8)
     parser.add_argument("--mixed", action="store_true", help="lengths differ, from 0.5 to 1.5 of a context")
-    parser.add_argument("--limit", type=float, default=100, metavar="SECONDS", help="default 100")
+    parser.add_argument("--limit", type=some_seconds, default=100, metavar="SECONDS", help="default 100")
     options = parser.parse_args()
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} should be a multiple of --kv-heads {options.kv_heads}")
