@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hopper_driver import use_hopper
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
@@ -120,24 +121,8 @@ def test_lengths(mixed):
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """What Triton's compiler asks a driver, answered as an H200's would."""
     pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Hopper:
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(driver, "_active", Hopper())
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    use_hopper(monkeypatch, tmp_path)
 
 
 def test_what_is_compiled_ahead_is_what_is_measured(hopper, monkeypatch):

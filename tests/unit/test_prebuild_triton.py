@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hopper_driver import use_hopper
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
@@ -40,28 +41,9 @@ SIZES = (1, 7, 64, 300, 4096)
 FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product", "_finish")
 
 
-class Hopper:
-    """As much of Triton's driver as its compiler asks for."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    if not torch.cuda.is_available():
-        from triton.runtime import driver
-
-        monkeypatch.setattr(driver, "_active", Hopper())
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    use_hopper(monkeypatch, tmp_path)
 
 
 def sample_rows(rows: int) -> None:
