@@ -81,8 +81,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path) -> None:
-    browser.open(door.url + "/")
-    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    _open_page(door, browser)
     for name, value in {"temperature": 0, "seed": 3, "max_tokens": 30}.items():
         slide = f"e.value = {value}; e.dispatchEvent(new Event('input'))"
         browser.run(f"const e = document.getElementById('{name}'); {slide}")
@@ -113,8 +112,7 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
 
 
 def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
-    browser.open(door.url + "/")
-    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    _open_page(door, browser)
     browser.run("document.getElementById('max_tokens').value = 99999")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "maximum context length" in _text(browser, ".error"), "the error")
@@ -124,8 +122,7 @@ def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
 
 
 def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, browser: Browser) -> None:
-    browser.open(door.url + "/")
-    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    _open_page(door, browser)
     browser.run("document.getElementById('max_tokens').value = 1500")
     browser.type("#prompt", "Tell me a story.\n")
     wait_for(lambda: _text(browser, ".assistant"), "the beginning of the answer")
@@ -135,11 +132,15 @@ def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, 
 
 
 def test_a_server_that_has_gone_is_told_in_words(door: OpenAiServer, browser: Browser) -> None:
-    browser.open(door.url + "/")
-    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
+    _open_page(door, browser)
     browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "The server does not answer" in _text(browser, ".error"), "the error")
+
+
+def _open_page(door: OpenAiServer, browser: Browser) -> None:
+    browser.open(door.url + "/")
+    wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
 
 
 def _text(browser: Browser, css: str) -> str:
