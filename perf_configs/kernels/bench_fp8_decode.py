@@ -32,9 +32,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from client.arguments import integer
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.arguments import some_seconds
+from flashinfer_backend.core.arguments import some_seconds, whole
 from flashinfer_backend.core.tuned import DecodeAttention, Tuned
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -364,8 +363,8 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=numbers_of, default=ROWS, help=f"default {ROWS}")
     parser.add_argument("--contexts", type=numbers_of, default=CONTEXTS, help=f"default {CONTEXTS}")
-    parser.add_argument("--heads", type=integer(1), default=32)
-    parser.add_argument("--kv-heads", type=integer(1), default=8)
+    parser.add_argument("--heads", type=whole(1), default=32)
+    parser.add_argument("--kv-heads", type=whole(1), default=8)
     parser.add_argument("--mixed", action="store_true", help="lengths differ, from 0.5 to 1.5 of a context")
     parser.add_argument("--limit", type=some_seconds, default=100, metavar="SECONDS", help="default 100")
     options = parser.parse_args()

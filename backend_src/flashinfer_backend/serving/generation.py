@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ def _follow(row: GenerationRequest, decoder: DeltaDecoder) -> _Followed:
     cut_at = ids if row.exclude_stop_words else []
     prompt = row.prompt.tolist() if not row.streaming and not row.exclude_input else []
     return _Followed(
-        protocol.msgspec.structs.replace(row.params, stop_sequences=ids),
+        msgspec.structs.replace(row.params, stop_sequences=ids),
         StopWords(row.stop_words, row.exclude_stop_words, cut_at),
         prompt,
         len(decoder.delta([], prompt, last=False)),
