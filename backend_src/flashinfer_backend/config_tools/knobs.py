@@ -144,7 +144,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
-        meaning="bytes of a prompt, and an eighth of those of all prompts of a request; more are refused "
+        meaning="bytes of a prompt; all prompts of a request may have 8 times as many; more are refused "
         "before they are tokenised, 0 = no bound",
     ),
     Knob(
