@@ -71,7 +71,8 @@ def product(
             scales=(None, weight.scale),
         )
     elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
-    if gated and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
+    alone = bias is None and residual is None  # the kernel adds neither
+    if gated and alone and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
         return gated_linear.gated_linear_scaled(elements, weight.data, scales, weight.scale)
     if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():
         return torch._scaled_mm(

@@ -25,7 +25,7 @@ def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
 @device.cached
 def choose_blocks(role: Role, tokens: int, rows: int) -> BlockTile | None:
     """The tile for a weight [rows, K] of 128x128 blocks, or None where cuBLAS is faster. It is not asked for
-    rows that leave a block unfilled, which nobody tried."""
+    rows that leave a block unfilled: its times for them are not measured."""
     tile = device.active().block_tile(role, tokens)
     return tile if tile or not rows % fp8.BLOCK else device.active().triton_block_tile(role, tokens)
 
