@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -276,6 +277,20 @@ def test_a_prompt_that_has_begun_is_computed_at_once_when_too_many_follow_it():
     assert prompt_lengths(result.schedule(in_flight=False)) == [216]
     result.submit(of_length(700, 1001))
     assert prompt_lengths(result.schedule(in_flight=False)) == [284, 700]
+
+
+@pytest.mark.parametrize(("waits", "steps"), [(0, [[50, 50], [99]]), (2, [[50, 150], []])])
+def test_prompts_are_spread_until_the_first_of_them_has_waited_for_long(waits: int, steps: list[list[int]]):
+    result = scheduler(*[10] * 40, short_steps=4, short_tokens=140, short_wait_ms=1000)
+    result.schedule(in_flight=False)
+    first, second = of_length(150, 1000), of_length(150, 1001)
+    first.arrival_ns = second.arrival_ns = time.time_ns()
+    result.submit(first)
+    result.submit(second)
+    assert prompt_lengths(result.schedule(in_flight=False)) == [100]
+    first.arrival_ns -= waits * 1_000_000_000
+    # In the last step the first one streams.
+    assert [prompt_lengths(result.schedule(in_flight=False)) for _ in steps] == steps
 
 
 def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class StepBudget:
             limit = min(limit, config.max_num_tokens_while_decoding)
         if not self._backlog:
             short = self._short(table, len(decoding), prefilling, waiting)
-            return min(limit, numbers.filled_step) if short else limit
+            return min(limit, numbers.short_tokens) if short else limit
         left = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
         work = waiting.tokens + int(left.sum()) + int(sum(started))
@@ -79,12 +80,15 @@ class StepBudget:
         What a step has beside the tokens of its streams costs nearly nothing until the step is filled, and
         the streams' next steps have such room, too. So they wait less for prompts that are spread over a few
         of them, which have their first token some steps later. Prompts that would take many steps are
-        computed at once.
+        computed at once, and so are those that wait when the first of them has waited for long.
         """
         numbers = self._numbers
-        room = (numbers.filled_step - streams) * numbers.short_steps
         if numbers.short_steps < 2 or streams < numbers.pause_rows or not (prefilling or waiting):
             return False
+        oldest = min(r.arrival_ns for r in (*prefilling, *itertools.islice(waiting, 1)))
+        if oldest and time.time_ns() - oldest > numbers.short_wait_ms * 1_000_000:
+            return False
+        room = (numbers.short_tokens - streams) * numbers.short_steps
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
         return not _exceed(waiting, room, begun)
 

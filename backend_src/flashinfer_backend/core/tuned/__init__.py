@@ -202,8 +202,9 @@ class Scheduling(_Data, frozen=True):
     prompts_together: tokens of prompts from which on the device is busy. filled_step: tokens; fewer leave it
     waiting for its weights, from here on a step's time grows with its tokens. pause_tokens: of prompts, for
     which at least pause_rows decode rows sit a step out, up to `pauses` steps in a row; rest: steps with
-    decode rows for each without. short_steps: of filled_step tokens, the most over which waiting prompts are
-    spread beside pause_rows decode rows; 1: not spread.
+    decode rows for each without. short_steps: the most over which waiting prompts are spread beside
+    pause_rows decode rows, of short_tokens tokens each and only until the first of them has waited for
+    short_wait_ms milliseconds; 1: not spread.
     """
 
     prompts_together: int
@@ -213,6 +214,8 @@ class Scheduling(_Data, frozen=True):
     pauses: int
     rest: int
     short_steps: int = 1
+    short_tokens: int = 256
+    short_wait_ms: int = 1000
 
 
 class Tuned(_Data, frozen=True, omit_defaults=True):
