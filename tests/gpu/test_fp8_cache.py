@@ -111,6 +111,25 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
 }
 
 
+def test_every_number_is_read_exactly():
+    """By the Triton kernel: over one token, the result is the token's value."""
+    from flashinfer_backend.attention import split, triton_decode
+
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(fp8.E4M3).float()
+    values = torch.where(numbers.isnan(), 0.0, numbers).view(2, 1, 1, DIM)
+    shape = (2, BLOCK_SIZE, 1, DIM)
+    wide = torch.zeros(shape, device="cuda"), values.expand(shape)
+    cache = wide[0].to(fp8.E4M3), wide[1].to(fp8.E4M3).contiguous()
+    items = np.zeros((3, split.ITEM_WORDS), np.int32)
+    split.split_rows(np.ones(2, np.int32), np.arange(2, dtype=np.int32), 3, items)
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device="cuda")
+    space = triton_decode.DecodeWorkspace(2, 3, 4, 1, DIM, torch.device("cuda"))
+    q = torch.ones(2, 4, DIM, dtype=torch.bfloat16, device="cuda")
+    out, words = torch.empty_like(q), torch.from_numpy(items).cuda()
+    triton_decode.decode(q, cache, out, words, table, space, 1.0, (0.5, 0.25))
+    assert torch.equal(out.float(), (values * 0.25).view(2, 1, DIM).expand(2, 4, DIM))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
 def test_steps_are_those_of_float64(backend, heads, kv_heads):

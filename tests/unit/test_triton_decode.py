@@ -14,48 +14,85 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-HEADS, KV_HEADS, DIM, BLOCK_SIZE = 4, 2, 32, 16
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import DecodeAttention, Tuned
+
+BLOCK_SIZE = 16
 SCALES = (0.5, 0.25)
 TILES = [(16, 4, 16), (32, 4, 4), (64, 8, 2), (128, 8, 2)]  # block, merge, programs of an SM
+SHAPES = [(1, 1, 64), (4, 1, 128), (8, 1, 256), (14, 2, 64)]  # heads, key/value heads, dim
 LENGTHS = [1, 64, 129, 500]
 
 
-def check(block: int, merge: int, programs: int) -> None:
+def numbers(block: int, merge: int, programs: int) -> Tuned:
+    """Without prefetching, which is a GPU's alone."""
+    ours = (DecodeAttention(None, block, 3, 1, 0, merge, programs),)
+    return replace(tuned.fallback(), fp8_decode_attention=ours)
+
+
+def check(
+    block: int,
+    merge: int,
+    programs: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    lengths: list[int] = LENGTHS,
+) -> None:
     """Against float64."""
     from flashinfer_backend.attention import split, triton_decode
     from flashinfer_backend.attention.batch import AttentionBatch
     from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-    from flashinfer_backend.core import tuned
-    from flashinfer_backend.core.tuned import DecodeAttention
     from flashinfer_backend.kv_cache.cache import KVCache
     from flashinfer_backend.ops import device, fp8
 
     torch.manual_seed(0)
-    rows, blocks = len(LENGTHS), sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
-    lens, slots = np.array(LENGTHS, np.int32), np.arange(rows, dtype=np.int32)[::-1].copy()
+    rows, blocks = len(lengths), sum(-(-length // BLOCK_SIZE) for length in lengths)
+    lens, slots = np.array(lengths, np.int32), np.arange(rows, dtype=np.int32)[::-1].copy()
     order, table = iter(torch.randperm(blocks).tolist()), torch.zeros(rows, 48, dtype=torch.int32)
-    for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
+    for slot, length in zip(slots.tolist(), lengths, strict=True):
         for column in range(-(-length // BLOCK_SIZE)):
             table[slot, column] = next(order)
-    shape = (blocks, BLOCK_SIZE, KV_HEADS, DIM)
+    shape = (blocks, BLOCK_SIZE, kv_heads, dim)
     cache = tuple(fp8.to_e4m3(torch.randn(shape), scale) for scale in SCALES)
-    q = torch.randn(rows, HEADS, DIM).half()  # the interpreter multiplies no bfloat16
-    ours = (DecodeAttention(None, block, 3, 1, 0, merge, programs),)
-    with device.use(replace(tuned.fallback(), fp8_decode_attention=ours)):
-        count = split.max_items(rows, KV_HEADS, fp8=True)
+    q = torch.randn(rows, heads, dim).half()  # the interpreter multiplies no bfloat16
+    with device.use(numbers(block, merge, programs)):
+        count = split.max_items(rows, kv_heads, fp8=True)
         items = np.zeros((count, split.ITEM_WORDS), np.int32)
         split.split_rows(lens, slots, count, items)
         assert (items[:, 4] > 1).any()
-        space = triton_decode.DecodeWorkspace(rows, count, HEADS, KV_HEADS, DIM, torch.device("cpu"))
+        space = triton_decode.DecodeWorkspace(rows, count, heads, kv_heads, dim, torch.device("cpu"))
         out = torch.empty_like(q)
-        triton_decode.decode(q, cache, out, torch.from_numpy(items), table, space, DIM**-0.5, SCALES)
+        words = torch.from_numpy(items)
+        triton_decode.decode(q, cache, out, words, table, space, dim**-0.5, SCALES, native=False)
     wide = tuple(elements.double() * scale for elements, scale in zip(cache, SCALES, strict=True))
-    reference, expected = TorchPagedAttention(KVCache.over([wide]), HEADS), torch.empty_like(q).double()
+    reference, expected = TorchPagedAttention(KVCache.over([wide]), heads), torch.empty_like(q).double()
     reference.plan(AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
     reference.run(0, q.double(), expected)
     error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    assert (error < 2e-3).all(), f"block {block}: {error.tolist()}"
+    assert (error < 2e-3).all(), f"block {block}, {heads} heads of {dim}: {error.tolist()}"
     assert not space.counters.any()
+
+
+def check_elements() -> None:
+    """Every number of e4m3: over one token, the result is the token's value."""
+    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.ops import device
+    from flashinfer_backend.ops.fp8 import E4M3
+
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    values = torch.where(every.isnan(), 0.0, every).to(E4M3).view(2, 1, 1, 128)
+    cache = torch.zeros(2, BLOCK_SIZE, 1, 128).to(E4M3), torch.zeros(2, BLOCK_SIZE, 1, 128).to(E4M3)
+    cache[1].view(torch.uint8)[:, :1] = values.view(torch.uint8)
+    items, table = np.zeros((3, split.ITEM_WORDS), np.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    split.split_rows(np.ones(2, np.int32), np.arange(2, dtype=np.int32), 3, items)
+    space = triton_decode.DecodeWorkspace(2, 3, 4, 1, 128, torch.device("cpu"))
+    q, words = torch.ones(2, 4, 128).half(), torch.from_numpy(items)
+    out = torch.empty_like(q)
+    with device.use(numbers(*TILES[0])):
+        triton_decode.decode(q, cache, out, words, table, space, 1.0, SCALES, native=False)
+    expected = (values.float() * SCALES[1]).half().view(2, 1, 128).expand(2, 4, 128)
+    assert torch.equal(out, expected)
 
 
 def test_tiles_in_the_interpreter():
@@ -73,3 +110,6 @@ if __name__ == "__main__":
     kernels.gdc_wait = kernels.gdc_launch_dependents = lambda: None
     for tile in TILES:
         check(*tile)
+    check_elements()
+    for shape in SHAPES:
+        check(64, 8, 2, *shape, [1, 200])
