@@ -130,7 +130,7 @@ def test_guides_with_graphs(tmp_path: Path):
 
     decode = TextTokenizer(resolve_model_dir("bundled")).backend.decode
     core = start_core(Path("bundled"), device="cuda", dtype="bfloat16", max_num_seqs=16)
-    guide = {"grammar_type": "regex", "guide": "(red|green), [0-9]{4}", "end_id": 1}
+    guide = {"grammar_type": "regex", "grammar": "(red|green), [0-9]{4}", "end_id": 1}
     with serve(core, tmp_path) as client:
         plain = client.submit([0, 50], SamplingParams(max_tokens=40, temperature=0.0))
         ids = [
