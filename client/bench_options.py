@@ -40,7 +40,9 @@ def make_parser(
     _server(p.add_argument_group("server"), ready_seconds, warm_up)
     _prompts(p.add_argument_group("prompts"))
     _load(p.add_argument_group("load"))
-    _requests(p.add_argument_group("requests"))
+    _requests(
+        p.add_argument_group("requests", "Sampling options are sent as they are; without them: greedy.")
+    )
     _search(p.add_argument_group("the highest rate within limits"))
     _results(p.add_argument_group("results"))
     return p
@@ -56,13 +58,16 @@ def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[s
 
 def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
     add = group.add_argument
-    add("--backend", choices=BACKENDS, default="triton")
-    add("--url", type=arguments.http_url, help="default: http://127.0.0.1:8000, with triton-grpc :8001")
-    add("--endpoint", help="path to post to, {model} replaced (default: by backend)")
-    add("--model", help="default: ensemble for Triton, the first that an OpenAI server lists")
+    add("--backend", choices=BACKENDS, default="triton", help="API of the server (default: %(default)s)")
+    add("--url", type=arguments.http_url,
+        help="the server (default: http://127.0.0.1:8000; triton-grpc: port 8001)")  # fmt: skip
+    add("--endpoint", help="path to post to; {model} stands for the model (default: the backend's)")
+    add("--model",
+        help="the server's model (default: ensemble, or the first that an OpenAI server lists)")  # fmt: skip
     add("--api-key-env", metavar="NAME", help="environment variable with the API's key")
     add("--ready-timeout", type=arguments.zero_or_more, default=ready_seconds, metavar="S",
-        help=f"to wait until the server is ready; 0: no check (default {ready_seconds:g})")  # fmt: skip
+        help="wait so many seconds for the server; 0: do not check whether it is ready"
+        f" (default: {ready_seconds:g})")  # fmt: skip
     add("--warm-up", type=integer(0), default=warm_up, metavar="N",
         help="requests before the measurement (default: "
         + ("1, or the scenario's)" if warm_up is None else f"{warm_up})"))  # fmt: skip
@@ -70,74 +75,96 @@ def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
 
 def _prompts(group: Any) -> None:
     add = group.add_argument
-    add("--tokenizer", required=True, help="folder with tokenizer.json")
+    add("--tokenizer", metavar="FOLDER", required=True, help="folder with tokenizer.json")
     add("--scenario", metavar="NAME|FILE",
-        help="a TOML file of perf_configs/scenarios/: prompts, lengths, rates, sampling")  # fmt: skip
-    add("--data", metavar="FILE", help="the scenario's file of conversations")
-    add("--dataset", default="random", help=", ".join(DATASETS))
-    add("--num-prompts", type=integer(1), help="or conversations (default 100)")
+        help="prompts, lengths, rates and sampling of a TOML file; NAME: one of"
+        " perf_configs/scenarios/")  # fmt: skip
+    add("--data", metavar="FILE", help="file of conversations, for a scenario that needs one")
+    add("--dataset", default="random", help=", ".join(DATASETS) + " (default: %(default)s)")
+    add("--num-prompts", type=integer(1), metavar="N",
+        help="prompts, or conversations, of a run (default: 100, or the scenario's)")  # fmt: skip
     add("--input-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]",
-        help="random text: tokens of a prompt, after a shared prefix, or of a turn")  # fmt: skip
+        help="tokens of a random prompt, of what follows a shared prefix, or of a turn"
+        " (default: 128)")  # fmt: skip
     add("--output-len", type=length_range, default=(128, 128), metavar="LOW[:HIGH]",
-        help="random text: tokens of an answer")  # fmt: skip
+        help="tokens of an answer to random text (default: 128)")  # fmt: skip
     add("--part", type=arguments.part, action="append", default=[], metavar="WEIGHT,IN,OUT",
-        help="mixed: a kind of prompt, such as 9,64:256,128; repeat it")  # fmt: skip
-    add("--prefixes", type=integer(1), default=8, help="shared-prefix: how many (default 8)")
-    add("--prefix-len", type=integer(1), default=512, help="shared-prefix: tokens of each (default 512)")
-    add("--turns", type=integer(1), default=4, help="multi-turn, conversations: at most (default 4)")
-    add("--seed", type=integer(0), default=0)
+        help="mixed: a kind of prompt and its share, such as 9,64:256,128; repeat it")  # fmt: skip
+    add("--prefixes", type=integer(1), default=8, metavar="N",
+        help="shared-prefix: how many prefixes (default: %(default)s)")  # fmt: skip
+    add("--prefix-len", type=integer(1), default=512, metavar="N",
+        help="shared-prefix: tokens of a prefix (default: %(default)s)")  # fmt: skip
+    add("--turns", type=integer(1), default=4, metavar="N",
+        help="multi-turn, conversations: most turns of one (default: %(default)s)")  # fmt: skip
+    add("--seed", type=integer(0), default=0, metavar="N",
+        help="of prompts and arrivals; a second run takes the next one (default: 0, or the"
+        " scenario's)")  # fmt: skip
 
 
 def _load(group: Any) -> None:
     add = group.add_argument
     add("--request-rate", type=arguments.rates, default=[math.inf], metavar="R[,R...]",
-        help="requests/s, one run for each; inf (default): all at once")  # fmt: skip
+        help="requests/s, a run for each; inf: all at once (default)")  # fmt: skip
     add("--max-concurrency", type=arguments.integers(1), default=[None], metavar="N[,N...]",
-        help="most requests in flight, one run for each")  # fmt: skip
+        help="most requests in flight, a run for each (default: no bound)")  # fmt: skip
     add("--burstiness", type=arguments.burstiness, default=1.0, metavar="X",
-        help="of arrivals: 1 Poisson, less in bursts, more evenly, inf fixed gaps")  # fmt: skip
+        help="of arrivals; 1: Poisson, less: in bursts, more: more even, inf: fixed gaps"
+        " (default: 1)")  # fmt: skip
     add("--ramp", type=arguments.ramp, metavar="FROM:TO[:exponential]",
-        help="a rate that changes during the run, instead of --request-rate")  # fmt: skip
+        help="a rate in requests/s that changes during the run, such as 2:20; instead of"
+        " --request-rate")  # fmt: skip
     add("--think-time", type=arguments.zero_or_more, default=0.0, metavar="S",
-        help="seconds before each later turn of a conversation")  # fmt: skip
-    add("--workers", type=integer(0), default=0, help="processes (0: min(8, cores/2))")
+        help="seconds between an answer and the next turn of a conversation (default: 0)")  # fmt: skip
+    add("--workers", type=integer(0), default=0, metavar="N",
+        help="processes that send (default: 0, which is half the cores, at most 8)")  # fmt: skip
     add("--time-limit", type=seconds, metavar="S",
-        help="for a run; unfinished requests then fail (default 600; arrivals and 300)")  # fmt: skip
+        help="seconds of a run; requests that have not ended then fail (default: 300 more than the arrivals"
+        " take, at least 600; with --find-rate twice --try-seconds and 10)")  # fmt: skip
 
 
 def _requests(group: Any) -> None:
     add = group.add_argument
     for name, kind in SAMPLING.items():
-        add(f"--{name.replace('_', '-')}", type=kind)
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="X")
     add("--priority-per-output-token", type=integer(*INT32), default=0, metavar="N",
         help="OpenAI servers: each request's priority, N times its output tokens; with -1 those that order"
         " by it, the smallest first, take the longest answers first")  # fmt: skip
-    add("--respect-eos", action="store_true", help="let sequences end at their end token")
+    add(
+        "--respect-eos",
+        action="store_true",
+        help="let answers end at their end token (default: each has the length asked for)",
+    )
     add("--check-tokens", action=argparse.BooleanOptionalAction, default=True,
-        help="Triton: have every chunk's token count reported and compared, which costs the server an"
-        " output a chunk")  # fmt: skip
+        help="Triton: have every chunk's token count reported and compare it, which costs the server an"
+        " output a chunk (default: on)")  # fmt: skip
     add("--extra-body", type=arguments.json_object, default={}, metavar="JSON",
-        help="object laid over each request")  # fmt: skip
+        help='fields laid over each request, such as {"min_p": 0.1}')  # fmt: skip
 
 
 def _search(group: Any) -> None:
     add = group.add_argument
-    add("--find-rate", type=arguments.rate_span, metavar="LOW:HIGH", help="requests/s to search between")
+    add("--find-rate", type=arguments.rate_span, metavar="LOW:HIGH",
+        help="search the highest request rate between these, in requests/s, that keeps --limit")  # fmt: skip
     add("--limit", type=find_rate.limit, action="append", default=[], metavar="METRIC=MS",
-        help="such as p99_ttft=200; repeat it")  # fmt: skip
-    add("--try-seconds", type=seconds, default=20.0, metavar="S", help="of each try's arrivals (default 20)")
-    add("--search-seconds", type=seconds, default=600.0, metavar="S", help="for all tries (default 600)")
+        help="a limit in ms: mean, median or a percentile of ttft, tpot, itl or latency, such as"
+        " p99_ttft=200; repeat it")  # fmt: skip
+    add("--try-seconds", type=seconds, default=20.0, metavar="S",
+        help="seconds for which each try sends requests (default: %(default)g)")  # fmt: skip
+    add("--search-seconds", type=seconds, default=600.0, metavar="S",
+        help="seconds for all tries (default: %(default)g)")  # fmt: skip
 
 
 def _results(group: Any) -> None:
     add = group.add_argument
     add("--percentiles", type=arguments.percentiles, default=list(PERCENTILES), metavar="P[,P...]",
-        help="to show (default 50,90,99)")  # fmt: skip
+        help="percentiles to show (default: 50,90,99)")  # fmt: skip
     add("--goodput", type=arguments.goodput_limit, action="append", default=[], metavar="TIME=MS",
-        help="what a good request keeps within: ttft, tpot or latency; repeat it")  # fmt: skip
-    add("--label", help="what reports call the server (default: what it calls itself)")
+        help="count requests/s that keep within a limit in ms on ttft, tpot or latency, such as ttft=200;"
+        " repeat it")  # fmt: skip
+    add("--label", metavar="NAME", help="what reports call the server (default: what it calls itself)")
     add("--retokenize", action="store_true", help="also count the tokens of the received text")
-    add("--save-itl", action="store_true", help="write every inter-chunk time to --output and --csv")
-    add("--output", type=output_file, help="write everything as JSON")
-    add("--csv", type=output_file, help="write every request as CSV")
-    add("--sglang-json", type=output_file, help="append each run as sglang's bench_serving does")
+    add("--save-itl", action="store_true", help="write every time between chunks to --output and --csv")
+    add("--output", type=output_file, metavar="FILE", help="write everything as JSON")
+    add("--csv", type=output_file, metavar="FILE", help="write every request as CSV")
+    add("--sglang-json", type=output_file, metavar="FILE",
+        help="append each run as sglang's bench_serving does")  # fmt: skip

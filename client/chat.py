@@ -312,20 +312,40 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--backend", choices=("triton", "openai-chat"), default="triton")
-    p.add_argument("--url", type=http_url, help="default: http://127.0.0.1:8000, openai-chat: port 9000")
-    p.add_argument("--model", help="default: ensemble, or the first that an OpenAI server lists")
-    p.add_argument("--form", choices=FORMS, help="triton: how the conversation is written (default: plain)")
-    p.add_argument("--system", default="", help="system prompt")
-    p.add_argument("--max-tokens", type=integer(1, INT32[1]), default=512, help="default: %(default)s")
-    p.add_argument("--temperature", type=finite)
-    p.add_argument("--top-p", type=finite)
+    p.add_argument("--backend", choices=("triton", "openai-chat"), default="triton", help="default: triton")
     p.add_argument(
-        "--extra-body", type=json_object, default={}, metavar="JSON", help="laid over each request"
+        "--url", type=http_url, help="the server (default: http://127.0.0.1:8000; openai-chat: port 9000)"
+    )
+    p.add_argument(
+        "--model", help="the server's model (default: ensemble, or the first that an OpenAI server lists)"
+    )
+    p.add_argument("--form", choices=FORMS, help="triton: how to write the conversation (default: plain)")
+    p.add_argument("--system", default="", help="system prompt")
+    p.add_argument(
+        "--max-tokens",
+        type=integer(1, INT32[1]),
+        metavar="N",
+        default=512,
+        help="most tokens of an answer (default: %(default)s)",
+    )
+    p.add_argument("--temperature", type=finite, metavar="X", help="0: greedy (default: the server's)")
+    p.add_argument(
+        "--top-p", type=finite, metavar="X", help="share of the likeliest tokens (default: the server's)"
+    )
+    p.add_argument(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='fields laid over each request, such as {"top_k": 5}',
     )
     p.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API's key")
     p.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="seconds without an answer, then give up"
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="give up after so many seconds without an answer (default: %(default)g)",
     )
     args = p.parse_args(argv)
     if args.form and args.backend != "triton":

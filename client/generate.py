@@ -42,25 +42,57 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Generate text, streamed.",
     )
     p.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from standard input")
-    p.add_argument("--url", help="default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001")
+    p.add_argument("--url", help="the server (default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001)")
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")
-    p.add_argument("--model", metavar="NAME", default="ensemble", help="default: %(default)s")
     p.add_argument(
-        "--max-tokens", type=integer(*INT32), metavar="N", default=128, help="default: %(default)s"
+        "--model", metavar="NAME", default="ensemble", help="the server's model (default: %(default)s)"
     )
-    p.add_argument("--temperature", type=finite, metavar="X", help="0: greedy")
-    p.add_argument("--top-k", type=integer(*INT32), metavar="N")
-    p.add_argument("--top-p", type=finite, metavar="X")
-    p.add_argument("--seed", type=integer(*UINT64), metavar="N")
-    p.add_argument("--min-tokens", type=integer(*INT32), metavar="N")
-    p.add_argument("--repetition-penalty", type=finite, metavar="X")
-    p.add_argument("--presence-penalty", type=finite, metavar="X")
-    p.add_argument("--frequency-penalty", type=finite, metavar="X")
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop word; may be repeated")
     p.add_argument(
-        "--bad", action="append", default=[], metavar="TEXT", help="forbidden word; may be repeated"
+        "--max-tokens",
+        type=integer(*INT32),
+        metavar="N",
+        default=128,
+        help="most tokens of the answer (default: %(default)s)",
     )
-    p.add_argument("--no-stream", action="store_true", help="wait for the whole answer")
+    p.add_argument("--min-tokens", type=integer(*INT32), metavar="N", help="fewest tokens of the answer")
+    p.add_argument(
+        "--temperature",
+        type=finite,
+        metavar="X",
+        help="of sampling; 0: greedy (default: greedy, unless --top-k, --top-p or --seed ask for sampling)",
+    )
+    p.add_argument("--top-k", type=integer(*INT32), metavar="N", help="sample from the N likeliest tokens")
+    p.add_argument(
+        "--top-p",
+        type=finite,
+        metavar="X",
+        help="sample from the likeliest tokens that together have this probability",
+    )
+    p.add_argument(
+        "--seed", type=integer(*UINT64), metavar="N", help="of sampling; the same one gives the same tokens"
+    )
+    p.add_argument(
+        "--repetition-penalty", type=finite, metavar="X", help="over 1: fewer repetitions (default: 1)"
+    )
+    p.add_argument(
+        "--presence-penalty",
+        type=finite,
+        metavar="X",
+        help="over 0: fewer tokens that were there before (default: 0)",
+    )
+    p.add_argument(
+        "--frequency-penalty",
+        type=finite,
+        metavar="X",
+        help="the same, counting how often they were (default: 0)",
+    )
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated"
+    )
+    p.add_argument(
+        "--bad", action="append", default=[], metavar="TEXT", help="a word not to write; may be repeated"
+    )
+    p.add_argument("--no-stream", action="store_true", help="print the answer when it is whole")
     p.add_argument(
         "--timing", action="store_true", help="print time to first chunk and chunks/s to standard error"
     )
@@ -69,7 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=seconds,
         metavar="S",
         default=300.0,
-        help="seconds without an answer, then give up (default: 300)",
+        help="give up after so many seconds without an answer (default: %(default)g)",
     )
     args = p.parse_args(argv)
     if args.url is None:

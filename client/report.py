@@ -281,13 +281,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("results", nargs="+", metavar="[NAME=]FILE")
+    p.add_argument("results", nargs="+", metavar="[NAME=]FILE", help="results; NAME: what to call the server")
     p.add_argument(
-        "--out", type=Path, default=Path("report"), help="writes OUT.md and OUT.html (default: report)"
+        "--out", type=Path, default=Path("report"), help="write OUT.md and OUT.html (default: report)"
     )
-    p.add_argument("--title", default="Benchmark results")
+    p.add_argument("--title", default="Benchmark results", help="heading (default: %(default)s)")
     p.add_argument(
-        "--rows", default="", help="of perf_configs.run's results: a comma list of rows (default: all)"
+        "--rows",
+        default="",
+        help="rows of perf_configs.run's results to show, with commas between (default: all)",
     )
     return p.parse_args(argv)
 
