@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# make serve            tritonserver with the bundled model, in the foreground
-# make serve MODEL=DIR  the same with a checkpoint folder.
-#                       KNOBS="name=value ..." sets knobs of build.py;
-#                       HOST, HTTP_PORT, GRPC_PORT and METRICS_PORT say where
-#                       it listens, OPENAI_PORT (9000) where the OpenAI API
-#                       does; OPENAI_PORT= leaves that out;
-#                       SERVE_ARGS="--openai-workers 2 ..." are further options
-#                       of flashinfer_backend.serve
-# make test             every test, by WORKERS processes;
+# make serve            run tritonserver with the bundled model, in the
+#                       foreground, and the OpenAI API beside it
+# make serve MODEL=DIR  the same with a checkpoint folder
+#   KNOBS="name=value ..."      knobs (settings) of build.py --list-knobs
+#   HOST                        address to listen on (127.0.0.1)
+#   HTTP_PORT, GRPC_PORT,       ports of tritonserver (8000, 8001, 8002)
+#   METRICS_PORT
+#   OPENAI_PORT                 port of the OpenAI API (9000); OPENAI_PORT=
+#                               leaves that API out
+#   SERVE_ARGS="--option ..."   further options of flashinfer_backend.serve
+# make test             run every test, in WORKERS processes (3);
 #                       TESTS="..." are arguments of pytest instead
-# make lint             ruff, mypy, import-linter
-# make bench            times of the host's work for every step and chunk, and
-#                       of the ensemble
-# make attack           kills, stops, floods and hostile requests against a
-#                       real server for MINUTES (30)
-# make soak             mixed traffic to both doors for MINUTES (30), every
-#                       answer compared, memory watched
-# make fuzz             random requests, REQUESTS (100000) to real servers of
+# make lint             check with ruff, mypy and import-linter
+# make bench            time the host's work for steps, chunks and the ensemble
+# make attack           kill, stop and flood a real server and send it hostile
+#                       requests, for MINUTES (30)
+# make soak             send mixed traffic to both APIs for MINUTES (30), compare
+#                       every answer and watch the memory
+# make fuzz             send REQUESTS (100000) random requests to real servers of
 #                       each kind
-# make clean            removes .venv and served/
+# make clean            remove .venv and served/
 #
-# Each makes .venv first where it is missing, with PYTHON (python3) and pip, or
-# uv where it is on PATH; PIP_ARGS="..." are arguments of pip. On a machine with
-# an NVIDIA GPU the CUDA extra goes in.
+# Each but clean makes .venv first where it is missing, with PYTHON (python3) and
+# pip, or UV (uv, where it is on PATH); PIP_ARGS="..." are arguments of pip. On a
+# machine with an NVIDIA GPU CUDA's packages go in, too.
 
 variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
 PYTHON ?= python3

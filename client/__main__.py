@@ -3,11 +3,11 @@
 
   generate       print a completion as it arrives
   chat           talk to a model in the terminal
-  bench          load generator
-  report         Markdown and an HTML page of the load generator's results
+  bench          put a load on a server and measure its times
+  report         write a Markdown and an HTML page of bench's results
   perf-analyzer  run Triton's perf_analyzer with the libraries that it expects
 
-`python -m client COMMAND --help` tells a command's options.
+`python -m client COMMAND --help` lists a command's options.
 """
 
 from __future__ import annotations

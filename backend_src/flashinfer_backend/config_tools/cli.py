@@ -73,32 +73,46 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
             serve = shlex.join(
                 ["python", "-m", "flashinfer_backend.serve", "--model-repository", str(args.output)]
             )
-            print(f"{args.output}: ready for {serve}")
+            print(f"{args.output}: written; to serve it: {serve}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="build.py", description="Write a deployable model repository: model_repo with knobs set."
+        prog="build.py",
+        usage="build.py --output DIR [--model DIR] [--set KNOB=VALUE ...] [options]\n"
+        "       build.py --list-knobs",
+        description="Writes a model repository for tritonserver: model_repo with knobs (settings) set.",
     )
     parser.add_argument(
         "--model", metavar="DIR",
-        help="checkpoint folder, the same as --set model_dir=DIR (default: as built before, else bundled)",
+        help="checkpoint folder, the same as --set model_dir=DIR (default: that of the last build of"
+        " --output, else bundled, the small model in the package)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write, new or built before")
-    parser.add_argument("--profile", metavar="FILE", type=Path, help="TOML file with a [knobs] table")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="folder to write: a new one, or one that build.py wrote"
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="TOML file with knobs in a table [knobs]"
+    )
     parser.add_argument(
         "--set", metavar="KNOB=VALUE", nargs="+", action="extend", default=[],
-        help="set knobs; wins over the profile",
+        help="set knobs, over what the profile says; --list-knobs shows all",
     )  # fmt: skip
     parser.add_argument(
         "--llm-name", metavar="NAME",
-        help="name of the llm model (default: as built before, else llm); clients of TensorRT-LLM's own model"
-        " use tensorrt_llm",
+        help="name of the llm model (default: that of the last build of --output, else llm); clients of"
+        " TensorRT-LLM's own model use tensorrt_llm",
     )  # fmt: skip
-    parser.add_argument("--diff", action="store_true", help="show what would change, write nothing")
-    parser.add_argument("--list-knobs", action="store_true", help="show all knobs")
-    parser.add_argument("--markdown", action="store_true", help="with --list-knobs: as docs/knobs.md")
+    parser.add_argument(
+        "--diff", action="store_true", help="show what would change in --output, write nothing"
+    )
+    parser.add_argument(
+        "--list-knobs", action="store_true", help="show all knobs with their meanings, values and defaults"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="with --list-knobs: in the form of docs/knobs.md"
+    )
     parser.add_argument(
         "--regenerate", action="store_true",
         help="for developers, after a change of EngineConfig or of the knobs: rewrite docs/knobs.md and the "

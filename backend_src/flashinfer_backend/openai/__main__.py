@@ -37,14 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         "--beside",
         type=whole(1),
         metavar="PID",
-        help="use the engine of this tritonserver (needs --llm-config)",
+        help="use the engine of the tritonserver with this process id (needs --llm-config)",
     )
     parser.add_argument(
         "--llm-config",
         type=Path,
         metavar="FILE",
-        help="llm/config.pbtxt of a model repository: that of the server with --beside, else the settings of"
-        " an engine to start, with build.py's checks behind them",
+        help="llm/config.pbtxt of a model repository that build.py wrote: with --beside that of the server,"
+        " else the settings of the engine to start",
     )
     parser.add_argument(
         "--set",
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         action="extend",
         default=[],
         metavar="KNOB=VALUE",
-        help="settings of the engine (docs/knobs.md)",
+        help="knobs of the engine to start (docs/knobs.md)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=port_number, metavar="PORT", default=9000, help="default: 9000")
@@ -63,22 +63,23 @@ def main(argv: list[str] | None = None) -> int:
         type=count,
         metavar="N",
         default=RESTARTS,
-        help="end after a process was replaced so many times in a row and did not live for a minute, 0: never"
-        " (default: %(default)s)",
+        help="give up after a process was replaced so many times in a row and none lived for a minute;"
+        " 0: never (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-seconds",
         type=whole_seconds,
         metavar="S",
         default=30,
-        help="how long running requests may go on after SIGTERM (default: %(default)s)",
+        help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
     )
     parser.add_argument(
         "--stalled-client-seconds",
         type=whole_seconds,
         metavar="S",
         default=STALLED_S,
-        help="cut a client that has read nothing of its answer for so long, 0: never (default: %(default)s)",
+        help="cut a client that has read nothing of its answer for so many seconds; 0: never"
+        " (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     try:

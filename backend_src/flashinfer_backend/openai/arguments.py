@@ -13,6 +13,8 @@ from flashinfer_backend.openai.formats.choice import REASONING_FORMATS, TOOL_FOR
 AUTO = "auto"
 KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 RECEIVE_S = 60
+REQUEST_BYTES = 32 << 20
+PROMPT_BYTES = 1 << 20
 LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts
 CONNECTIONS = "max-connections"
 
@@ -27,12 +29,13 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "served-model-name": {
         "metavar": "NAME",
         "action": "append",
-        "help": "the model's name in requests, more than once for several (default: its folder's name)",
+        "help": "the model's name in requests; repeat it for several names (default: its folder's name)",
     },
     "api-key-file": {
         "metavar": "FILE",
         "type": Path,
-        "help": f"keys of clients, one a line (also: {KEYS_VARIABLE}, with commas; default: none is needed)",
+        "help": f"keys of clients, one on each line; the variable {KEYS_VARIABLE} may hold keys, too,"
+        " with commas between (default: no key is needed)",
     },
     "chat-template": {
         "metavar": "FILE",
@@ -62,32 +65,34 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max-request-bytes": {
         "metavar": "BYTES",
         "type": whole(1),
-        "default": 32 << 20,
-        "help": "largest body (default: 32 MiB)",
+        "default": REQUEST_BYTES,
+        "help": f"largest body of a request, in bytes (default: {REQUEST_BYTES}, {REQUEST_BYTES >> 20} MiB)",
     },
     "max-prompt-bytes": {
         "metavar": "BYTES",
         "type": count,
-        "default": 1 << 20,
-        "help": "longest text that is tokenised, 0: any (default: 1 MiB, as the ensemble's max_prompt_bytes)",
+        "default": PROMPT_BYTES,
+        "help": "longest text that is tokenised, in bytes; 0: any"
+        f" (default: {PROMPT_BYTES}, {PROMPT_BYTES >> 20} MiB)",
     },
     "prompt-logits-mib": {
         "metavar": "MIB",
         "type": count,
         "default": LOGITS_ROOM >> 20,
-        "help": "memory of each process for logits of prompts whose log probabilities are wanted; one prompt"
-        f" may have it all to itself, however large (default: {LOGITS_ROOM >> 20})",
+        "help": "MiB of memory of each process for the logits of prompts whose log probabilities are wanted;"
+        f" one prompt may have it all to itself, however large (default: {LOGITS_ROOM >> 20})",
     },
     "receive-seconds": {
         "metavar": "S",
         "type": whole_seconds,
         "default": RECEIVE_S,
-        "help": f"cut a client whose request is not whole after so long, 0: never (default: {RECEIVE_S})",
+        "help": "cut a client whose request is not whole after so many seconds; 0: never (default:"
+        f" {RECEIVE_S})",
     },
     CONNECTIONS: {
         "metavar": "N",
         "type": count,
         "default": 0,
-        "help": "of each process, 0: as many as it may open files (default)",
+        "help": "most connections of each process; 0: as many as it may open files, less 128 (default: 0)",
     },
 }

@@ -91,12 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
     )
     parser.add_argument(
-        "--model-repository", type=Path, metavar="DIR", required=True, help="as written by build.py"
+        "--model-repository", type=Path, metavar="DIR", required=True, help="a folder that build.py wrote"
     )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on, IPv4 or IPv6 (default: 127.0.0.1, this machine only)",
+        help="address to listen on, IPv4, IPv6 or a name (default: 127.0.0.1, this machine only)",
     )
     port: dict[str, Any] = {"type": port_number, "metavar": "PORT", "help": "default: %(default)s"}
     parser.add_argument("--http-port", default=8000, **port)
@@ -108,29 +108,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only look whether the server could start; the repository need not exist yet",
+        help="only check that the server could start, then end; the repository need not exist yet",
     )
     parser.add_argument(
         "--open",
         action="append",
         choices=CLOSED,
         default=[],
-        help="an API that clients may use, which is closed otherwise (may be given several times;"
-        " docs/security.md)",
+        help="let clients use an API that is closed by default (docs/security.md); may be repeated",
     )
     parser.add_argument(
         "--drain-seconds",
         type=seconds,
         metavar="S",
         default=DRAIN_S,
-        help="how long running requests may go on after SIGTERM (default: %(default)g)",
+        help="seconds that running requests may go on after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
         "--restarts",
         type=count,
         metavar="N",
         default=RESTARTS,
-        help="give up after so many restarts in a row that did not live for a minute, 0: never"
+        help="give up after so many restarts in a row of which none lived for a minute; 0: never"
         " (default: %(default)s)",
     )
     parser.add_argument(
@@ -138,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=quarter_of_memory(),
         metavar="MIB",
-        help="start tritonserver again, which takes some seconds, when its memory has grown by so much since"
-        " it was ready; 0: never (default: a quarter of the memory there is, %(default)s;"
+        help="start tritonserver again, which takes some seconds, when its memory has grown by so many MiB"
+        " since it was ready; 0: never (default: a quarter of this machine's memory, %(default)s MiB;"
         " docs/reliability.md tells why it grows)",
     )
     parser.add_argument(
@@ -147,15 +146,15 @@ def _parser() -> argparse.ArgumentParser:
         type=whole_seconds,
         metavar="S",
         default=STALLED_S,
-        help="cut a client, of either API, that has read nothing of its answer for so long, 0: never"
+        help="cut a client of either API that has read nothing of its answer for so many seconds; 0: never"
         " (default: %(default)s)",
     )
     parser.add_argument(
         "--shm-prefix",
         metavar="NAME",
         default=f"flashinfer-backend-{os.getpid()}_",
-        help="what the names of this server's shared memory begin with, and those of no other; what is left"
-        " of it when the server has ended is removed (default: %(default)s, with the process's number)",
+        help="how the names of this server's shared memory begin; no other server's may begin so, as what is"
+        " left of it is removed when the server has ended (default: %(default)s, with the process's number)",
     )
     add_arguments(parser)
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")

@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
-    parser.add_argument("--output", required=True, metavar="FILE", type=Path, help="written, and read before")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        type=Path,
+        help="file to write; if it is there, its numbers are read first",
+    )
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, few sizes and no search: a minute or so"
     )
