@@ -214,23 +214,42 @@ def at_once(core: Core, load: Load) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m perf_configs.bench_engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
-    parser.add_argument("--sharegpt", type=Path)
-    parser.add_argument("--requests", type=integer(1), help=f"of that file (default {REQUESTS})")
+    parser.add_argument("--model", type=Path, metavar="DIR", required=True, help="checkpoint folder")
     parser.add_argument(
-        "--batches", default="1,16,64,256", help="sequences of the decode steps, none: empty (%(default)s)"
+        "--load-format",
+        default="dummy",
+        choices=["auto", "dummy"],
+        help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
+    )
+    parser.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations to answer, all at once")
+    parser.add_argument(
+        "--requests", type=integer(1), metavar="N", help=f"conversations of that file (default: {REQUESTS})"
+    )
+    parser.add_argument(
+        "--batches",
+        default="1,16,64,256",
+        metavar="N,...",
+        help='sequences of the decode steps to time; "": none (default: %(default)s)',
     )
     parser.add_argument(
         "--lengths",
         default="",
         metavar="PROMPT/OUTPUT[xREQUESTS],...",
-        help="loads of one shape, all at once; without xREQUESTS as many as run at the same time",
+        help="tokens of prompt and answer of loads, all at once; without xREQUESTS as many requests as run at"
+        " the same time",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="a knob of the engine; may be repeated",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     if options.sharegpt is not None and not options.sharegpt.is_file():
         parser.error(f"--sharegpt {options.sharegpt}: there is no such file")

@@ -123,21 +123,38 @@ def fitting_shapes(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m perf_configs.profile_steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--load-format", default="dummy", choices=["auto", "dummy"])
+    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
+    parser.add_argument(
+        "--load-format",
+        default="dummy",
+        choices=["auto", "dummy"],
+        help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
+    )
     parser.add_argument(
         "--steps",
         default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES),
         metavar="ROWS/PROMPT,...",
-        help="decode rows and tokens of a prompt beside them (%(default)s)",
+        help="decode rows and tokens of a prompt beside them (default: %(default)s)",
     )
     parser.add_argument(
-        "--context", type=integer(1), default=CONTEXT, help="tokens of each decode row (%(default)s)"
+        "--context",
+        type=integer(1),
+        metavar="N",
+        default=CONTEXT,
+        help="tokens of context of each decode row (default: %(default)s)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="a knob of the engine; may be repeated",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write what is printed to a file, too")
     options = parser.parse_args(argv)
     try:
         wanted = parse_steps(options.steps)

@@ -52,47 +52,82 @@ STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing resul
 def argument_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0])
     p.add_argument(
-        "--model-dir", type=Path, help="checkpoint folder (config.json and tokenizer.json suffice)"
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint folder (config.json and tokenizer.json suffice)",
     )
-    p.add_argument("--sharegpt", type=Path, help="ShareGPT-style JSON; needed by rows with that dataset")
+    p.add_argument(
+        "--sharegpt", type=Path, metavar="FILE", help="ShareGPT-style JSON; needed by rows with that dataset"
+    )
     p.add_argument(
         "--server", default="ours,vllm", metavar="NAME[:VARIANT|:all],...",
-        help="of servers.toml, in this order (default: ours,vllm)",
+        help="servers of servers.toml to measure, in this order (default: ours,vllm)",
     )  # fmt: skip
-    p.add_argument("--rows", default="", help="comma list (default: all that compare servers)")
     p.add_argument(
-        "--repeats", type=integer(1), default=1, metavar="N", help="runs of each point (default 1)"
+        "--rows", default="", metavar="ROW,...",
+        help="rows to run, by the names of files in scenarios/ (default: all that compare servers)",
+    )  # fmt: skip
+    p.add_argument(
+        "--repeats",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="runs of each row and rate (default: %(default)s)",
     )
     p.add_argument(
         "--load-format", choices=("dummy", "auto"), default="dummy",
-        help="of all servers: random weights, or the checkpoint's (default dummy)",
+        help="weights of all servers: random (dummy), or the checkpoint's (default: %(default)s)",
     )  # fmt: skip
-    p.add_argument("--url", action="append", default=[], metavar="SERVER=URL", help="use a running server")
-    p.add_argument("--profile", type=Path, help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})")
-    p.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="laid over the profile")
+    p.add_argument(
+        "--url", action="append", default=[], metavar="SERVER=URL",
+        help="measure a server that runs already, instead of starting one; may be repeated",
+    )  # fmt: skip
+    p.add_argument(
+        "--profile", type=Path, metavar="FILE", help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})"
+    )
+    p.add_argument(
+        "--knob", action="append", default=[], metavar="NAME=VALUE",
+        help="a knob of ours, over the profile's; may be repeated",
+    )  # fmt: skip
     p.add_argument(
         "--port",
         type=integer(1, 65533),
+        metavar="PORT",
         default=8300,
-        help="HTTP port; the next two are used as well (default 8300)",
+        help="HTTP port; the next two are used as well (default: %(default)s)",
     )
     p.add_argument(
-        "--time-limit", type=seconds, default=1800.0, help="seconds for the whole call (default 1800)"
+        "--time-limit",
+        type=seconds,
+        metavar="S",
+        default=1800.0,
+        help="seconds for the whole call; rows that no longer fit are left out (default: %(default)g)",
     )
     p.add_argument(
-        "--workers", type=integer(0), default=0, help="load generator processes (default: by cores)"
+        "--workers",
+        type=integer(0),
+        metavar="N",
+        default=0,
+        help="processes that send (default: 0, which is half the cores, at most 8)",
     )
     p.add_argument(
-        "--check-tokens", action="store_true", help="count every token of ours while measuring, too"
+        "--check-tokens",
+        action="store_true",
+        help="have ours report every chunk's token count while measuring, too",
     )
-    p.add_argument("--no-warm-up", action="store_true", help="no requests before each row")
+    p.add_argument("--no-warm-up", action="store_true", help="leave out the requests before each row")
     p.add_argument(
-        "--out", type=Path, default=ROOT / "perf_configs/results",
+        "--out", type=Path, metavar="DIR", default=ROOT / "perf_configs/results",
         help="folder of the results (default: perf_configs/results)",
     )  # fmt: skip
-    p.add_argument("--commit", default="", help="recorded with each run (default: asked of git)")
-    p.add_argument("--merge", type=Path, nargs="+", default=[], help="earlier results to take in")
-    p.add_argument("--step-times", type=Path, help="JSON of perf_configs/kernels/bench_step.py, to draw")
+    p.add_argument("--commit", default="", help="what results call this version (default: what git says)")
+    p.add_argument(
+        "--merge", type=Path, metavar="FILE", nargs="+", default=[], help="earlier results to take in"
+    )
+    p.add_argument(
+        "--step-times", type=Path, metavar="FILE", help="JSON of perf_configs/kernels/bench_step.py, to draw"
+    )
     return p
 
 
