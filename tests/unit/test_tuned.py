@@ -137,9 +137,9 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
         ('"rows": null', '"rows": 200', "should have rows null"),
         ('"rows": 160', '"rows": 64', "rows of decode_attention should rise"),
         (
-            '"decode_attention": [',
-            '"fp8_decode_attention": [], "decode_attention": [',
-            "of fp8_decode_attention should",
+            '"fp8_decode_attention": [\n    {"rows": 1,',
+            '"fp8_decode_attention": [\n    {"rows": 17,',
+            "rows of fp8_decode_attention should rise",
         ),
         ('"block": 64', '"block": 48', "block should be a power of two of at least 16, not 48"),
         ('"prefetch": 16', '"prefetch": 24', "prefetch should be a power of two of at least 0, not 24"),
