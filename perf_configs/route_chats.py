@@ -68,27 +68,21 @@ def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
             SimpleNamespace(up=True, status=e.status, reported_at=time.monotonic() + 1e6, tokens_to_compute=0)
             for e in engines
         ]
-        for link in links:
-            link.own = link.others = link.open_sequences = 0
         place = folder / (routing if routing == "shared" else f"{routing}-{process}")
         place.mkdir(exist_ok=True)
         routers.append((Router(links, place, routing != "load", 0.1), links))  # type: ignore[arg-type]
     system = rng.integers(0, VOCABULARY, options.system, dtype=np.int32)
-    count, waits, spread, report_at = itertools.count(), [], [], 0.0
+    count, waits, spread, look_at = itertools.count(), [], [], 0.0
     beginnings = rng.uniform(0, options.chats * options.turns / options.rate, options.chats)
     events: list[Any] = [(at, next(count), None, 0, system) for at in beginnings.tolist()]
     heapq.heapify(events)
     while events:
         now, _, ended, turn, text = heapq.heappop(events)
-        while report_at < now:
-            report_at += 0.1
+        while look_at < now:
+            look_at += 0.1
             spread.append(max(e.open for e in engines) - min(e.open for e in engines))
-            for _, links in routers:
-                for link, engine in zip(links, engines, strict=True):
-                    link.others = engine.open - link.own
         if ended is not None:
-            link, engine, blocks = ended
-            link.own -= 1
+            engine, blocks = ended
             engine.open -= 1
             engine.cache.release(blocks)
             if turn < options.turns:
@@ -96,15 +90,14 @@ def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
             continue
         prompt = np.concatenate([text, rng.integers(0, VOCABULARY, rng.integers(*QUESTION), dtype=np.int32)])
         router, links = routers[rng.integers(len(routers))]
-        for link in links:
-            link.open_sequences = link.own + max(0, link.others)
+        for link, engine in zip(links, engines, strict=True):
+            link.open_sequences = engine.open  # of all processes: they share it
         (best, *_), keys, _ = router.choose(prompt)
         router.sent(best, keys)
-        links[best].own += 1
         answer = rng.integers(0, VOCABULARY, rng.integers(*ANSWER), dtype=np.int32)
         first, end, blocks = engines[best].begin(prompt, len(answer), now)
         waits.append(first - now)
-        done = (links[best], engines[best], blocks)
+        done = (engines[best], blocks)
         heapq.heappush(events, (end, next(count), done, turn + 1, np.concatenate([prompt, answer])))
     reused = sum(e.status.prompt_tokens_reused for e in engines) / sum(
         e.status.prompt_tokens for e in engines

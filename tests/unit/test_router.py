@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +18,9 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.serving.router import SILENT_S, TOKENS_PER_SEQUENCE, Candidate, Router, rank
-from flashinfer_backend.transport import prefixes
+from flashinfer_backend.transport import loads, prefixes, rundir
 from flashinfer_backend.transport.gpus import visible_devices
+from flashinfer_backend.transport.loads import LoadTable
 from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
 from flashinfer_backend.transport.protocol import Status
 
@@ -152,6 +157,70 @@ def test_engines_that_are_down_or_silent(tmp_path: Path) -> None:
     first.up, first.status = True, status(pid=77)  # started again: its cache is empty
     mine.engine_started()
     assert mine.choose(tokens)[::2] == ([0], [0, 0])
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from flashinfer_backend.transport.loads import LoadTable
+table = LoadTable(Path(sys.argv[1]), 2)
+table.tell(0, 3, 500)
+print("told", flush=True)
+for line in sys.stdin:
+    table.tell(0, *map(int, line.split()))
+    print("told", flush=True)
+table.close()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """Another process of the model, which has 3 sequences and 500 prompt tokens open in engine 0 of 2."""
+    monkeypatch.setattr(loads, "LOOK_AGAIN_S", 0.0)
+    command = [sys.executable, "-c", OTHER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "told\n"
+        yield process
+        process.kill()
+
+
+def test_processes_see_at_once_what_others_have_open(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert other.stdin is not None and other.stdout is not None
+    table = LoadTable(tmp_path, 2)
+    table.tell(1, 9, 9)  # its own is not among the others'
+    assert table.of_others().tolist() == [[3, 500], [0, 0]]
+    print("1 20", file=other.stdin, flush=True)
+    other.stdout.readline()
+    assert table.of_others().tolist() == [[1, 20], [0, 0]]
+    other.stdin.close()  # it closes its table
+    other.wait(30)
+    assert table.of_others().tolist() == [[0, 0], [0, 0]]
+    table.close()
+    assert not list(tmp_path.glob("load-*"))
+
+
+def test_what_a_killed_process_had_open_counts_no_more(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    table = LoadTable(tmp_path, 2)
+    other.kill()
+    other.wait(30)
+    assert list(tmp_path.glob(f"load-{other.pid}"))
+    assert table.of_others().tolist() == [[0, 0], [0, 0]]
+    rundir.forget_stubs(tmp_path)
+    assert [path.name for path in tmp_path.glob("load-*")] == [f"load-{os.getpid()}"]
+
+
+def test_requests_go_where_other_processes_have_less_open(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    engines = [Engine(7), Engine(8)]
+    mine = router(tmp_path, *engines, reuse=False)
+    assert [mine.choose(prompt(0, 100))[0] for _ in range(3)] == [[1, 0]] * 3
+    for open_sequences, best in ((3, 1), (6, 0)):  # 500 tokens are nearly 2 sequences
+        engines[1].open_sequences = open_sequences
+        mine.load_changed(1)
+        assert mine.choose(prompt(0, 100))[0][0] == best
+    assert np.fromfile(tmp_path / f"load-{os.getpid()}", np.int64).tolist() == [0, 0, 6, 0]
+    mine.close()
 
 
 def test_without_reuse_only_load_counts(tmp_path: Path) -> None:

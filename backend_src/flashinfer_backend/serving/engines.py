@@ -60,6 +60,7 @@ class Engines:
                     on_status=partial(self._take_status, index),
                     on_replaced=on_replaced,
                     on_server_lost=self._server_lost,
+                    on_load=partial(self._router.load_changed, index) if count > 1 else lambda: None,
                     index=index,
                     count=count,
                 )
@@ -152,6 +153,7 @@ class Engines:
         self._closed = True
         for endpoint in self._endpoints:
             endpoint.close()
+        self._router.close()
         os.eventfd_write(self._end, 1)
         if self._peers is not None:
             self._listener.join()

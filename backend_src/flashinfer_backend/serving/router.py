@@ -3,13 +3,15 @@
 busier.
 
 Each stub and each process of the OpenAI API decides for itself. What they have to agree on they read from
-the same places: the engines' reports, and the table of the prompts that each has had (transport/prefixes.py).
+the same places: what each of them has open (transport/loads.py), the prompts that each engine has had
+(transport/prefixes.py), and the engines' reports.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flashinfer_backend.transport.endpoint import Endpoint
+from flashinfer_backend.transport.loads import LoadTable
 from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
 
 # What one more open sequence in an engine costs a request that goes there, in prompt tokens. On an H200 with
@@ -70,18 +73,35 @@ class Router:
         self._silent_s = max(SILENT_S, SILENT_PERIODS * period_s)
         self._hasher: PromptHasher | None = None
         self._table: PrefixTable | None = None
-        self._opened = False  # the table, or what it said why not
+        self._loads: LoadTable | None = None
+        self._telling = threading.Lock()  # what is told last is what was looked up last
+        self._opened = False  # the tables, or what they said why not
         self._first = os.getpid()  # processes take turns at different engines
 
     def engine_started(self) -> None:
-        """The run directory may be another one, with another table."""
+        """The run directory may be another one, with other tables."""
         self._opened = False
+
+    def load_changed(self, index: int) -> None:
+        """What this process has open in an engine is not what it was."""
+        endpoint = self._endpoints[index]
+        with self._telling:
+            if self._loads is not None:
+                self._loads.tell(index, endpoint.open_sequences, endpoint.tokens_to_compute)
+
+    def close(self) -> None:
+        if self._loads is not None:
+            self._loads.close()
 
     def choose(self, prompt: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
         """For a prompt, int32 [n]: the engines that are up, the best one first; the prompt's keys; and by
         engine how many of its tokens are probably cached."""
+        if not self._opened and any(endpoint.status is not None for endpoint in self._endpoints):
+            self._open()
         keys, cached = self._keys(prompt), [0] * len(self._endpoints)
         table, now = self._table, time.monotonic()
+        nobody = [[0, 0]] * len(self._endpoints)
+        others = nobody if self._loads is None else self._loads.of_others().tolist()
         up, candidates = [], []
         for index, endpoint in enumerate(self._endpoints):
             status = endpoint.status
@@ -94,9 +114,9 @@ class Router:
             candidates.append(
                 Candidate(
                     cached=cached[index],
-                    open=endpoint.open_sequences,
+                    open=endpoint.open_sequences + others[index][0],
                     places=status.max_num_seqs,
-                    to_compute=endpoint.tokens_to_compute,
+                    to_compute=endpoint.tokens_to_compute + others[index][1],
                     silent=now - endpoint.reported_at > self._silent_s,
                 )
             )
@@ -113,15 +133,21 @@ class Router:
         status = next((e.status for e in self._endpoints if e.status is not None), None)
         if not self._reuse or status is None or len(prompt) < status.block_size:
             return np.empty(0, np.uint64)
-        if not self._opened:
-            self._opened = True
-            try:
-                self._table = PrefixTable(self._run_dir, len(self._endpoints))
-            except OSError as error:
-                self._table = None
-                print(
-                    f"requests go to engines by load alone: prefixes are not known ({error})", file=sys.stderr
-                )
         if self._hasher is None:
             self._hasher = PromptHasher(status.max_input_len, status.block_size)
         return self._hasher.keys(prompt)
+
+    def _open(self) -> None:
+        self._opened, self._table, self._loads = True, None, None
+        try:
+            self._loads = LoadTable(self._run_dir, len(self._endpoints))
+        except OSError as error:
+            print(f"of other processes' requests the load of engines is not known ({error})", file=sys.stderr)
+        for index in range(len(self._endpoints)):
+            self.load_changed(index)
+        if not self._reuse:
+            return
+        try:
+            self._table = PrefixTable(self._run_dir, len(self._endpoints))
+        except OSError as error:
+            print(f"requests go to engines by load alone: prefixes are not known ({error})", file=sys.stderr)

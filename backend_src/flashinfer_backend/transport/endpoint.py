@@ -59,14 +59,17 @@ class Endpoint:
         on_status: Callable[[protocol.Status], None] = lambda status: None,
         on_replaced: Callable[[], None] = lambda: None,
         on_server_lost: Callable[[], None] = lambda: None,
+        on_load: Callable[[], None] = lambda: None,
         index: int = 0,
         count: int = 1,
     ) -> None:
         """on_replaced: this process, and no other, has just started a new engine in place of a dead one.
-        on_server_lost: tritonserver ended and left this stub behind. index, count: of this engine among those
+        on_server_lost: tritonserver ended and left this stub behind. on_load: open_sequences or
+        tokens_to_compute has changed; called on any thread. index, count: of this engine among those
         of the model; local ids are `index` modulo `count`, so that a handle tells its engine."""
         self._supervisor = supervisor
         self._on_status, self._on_replaced, self._on_server_lost = on_status, on_replaced, on_server_lost
+        self._on_load = on_load
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _up, _sinks and, beside the thread, _closing
         self._up = False
@@ -81,7 +84,6 @@ class Endpoint:
         self._known = threading.Event()  # ready, failed to get there, or started again after it was ready
         self.error: Exception | None = None  # which ended this link
         self.status: protocol.Status | None = None
-        self._own_in_status = 0  # open sequences of this process when the status came
         self.reported_at = 0.0  # time.monotonic() when the status came
         self._thread = threading.Thread(target=self._run, name="engine link", daemon=True)
         self._thread.start()
@@ -99,9 +101,8 @@ class Endpoint:
 
     @property
     def open_sequences(self) -> int:
-        """Sequences in the engine: this process's own, and those of others as of its latest report."""
-        others = self.status.requests_active - self._own_in_status if self.status else 0
-        return len(self._sinks) + max(0, others)
+        """This process's sequences in the engine."""
+        return len(self._sinks)
 
     @property
     def tokens_to_compute(self) -> int:
@@ -138,6 +139,7 @@ class Endpoint:
             message = protocol.Submit(handle, prompt, params, shared, priority, timeout_us)
             self._outbox.append(protocol.encode(message))
             os.eventfd_write(self._wake, 1)
+        self._on_load()
         return handle
 
     def cancel(self, handle: int) -> None:
@@ -263,6 +265,7 @@ class Endpoint:
                 elif kind == protocol.FAILURE:
                     failure = protocol.decode_failure(payload)
                     sink = self._forget(protocol.split_handle(failure.handle)[1])
+                    self._on_load()
                     if sink is not None:
                         sink.on_failure(failure.message, failure.refused)
                 elif kind == protocol.STATUS:
@@ -274,15 +277,21 @@ class Endpoint:
         reports = {report.local_id: report for report in protocol.unpack_reports(frames)}
         frames.clear()  # from here on context logits belong to who takes them
         sinks, prompts = self._sinks, self._prompts
+        changed = False
         for local_id, token, code in protocol.unpack_tokens(payload).tolist():
-            if prompts:
-                prompts.pop(local_id, None)
-            sink = sinks.get(local_id) if code == protocol.RUNNING else self._forget(local_id)
+            if prompts and prompts.pop(local_id, None) is not None:
+                changed = True
+            if code == protocol.RUNNING:
+                sink = sinks.get(local_id)
+            else:
+                sink, changed = self._forget(local_id), True
             if sink is not None:
                 sink.on_token(token, code, reports.pop(local_id, None))
+        if changed:
+            self._on_load()
 
     def _take_status(self, status: protocol.Status) -> None:
-        self.status, self._own_in_status, self.reported_at = status, len(self._sinks), time.monotonic()
+        self.status, self.reported_at = status, time.monotonic()
         if not self._up:
             self._supervisor.mark_ready(status.pid)
             with self._lock:
@@ -307,5 +316,6 @@ class Endpoint:
         with self._lock:
             sinks, self._sinks = self._sinks, {}
             self._prompts.clear()
+        self._on_load()
         for sink in sinks.values():
             sink.on_failure(message, False)

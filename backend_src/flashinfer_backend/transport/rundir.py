@@ -53,7 +53,7 @@ def remove(run_dir: Path) -> None:
 
 def forget_stubs(run_dir: Path) -> None:
     """Removes what stubs that were killed leave in the run directory."""
-    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*")]:
+    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")]:
         pid = path.stem.rpartition("-")[2]
         if pid.isdigit() and not process_alive(int(pid)):
             path.unlink(missing_ok=True)
