@@ -78,3 +78,33 @@ def test_a_stub_that_ends_right_after_its_hello_is_not_told_anything(
     caplog.clear()
     engine.send_status(protocol.Status(1, "cpu", 1, 1, 1, 1, 1, 1))
     assert not caplog.records, "it would be tried for ever, ten times a second"
+
+
+def test_a_stub_that_comes_as_another_one_ends_is_not_taken_for_it(
+    engine: EngineSocket, send: Callable[[protocol.ToEngine], None]
+) -> None:
+    """Its process is watched by the file descriptor that has just become free."""
+    ends, comes = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    try:
+        send(protocol.Hello(ends.pid, wants_status=True))
+        heard(engine, protocol.Hello)
+        ends.kill()
+        ends.wait()
+        send(protocol.Goodbye(ends.pid))
+        send(protocol.Hello(comes.pid, wants_status=True))
+        send(asked(comes.pid, 1))
+        time.sleep(0.05)  # they should be there together
+        left, submitted = set(), False
+        deadline = time.monotonic() + TIMEOUT_S
+        while not submitted or not left:
+            assert time.monotonic() < deadline, (left, submitted)
+            for message in engine.receive(100, deadline):
+                submitted |= isinstance(message, protocol.Submit)
+                if isinstance(message, protocol.Goodbye):  # as the loop does
+                    left.add(message.pid)
+                    engine.forget(message.pid)
+        assert left == {ends.pid}
+    finally:
+        for stub in (ends, comes):
+            stub.kill()
+            stub.wait()

@@ -60,6 +60,8 @@ class EngineSocket:
         if self._server in events:
             self.closed = True
             return
+        # Before any message: one that leaves gives its descriptor's number to one that comes.
+        ended = [pid for pid, pidfd in self._pidfd.items() if pidfd in events]
         if self._socket in events:
             until = max(until, time.monotonic() + LEAST_RECEIVE_S)
             while True:
@@ -79,8 +81,8 @@ class EngineSocket:
                     continue
                 if message is not None:
                     yield message
-        for pid, pidfd in list(self._pidfd.items()):
-            if pidfd in events:
+        for pid in ended:
+            if pid in self._pidfd:  # else it has said goodbye
                 log.warning("stub %d ended without a goodbye; its requests are dropped", pid)
                 if (stub := self._stubs.get(pid)) is not None:
                     stub.remove_memory()  # tritonserver would leave it behind
