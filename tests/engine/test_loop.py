@@ -138,3 +138,36 @@ def test_what_is_left_in_the_socket_comes_with_the_next_call(tmp_path):
     finally:
         client.close()
         socket.close()
+
+
+def test_block_counts_add_up_over_the_times_that_a_sequence_is_computed():
+    """As TensorRT-LLM's backend counts them: what a sequence is given, and finds, when it comes to a slot."""
+    core = start_core(Path("bundled"), device="cpu", max_seq_len=128, max_tokens_in_paged_kv_cache=128)
+    recorder: Any = Recorder()
+    loop = EngineLoop(core, recorder)
+    counts: dict[int, list[tuple[int, int, int, int]]] = {}
+    send_tokens = recorder.send_tokens
+
+    def noted(pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
+        send_tokens(pid, frame, reports)
+        for report in reports or []:
+            if (perf := report.perf) is not None:
+                blocks = perf.allocated_blocks, perf.new_blocks, perf.reused_blocks
+                counts.setdefault(report.local_id, []).append((*blocks, perf.cached_tokens))
+
+    def run(*requests: tuple[int, int, int]) -> None:
+        for local_id, token, max_tokens in requests:
+            handle, prompt = protocol.make_handle(recorder.pid, local_id), np.full(20, token, "<i4").tobytes()
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, perf_metrics=True)
+            recorder.inbox.append(protocol.Submit(handle, prompt, params))
+        while recorder.inbox or loop.scheduler.requests or loop.in_flight:
+            loop.step()
+
+    recorder.send_tokens = noted
+    run((1, 65, 50), (2, 66, 100))
+    # The second one made room when both had filled four blocks. Of its own it found three again; of the two
+    # that it then got, one was another's that could have been found.
+    assert loop.scheduler.preemptions == 1
+    assert counts == {1: [(2, 2, 0, 0)] * 2, 2: [(2, 2, 0, 0), (2 + 2, 2 + 1, 3, 0)]}
+    run((3, 66, 1))
+    assert loop.status().blocks_reused == 3 + 1 and loop.status().prompt_tokens_reused == 16

@@ -166,15 +166,15 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
         return last
 
     first, second, third = perf(False), perf(False), perf(True)
-    assert (
-        blocks > 4 and first["kv_cache_reused_blocks"] == 0 and first["kv_cache_alloc_new_blocks"] >= blocks
-    )
+    total = first["kv_cache_alloc_total_blocks"]
+    assert blocks > 4 and first["kv_cache_reused_blocks"] == 0 and blocks <= total <= blocks + 1
     for again in (second, third):
+        # What is reused is not allocated, as in TensorRT-LLM's own tests.
         assert again["kv_cache_reused_blocks"] >= blocks - 1
-        assert again["kv_cache_alloc_new_blocks"] < first["kv_cache_alloc_new_blocks"]
-        assert again["kv_cache_alloc_total_blocks"] == (
-            again["kv_cache_alloc_new_blocks"] + again["kv_cache_reused_blocks"]
-        )
+        assert again["kv_cache_alloc_total_blocks"] == total - again["kv_cache_reused_blocks"]
+    for one in (first, second, third):
+        assert 0 <= one["kv_cache_alloc_new_blocks"] <= one["kv_cache_alloc_total_blocks"]
+    for again in (second, third):
         times = [again[f"{moment}_time_ns"] for moment in ("arrival", "first_scheduled", "first_token")]
         assert 0 < times[0] <= times[1] <= times[2] <= again["last_token_time_ns"]
         nothing = [again[name] for name in ("acceptance_rate", "total_draft_tokens")]

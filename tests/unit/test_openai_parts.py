@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.chat import Answer
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
@@ -24,7 +25,7 @@ from flashinfer_backend.openai.requests import ChatRequest, decode
 from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
-from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.structured.json_schema import prepare_schema
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -303,3 +304,17 @@ def test_an_answer_with_one_call_ends_at_the_same_token(tools: str, cuts: set[in
     if calls and not stop:
         assert calls[0] == len(events) - 2 and json.loads(events[-1].text)["city"].startswith("Köln")
         assert sent < free[2] or tools == "llama3_json", "and before what closes it"
+
+
+def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
+    """Its second sequence finds what the first has made of their prompt, and may end before it."""
+    link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None))
+    streams = Streams(link)
+    row = GenerationRequest(np.arange(40, dtype="<i4"), SamplingParams(max_tokens=9))
+    first, second = (Stream(row, link, streams) for _ in range(2))
+    usage = Usage(streams)
+    for stream, found in ((second, 32), (first, 16), (first, 16)):
+        perf = protocol.Perf(1, 2, 3, 4, 5, 6, 7, cached_tokens=found)
+        usage.note(stream, Chunk([5], reports=[protocol.RowReport(1, perf=perf)]))
+    details = usage.body()
+    assert (details["prompt_tokens"], details["prompt_tokens_details"]) == (40, {"cached_tokens": 16})

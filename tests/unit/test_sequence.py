@@ -122,7 +122,7 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
     for token in ids:
         sequence.on_token(token, protocol.RUNNING, None)
     assert sequence.take() is None and asked == [sequence.handle]
-    perf = protocol.Perf(1, 2, 3, 4, 5, 6)
+    perf = protocol.Perf(1, 2, 3, 4, 5, 6, 7, 8)
     if engine_fails:
         sequence.on_failure("the engine ended", refused=False)
     else:

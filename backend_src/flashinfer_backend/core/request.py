@@ -28,8 +28,12 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     reserved_blocks: int = 0  # promised under guaranteed_no_evict, not yet allocated
     registered_blocks: int = 0
+    found_blocks: int = 0  # in the cache when it last came to a slot
+    cached_tokens: int = 0  # of its prompt, in the cache when it first came to a slot
+    # Of all times that it came to a slot; not those in which what it generates lies.
     reused_blocks: int = 0
-    new_blocks: int = 0
+    allocated_blocks: int = 0
+    new_blocks: int = 0  # of the allocated ones: nothing had to leave the cache for them
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
     first_token_ns: int = 0

@@ -52,7 +52,6 @@ class EngineLoop:
         self.iteration = 0
         self.cancellations = 0
         self.generated_tokens = 0
-        self.blocks_reused = 0
         self.last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
         self._next_status = 0.0
 
@@ -337,7 +336,6 @@ class EngineLoop:
         for slot in outcome.slots[outcome.codes != protocol.RUNNING].tolist():
             request = requests[slot]
             assert request is not None
-            self.blocks_reused += request.reused_blocks
             self.scheduler.release(request)
         for request, problem, too_slow in stuck:
             if too_slow:
@@ -401,7 +399,7 @@ class EngineLoop:
             prompt_tokens=scheduler.prompt_tokens,
             prompt_tokens_reused=scheduler.prompt_tokens_reused,
             generated_tokens=self.generated_tokens,
-            blocks_reused=self.blocks_reused,
+            blocks_reused=scheduler.blocks_reused,
             logits_bytes=self.logits.held,
             logits_waiting=len(self.logits),
             memory_gpu=memory,

@@ -144,5 +144,7 @@ def perf_of(request: Request) -> protocol.Perf:
         first_token_ns=request.first_token_ns,
         last_token_ns=request.last_token_ns,
         new_blocks=request.new_blocks,
+        allocated_blocks=request.allocated_blocks,
         reused_blocks=request.reused_blocks,
+        cached_tokens=request.cached_tokens,
     )

@@ -72,17 +72,17 @@ def finish_reason(code: int) -> str:
 class Usage:
     """Tokens of a request."""
 
-    def __init__(self, door: Door, streams: Streams) -> None:
-        self._door, self._streams = door, streams
-        self._cached: dict[int, int] = {}  # by id() of the prompt
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._cached: dict[int, int] = {}  # tokens, by id() of the prompt
 
     def note(self, stream: Stream, chunk: Chunk) -> None:
         """Takes in what a chunk says of its prompt's blocks."""
         for report in chunk.reports:
             if report.perf is not None:
-                reused = report.perf.reused_blocks * self._door.block_size
-                # Sequences of one prompt share its blocks anyway: what the first one found counts.
-                self._cached.setdefault(id(stream.row), reused)
+                # Sequences of one prompt find what the first of them made, and may end before it.
+                found = report.perf.cached_tokens
+                self._cached[id(stream.row)] = min(found, self._cached.get(id(stream.row), found))
 
     def body(self) -> dict[str, Any]:
         """So far. A prompt counts once, however many sequences it has."""
@@ -92,7 +92,7 @@ class Usage:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": min(prompt, sum(self._cached.values()))},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
 

@@ -282,7 +282,7 @@ class _Reply:
             "model": model,
         }
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
-        self._usage = Usage(turn.door, turn.streams)
+        self._usage = Usage(turn.streams)
         self._decoder = turn.door.decoder(skip_special_tokens=False)  # of the tokens by themselves
 
     def _log_probs(self, chunk: Chunk) -> list[dict[str, Any]]:

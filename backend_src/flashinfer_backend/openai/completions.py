@@ -133,7 +133,7 @@ class _Reply:
             "created": int(time.time()),
             "model": model,
         }
-        self._usage = Usage(door, streams)
+        self._usage = Usage(streams)
         self._decoder = door.decoder(request.skip_special_tokens)
         self._pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
         self._offsets: dict[int, int] = {}  # characters of each stream so far

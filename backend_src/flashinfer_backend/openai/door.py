@@ -79,12 +79,6 @@ class Door:
             raise unavailable(ENGINE_DOWN)
         return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, self.model.guided_decoding)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the prefix cache."""
-        status = self.link.engines.status
-        return status.block_size if status else 0
-
     def check_model(self, name: str) -> str:
         """The model's name as a request has it. Raises ApiError for another model."""
         if name and name not in self.model.names:

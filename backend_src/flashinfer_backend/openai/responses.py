@@ -148,7 +148,7 @@ class _Reply:
     def __init__(self, turn: Turn, request: ResponsesRequest, model: str) -> None:
         self._turn, self._request, self._model = turn, request, model
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
-        self._usage = Usage(turn.door, turn.streams)
+        self._usage = Usage(turn.streams)
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
         self._number = 0

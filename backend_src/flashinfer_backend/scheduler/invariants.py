@@ -117,7 +117,7 @@ class InvariantChecker:
         slot, table = request.slot, self._scheduler.table
         size = self._scheduler.config.tokens_per_block
         old = self._owners[slot] is request and self._epoch[slot] == table.epoch[slot]
-        begin = int(self._computed[slot]) if old else request.reused_blocks * size
+        begin = int(self._computed[slot]) if old else request.found_blocks * size
         _require(start == begin, f"request {request.handle}: a row starts at {start}, {begin} are computed")
         _require(
             end <= len(request.blocks) * size,

@@ -61,6 +61,7 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.prompt_tokens_reused = 0
+        self.blocks_reused = 0  # by every sequence, each time it came to a slot
         self._logits_tokens = logits_tokens if config.enable_chunked_context else None
         self._named: list[int] = []  # blocks that were registered since the last plan was begun
         # What the next plan tells the sampler.
@@ -140,7 +141,6 @@ class Scheduler:
             request = table.requests[slot]
             assert request is not None
             request.blocks.append(block)
-            request.new_blocks += 1
             if request.reserved_blocks:
                 request.reserved_blocks -= 1
                 self.reserved_blocks -= 1
@@ -199,16 +199,22 @@ class Scheduler:
         if needed + headroom > self.kv_manager.available:
             self.kv_manager.release(reused)
             return None
+        new = min(needed, self.kv_manager.available - self.kv_manager.cached)
         blocks = self.kv_manager.allocate(needed)
         assert blocks is not None
         self.queue.pop()
         request.blocks = reused + blocks
         request.registered_blocks = found
-        request.reused_blocks, request.new_blocks = found, len(blocks)
+        request.found_blocks = found
+        request.reused_blocks += found
+        request.allocated_blocks += needed
+        request.new_blocks += new
+        self.blocks_reused += found
         request.reserved_blocks = reserve
         self.reserved_blocks += reserve
         if not request.first_scheduled_ns:
             request.first_scheduled_ns = time.time_ns()
+            request.cached_tokens = found * size
             self.prompt_tokens += num_tokens
             self.prompt_tokens_reused += found * size
         slot = self.table.occupy(request, len(request.blocks), found * size)

@@ -112,14 +112,21 @@ class Failure(msgspec.Struct):
 
 class Perf(msgspec.Struct):
     """Times in nanoseconds since the epoch, and KV block counts of one sequence: with its first token as of
-    then, and when it ends."""
+    then, and when it ends.
+
+    Blocks are those of its prompt, and added up where it was computed again, then with what it had generated:
+    allocated ones, of these the ones for which nothing had to leave the cache (new), and reused ones.
+    cached_tokens: of its prompt, found in the cache when it was first computed.
+    """
 
     arrival_ns: int
     first_scheduled_ns: int
     first_token_ns: int
     last_token_ns: int
     new_blocks: int
+    allocated_blocks: int
     reused_blocks: int
+    cached_tokens: int
 
 
 class RowReport(msgspec.Struct, omit_defaults=True):

@@ -128,11 +128,13 @@ def _add_reports(
 
 
 def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
-    """Times and KV block counts of a sequence: until its first token, or all of it."""
+    """Times and KV block counts of a sequence: until its first token, or all of it. The counts are those that
+    TensorRT-LLM's backend means: what a sequence is given when it is admitted, added up where that happens
+    again; reused blocks are not among the total."""
     return {
         "kv_cache_alloc_new_blocks": _integer(perf.new_blocks),
         "kv_cache_reused_blocks": _integer(perf.reused_blocks),
-        "kv_cache_alloc_total_blocks": _integer(perf.new_blocks + perf.reused_blocks),
+        "kv_cache_alloc_total_blocks": _integer(perf.allocated_blocks),
         "arrival_time_ns": np.array([[perf.arrival_ns]], dtype=np.int64),
         "first_scheduled_time_ns": np.array([[perf.first_scheduled_ns]], dtype=np.int64),
         "first_token_time_ns": np.array([[perf.first_token_ns]], dtype=np.int64),
