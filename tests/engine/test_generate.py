@@ -153,7 +153,7 @@ def test_each_end_id_of_the_checkpoint_ends_what_ends_with_one_of_them(checkpoin
     prompt, continuation = next((p, c) for p, c in expected.items() if c[5] not in [*c[:5], c[6]])
     named = next(token for token in range(3, 100) if token not in continuation)
     folder = shutil.copytree(checkpoint, tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [named, continuation[5]]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [named, -1, continuation[5]]}))
     core = start_core(folder)
     with serve(core, tmp_path / "run") as client:
 

@@ -66,7 +66,7 @@ def parse(path: Path, generation: dict | None = None, **changes) -> ModelConfig:
 
 
 def test_published_config(tmp_path):
-    config = parse(tmp_path, generation={"eos_token_id": [128009, 7]})
+    config = parse(tmp_path, generation={"eos_token_id": [128009, -1, 7, 128256, 1 << 40]})
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers) == (32, 8, 128, 32)
     assert (config.dtype, config.rope_theta, config.bos_token_id) == ("bfloat16", 500000.0, 128000)
     assert config.eos_token_ids == (128009, 7, 128001, 128008)

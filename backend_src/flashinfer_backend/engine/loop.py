@@ -206,7 +206,7 @@ class EngineLoop:
             return []
         ids, others = set(params.late_ids), self.scheduler.table.end_ids
         if params.end_id in others:
-            ids.update(others[others < self.vocab_size].tolist())
+            ids.update(others.tolist())
         return sorted(ids - {params.end_id})
 
     def _queue(self, request: Request) -> None:

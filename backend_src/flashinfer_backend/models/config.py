@@ -345,6 +345,7 @@ def _parse(
     if head_dim % 2:
         raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
     eos = _ids(generation.get("eos_token_id")) + _ids(raw.get("eos_token_id")) + _ids(end_id)
+    eos = [token for token in eos if 0 <= token < raw["vocab_size"]]  # some files say -1 for none
     config = ModelConfig(
         model_type=model_type,
         vocab_size=raw["vocab_size"],
