@@ -124,6 +124,16 @@ def test_without_end_id_the_sequence_ends_with_the_guide(tokenizer, tmp_path):
             assert client.code[i] == protocol.FINISHED_END_ID
 
 
+def test_a_sequence_that_has_ended_with_its_guide_is_not_followed(tokenizer, tmp_path, capfd):
+    """The step behind its last token is launched before that is known. xgrammar would write a warning."""
+    core = start_bundled()
+    with serve(core, tmp_path) as client:
+        one = client.submit([0], guided("regex", "(yes|no)[.]", end_id=-1))
+        client.wait([one])
+    assert tokenizer.backend.decode(client.tokens[one]) in ("yes.", "no.")
+    assert "GrammarMatcher" not in capfd.readouterr().err
+
+
 def test_guides_with_other_features(tokenizer, tmp_path):
     """A guide outranks what would leave no token; min_tokens holds where the guide has a choice. Special
     tokens are not their text."""

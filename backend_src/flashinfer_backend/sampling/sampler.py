@@ -173,15 +173,17 @@ class Sampler:
         output = StepOutput(values[:count])
         for report in sampled.reports:
             report.read(values, output)
-        moves = []
+        rows, moves = [], []
         for row in sampled.guided:
-            token = int(values[row.row])
-            # The end id ends the sequence; one that is gone has nothing to follow.
-            if token != row.state.params.end_id and row.state in self._states:
-                moves.append((row, token))
-        steps = [(row.state.grammar, token) for row, token in moves if row.state.grammar is not None]
-        errors = self.grammars.follower.follow(steps) if steps else []
-        for (row, _), (grammar, _), error in zip(moves, steps, errors, strict=True):
+            token, grammar = int(values[row.row]), row.state.grammar
+            # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
+            # step was planned. One that is gone has nothing to follow.
+            ended = token == row.state.params.end_id or row.state not in self._states
+            if not ended and grammar is not None and not grammar.exhausted:
+                rows.append(row)
+                moves.append((grammar, token))
+        errors = self.grammars.follower.follow(moves) if moves else []
+        for row, (grammar, _), error in zip(rows, moves, errors, strict=True):
             if error is not None:
                 slow = isinstance(error, SlowGrammarError)
                 end = GrammarEnd(row.row, problem=str(error), rejected=True, too_slow=slow)
