@@ -180,9 +180,11 @@ class _Engine:
 
     def _count(self, status: Status) -> int:
         """Brings the counters up to date; the preemptions since the last time."""
-        totals = tuple(getattr(status, field) for _, field in COUNTERS.values())
         # A new engine counts from 0.
-        before = self._published[1:] if self._published[0] == status.pid else (0,) * len(totals)
+        before = self._published[1:] if self._published[0] == status.pid else (0,) * len(COUNTERS)
+        # The writer before may have had a newer report than this instance has yet.
+        reported = (getattr(status, field) for _, field in COUNTERS.values())
+        totals = tuple(map(max, reported, before))
         added = {}
         for name, now, then in zip(COUNTERS, totals, before, strict=True):
             added[name] = now - then
