@@ -7,6 +7,9 @@ import msgspec
 
 GRAMMAR_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 CALLS_GUIDE = "calls"  # made by the OpenAI API: free text, and calls that match their schemas
+# The doors make 0 of a temperature below this: it picks the likeliest token anyway, and dividing by it would
+# only overflow.
+GREEDY_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
-from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import (
     Factor,
@@ -26,8 +26,6 @@ from flashinfer_backend.openai.requests import (
     TopP,
 )
 
-# Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
-GREEDY_TEMPERATURE = 1e-5
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 Guide = tuple[str, str]  # grammar type and text, as SamplingParams has them
 NO_GUIDE: Guide = ("", "")

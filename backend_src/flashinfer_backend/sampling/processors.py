@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NEVER = float("-inf")
-LARGEST = 1e30  # of a logit; over the smallest temperature that samples, 1e-5, it is still a float32
+LARGEST = 1e30  # of a logit; over GREEDY_TEMPERATURE, the smallest that samples, it is still a float32
 
 
 def penalise_repetition(logits: Tensor, rows: Tensor, tokens: Tensor, penalty: Tensor) -> None:

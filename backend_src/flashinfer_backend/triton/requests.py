@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, SamplingParams
+from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, check_sequences, check_words
 from flashinfer_backend.triton.refused import refuse_unsupported
@@ -22,8 +22,6 @@ from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
 Tensors = Mapping[str, np.ndarray]
 
-# Below this a temperature picks the likeliest token anyway; dividing by it would only overflow.
-GREEDY_TEMPERATURE = 1e-5
 MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
 
 
