@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -212,3 +214,24 @@ def test_context_logits_are_computed_into_one_array(rows: int, monkeypatch: pyte
     found = logprobs.context_logits(Model(), hidden)  # type: ignore[arg-type]
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, (hidden @ weight).float().numpy())
+
+
+@pytest.mark.parametrize("how", ["late", "left"])
+def test_what_one_gives_back_is_for_none_that_goes_with_it(how: str) -> None:
+    """Requests that go together, the first of which held up the others."""
+    engine_ = engine()
+    engine_.submit(1, 200, prompt_tokens=100, context_logits=True)
+    engine_.step()
+    for local_id, length in ((2, 60), (3, 20), (4, 20)):
+        engine_.submit(local_id, 2, prompt_tokens=length, context_logits=True, timeout_us=3_600_000_000)
+    engine_.step()
+    late = how == "late"
+    if late:
+        engine_.loop._refuse_late(time.monotonic_ns() + 7200 * 10**9)
+    else:
+        engine_.socket.inbox.append(protocol.Goodbye(STUB))
+    engine_.step()
+    assert engine_.running == ([1] if late else []) and not engine_.waiting
+    assert not len(engine_.loop.logits)
+    assert sorted(engine_.socket.failures) == ([2, 3, 4] if late else [])
+    assert engine_.loop.logits.held == (100 * ROW if late else 0)

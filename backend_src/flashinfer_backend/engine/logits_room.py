@@ -87,8 +87,11 @@ class LogitsRoom:
         self._forget([handle for handle in self._places if handle >> 32 == pid])
 
     def _forget(self, handles: list[int]) -> None:
-        # Those that wait first, as one of them would take the room that another gives back.
-        for handle in sorted(handles, key=lambda handle: handle not in self._waiting):
+        # None of them waits any more when the first gives back its room, or its place in the line: one of the
+        # others that is let in by that goes no further.
+        for handle in handles:
+            self._waiting.pop(handle, None)
+        for handle in handles:
             self.freed(handle)
 
     def _start(self, request: Request) -> None:
@@ -101,5 +104,5 @@ class LogitsRoom:
         self._turns.enter(turn)
 
     def _submit(self, request: Request) -> None:
-        del self._waiting[request.handle]
-        self._admit(request)
+        if self._waiting.pop(request.handle, None) is not None:
+            self._admit(request)
