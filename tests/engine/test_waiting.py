@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_order_of_first_tokens_with_priorities(settings, order):
         engine.submit(local_id, max_tokens, priority=priority)
     engine.run()
     assert list(engine.socket.tokens) == order
+
+
+def test_a_request_keeps_its_place_while_its_guide_is_compiled():
+    """Unless it asks for logits: who asks for none passes it."""
+    engine = Engine(max_num_seqs=1)
+    guide = {"grammar_type": "regex", "grammar": "[ab]{3}"}
+    engine.submit(1, 20)
+    engine.step()
+    engine.submit(2, 3, generation_logits=True, **guide)
+    for local_id, more in enumerate([{}, guide, {}, guide, {}], 3):
+        engine.submit(local_id, 3, **more)
+    engine.step()
+    while len(engine.loop.grammars):
+        time.sleep(0.01)
+        engine.loop._take_compiled()
+    assert engine.running == [1] and engine.waiting == [3, 4, 5, 6, 7, 2]
+    engine.run()
+    assert list(engine.socket.tokens) == [1, 3, 4, 5, 6, 7, 2]
 
 
 def test_who_waits_too_long_is_refused_and_the_others_go_on():

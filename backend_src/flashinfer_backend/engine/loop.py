@@ -195,6 +195,8 @@ class EngineLoop:
             deadline_ns=time.monotonic_ns() + message.timeout_us * 1000 if message.timeout_us else 0,
         )
         if params.grammar_type:
+            if not params.asks_for_logits:  # else others pass it while it waits for room
+                request.place = self.scheduler.queue.reserve()
             self.grammars.submit(request)
         else:
             self._queue(request)

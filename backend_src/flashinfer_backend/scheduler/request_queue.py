@@ -49,10 +49,15 @@ class RequestQueue:
             return self.head.max_new
         return max(request.max_new for _, request in self._line)
 
+    def reserve(self) -> int:
+        """The place in the order of arrival of a request that comes now, and is added later."""
+        return next(self._count)
+
     def add(self, request: Request) -> None:
         self.arrived += 1
         length = request.max_new if self._longest_first else 0
-        self._insert(request, (0, -request.priority, length, -next(self._count)))
+        place = self.reserve() if request.place is None else request.place
+        self._insert(request, (0, -request.priority, length, -place))
         if request.deadline_ns:
             insort(self._deadlines, (request.deadline_ns, request.handle, request))
 
