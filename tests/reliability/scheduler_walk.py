@@ -192,7 +192,9 @@ class World:
         self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
+        self.held: list[int] = []  # handles of those that have ended, whose logits the clients hold
         self.leaving: set[int] = set()  # whose stub has said goodbye, which the engine has not read
+        self.lost: set[int] = set()  # whose stub has connected anew
         self.timed: set[int] = set()  # handles of requests with a timeout
         self.next_id = 1
         self.named: dict[bytes, int] = {}  # by key of a block: what its last place should hold
@@ -255,12 +257,25 @@ class World:
         self.asked = {h: asked for h, asked in self.asked.items() if h not in self.leaving}
         self.counts["stubs that left"] += 1
 
+    def connect_anew(self, stub: int) -> None:
+        """A stub has lost its link, and with it all that is open of it: it hears nothing more of that."""
+        mine = [handle for handle in self.asked if handle >> 32 == stub]
+        order = [protocol.Hello(stub, wants_status=False), *map(protocol.Cancel, mine)]
+        self.inbox += order if self.rng.random() < 0.5 else order[1:] + order[:1]  # of two sockets
+        self.lost.update(mine)
+        for handle in mine:
+            self._forget(handle)
+        self.counts["links that were made anew"] += 1
+
     def step(self) -> None:
         """One turn of the loop; the engine's own check of all invariants is part of it."""
         manager = self.scheduler.kv_manager
         assert self.loop.step()
         assert not self.wrong, self.wrong
         self.counts["waits for room"] += len(self.loop.logits)
+        for request in self.scheduler.requests.values():
+            has_room = request.handle in self.loop.logits._places
+            assert has_room or not request.params.asks_for_logits, f"request {request.handle} has no room"
         used = manager.num_blocks - manager.available
         assert used + manager.cached + len(manager._free) == manager.num_blocks
         for block, key in manager._key_of.items():
@@ -271,6 +286,7 @@ class World:
     def drain(self) -> None:
         """Until all has ended; then nothing may be held."""
         for _ in range(QUIET):
+            self.free()
             left = self.inbox or self.scheduler.requests or self.loop.in_flight or len(self.loop.logits)
             if not left:
                 break
@@ -287,9 +303,14 @@ class World:
 
     def _forget(self, handle: int) -> Asked | None:
         asked = self.asked.pop(handle, None)
-        if asked is not None and asked.params.context_logits:
-            self.inbox.append(protocol.Freed(handle))
+        if asked is not None and asked.params.asks_for_logits:
+            self.held.append(handle)
         return asked
+
+    def free(self) -> None:
+        """The clients give back the logits that they hold."""
+        self.inbox += [protocol.Freed(handle) for handle in self.held]
+        self.held.clear()
 
     # The socket.
 
@@ -300,7 +321,7 @@ class World:
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         for local_id, token, code in protocol.unpack_tokens(frame).tolist():
             handle = protocol.make_handle(pid, local_id)
-            if handle in self.leaving:
+            if handle in self.leaving or handle in self.lost:
                 continue
             asked = self.asked.get(handle)
             assert asked is not None, f"request {handle} hears something after its end"
@@ -319,7 +340,7 @@ class World:
             self._forget(handle)
 
     def send_failure(self, failure: protocol.Failure) -> None:
-        if failure.handle in self.leaving:
+        if failure.handle in self.leaving or failure.handle in self.lost:
             return
         asked = self._forget(failure.handle)
         assert asked is not None, f"request {failure.handle} fails after its end: {failure.message}"
@@ -414,6 +435,7 @@ class Load:
         )
         self.priorities = rng.choice([[0], [0], [0, 0, -4, 1, 4]])
         self.rate = rng.choice([0.05, 0.1, 0.3, 1.0])
+        self.frees = rng.choice([0.1, 1.0])  # how often clients do, of steps
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
@@ -423,6 +445,8 @@ class Load:
         for _ in range(steps):
             for _ in range(int(self.rate) + (rng.random() < self.rate % 1)):
                 self._event()
+            if rng.random() < self.frees:
+                world.free()
             world.step()
         world.drain()
         return world.counts
@@ -437,7 +461,7 @@ class Load:
         elif kind == "cancel" and world.asked:
             world.cancel(rng.choice([*world.asked, 12345]))
         elif kind == "leave" and rng.random() < 0.2:
-            world.leave(rng.choice(STUBS))
+            rng.choice([world.leave, world.connect_anew])(rng.choice(STUBS))
         elif kind == "hours":
             world.hours_pass()
         elif kind == "fail":
@@ -458,6 +482,7 @@ class Load:
             end_id=rng.choice([-1, -1, 3, *END_IDS]),
             stop_sequences=rng.choice([[], [], [[5]], [[2, 3], [9]]]),
             context_logits=rng.random() < 0.1,
+            generation_logits=rng.random() < 0.1,
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
         )
 
