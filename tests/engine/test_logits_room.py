@@ -235,3 +235,21 @@ def test_what_one_gives_back_is_for_none_that_goes_with_it(how: str) -> None:
     assert not len(engine_.loop.logits)
     assert sorted(engine_.socket.failures) == ([2, 3, 4] if late else [])
     assert engine_.loop.logits.held == (100 * ROW if late else 0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_room_of_one_that_is_cancelled_before_it_has_sent_any_is_free(begun: bool) -> None:
+    """Its stub may have said so before the engine had it: by another socket, as its link was lost."""
+    engine_ = engine()
+    engine_.submit(1, 200)
+    engine_.socket.inbox.append(protocol.Hello(STUB, wants_status=False))
+    free(engine_, 2)
+    engine_.submit(2, 20, prompt_tokens=100, context_logits=True)
+    if begun:
+        engine_.step()
+        assert engine_.running == [1, 2]
+    engine_.cancel(2)
+    engine_.step()
+    assert engine_.running == [1] and engine_.loop.logits.held == 0
+    engine_.cancel(1)
+    engine_.run()

@@ -128,6 +128,8 @@ class EngineLoop:
             request = self.scheduler.requests.get(message.handle)
             if request is not None:
                 self.scheduler.release(request)
+                if not request.first_token_ns:  # nobody has any of its logits
+                    self.logits.freed(message.handle)
             else:
                 request = self.grammars.cancel(message.handle) or self.logits.cancel(message.handle)
             if request is not None:
