@@ -76,7 +76,10 @@ def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
     ("prompt", "message"),
     [
         ([], "no tokens"),
-        ([5] * 60, r"Prompt length (60) exceeds maximum input length (50)"),
+        (
+            [5] * 60,
+            "Prompt length (60) exceeds maximum input length (50). Shorten the prompt, or raise max_input",
+        ),
         ([5, 100000], "0..255"),
         ([-1], "0..255"),
     ],
@@ -89,6 +92,16 @@ def test_refused_prompts_say_why(checkpoint, tmp_path, prompt, message):
         client.wait([good, bad])
         assert message in client.failure[bad].message
         assert len(client.tokens[good]) == 5
+
+
+def test_a_small_cache_says_that_it_bounds_prompts(checkpoint, tmp_path):
+    core = start_core(checkpoint, max_input_len=50, max_tokens_in_paged_kv_cache=32)
+    with serve(core, tmp_path) as client:
+        bad = client.submit([5] * 40, LONG)
+        client.wait([bad])
+        told = client.failure[bad].message
+        assert "maximum input length (31). Shorten the prompt, or raise max_seq_len (32)" in told
+        assert "if the KV cache has no room for more" in told
 
 
 def test_full_queue_is_refused(checkpoint, tmp_path):

@@ -189,7 +189,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"input_ids": int32([1, -2, 3, 4])}, "input_ids holds -2"),
         (
             {"input_ids": int32([1] * 21), "input_lengths": int32([21])},
-            r"Prompt length \(21\) exceeds maximum input length \(20\)",
+            r"Prompt length \(21\) exceeds maximum input length \(20\). Shorten the prompt, or raise max_",
         ),
         ({"temperature": fp32([-0.5])}, "temperature is -0.5; it should be at least 0"),
         ({"temperature": fp32([NAN])}, "temperature is nan; it should be a finite number"),

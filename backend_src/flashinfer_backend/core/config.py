@@ -449,3 +449,19 @@ def resolve_limits(config: EngineConfig, longest_seq_len: int) -> EngineConfig:
     return msgspec.structs.replace(
         config, max_seq_len=max_seq_len, max_input_len=max_input_len, max_queue_size=max_queue_size
     )
+
+
+def prompt_too_long(tokens: int, max_input_len: int, max_seq_len: int) -> str:
+    """What a client is told whose prompt is longer than the resolved max_input_len. The first sentence is
+    TensorRT-LLM's."""
+    if max_input_len < max_seq_len - 1:
+        raised = "max_input_len when building the model repository"
+    else:
+        raised = (
+            f"max_seq_len ({max_seq_len}) when building the model repository; if the KV cache has no room for"
+            " more, the engine's log says so"
+        )
+    return (
+        f"Prompt length ({tokens}) exceeds maximum input length ({max_input_len}). Shorten the prompt, or"
+        f" raise {raised}"
+    )

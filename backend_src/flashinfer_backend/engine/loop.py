@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 import torch
 
+from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
@@ -161,10 +162,7 @@ class EngineLoop:
         elif not len(prompt):
             problem = "the prompt has no tokens; it should have at least one"
         elif len(prompt) > self.config.max_input_len:
-            problem = (
-                f"Prompt length ({len(prompt)}) exceeds maximum input length ({self.config.max_input_len}). "
-                "Shorten the prompt, or raise max_input_len when building the model repository"
-            )
+            problem = prompt_too_long(len(prompt), self.config.max_input_len, self.config.max_seq_len)
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
         elif params.grammar_type and self.config.guided_decoding_backend == "none":

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, check_sequences, check_words
@@ -115,10 +116,7 @@ def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
 
 def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, place: tuple[int, int]) -> Row:
     if len(prompt) > limits.max_input_len:
-        raise ValueError(
-            f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}). Shorten"
-            " the prompt, or raise max_input_len when building the model repository"
-        )
+        raise ValueError(prompt_too_long(len(prompt), limits.max_input_len, limits.max_seq_len))
     prompt = _in_vocabulary(prompt, limits)
     streaming = reader.flag(row, "streaming")
     if streaming and not limits.decoupled:
