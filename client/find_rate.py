@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from client.metrics import percentile_name
+
 METRIC = re.compile(r"(mean|median|p\d+(?:\.\d+)?)_(ttft|tpot|itl|latency)")
 
 
@@ -44,10 +46,12 @@ def limit(text: str) -> Limit:
             f"{text!r} must have the form p99_ttft=200: mean, median or a percentile of ttft, tpot, itl or"
             " latency, and ms over 0"
         )
-    found = Limit(metric, ms)
-    if found.percentile is not None and found.percentile > 100:
+    percentile = Limit(metric, ms).percentile
+    if percentile is None:
+        return Limit(metric, ms)
+    if percentile > 100:
         raise ArgumentTypeError(f"{text!r}: a percentile is at most 100")
-    return found
+    return Limit(f"{percentile_name(percentile)}_{metric.partition('_')[2]}", ms)
 
 
 def broken(summary: dict[str, Any], limits: list[Limit]) -> str | None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the load generator's figures must not hide, against a local HTTP server."""
+
+import json
+
+import pytest
+import small_tokenizers
+from streaming_server import StreamingServer
+
+from client import bench, find_rate
+from client.datasets import Prompt, arrival_times
+from client.load import Load, run_load
+from client.metrics import format_table
+
+
+@pytest.fixture
+def server():
+    running = StreamingServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.fixture
+def run(server, tokenizer_folder):
+    """`client bench` with these options, on the server: its exit status."""
+    place = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1"]
+    short = ["--input-len", "8", "--warm-up", "0"]
+
+    def call(*options, output_len="3"):
+        return bench.main([*place, *short, "--output-len", output_len, *map(str, options)])
+
+    return call
+
+
+def slow_load(rate, slots):
+    """Ten requests of some 0.1 s each."""
+    running = StreamingServer(chunk_seconds=0.01)
+    try:
+        load = Load("triton", running.url, workers=1, request_rate=rate, max_concurrency=slots, time_limit=20)
+        return run_load(load, [Prompt(f"p{i}", 2, 10) for i in range(10)])
+    finally:
+        running.close()
+
+
+def test_limits_may_write_a_percentile_in_any_way(run, capsys):
+    texts = ["p50_ttft=9000", "p99.0_tpot=9000", "p099_itl=9000", "p99.50_latency=9000"]
+    metrics = ["median_ttft", "p99_tpot", "p99_itl", "p99.5_latency"]
+    assert [find_rate.limit(text).metric for text in texts] == metrics
+    limits = [word for text in texts for word in ("--limit", text)]
+    assert run("--find-rate", "20:20", *limits, "--try-seconds", "0.2") == 0
+    wanted = ", ".join(f"{metric} <= 9000 ms" for metric in metrics)
+    assert f"highest rate: 20 requests/s with {wanted}" in capsys.readouterr().out
+
+
+FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
+IDLE = [
+    (["--label", "mine"], "--label is for --output"),
+    ([*FIND, "--goodput", "ttft=1"], "--goodput: --find-rate prints its limits alone"),
+    ([*FIND, "--percentiles", "95"], "--percentiles: --find-rate prints its limits alone"),
+    ([*FIND, "--retokenize"], "--retokenize: --find-rate prints its limits alone"),
+    (["--output", "same", "--csv", "same"], "must be files of their own"),
+    (["--output", "same", "--sglang-json", "./same"], "must be files of their own"),
+]
