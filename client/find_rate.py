@@ -17,7 +17,8 @@ METRIC = re.compile(r"(mean|median|p\d+(?:\.\d+)?)_(ttft|tpot|itl|latency)")
 
 @dataclass(frozen=True)
 class Limit:
-    """A metric of a summary, such as p99_ttft, and what it must not exceed, in ms."""
+    """A metric of a summary, under the name that it has there (median_ttft, p99_ttft), and what it must not
+    exceed, in ms."""
 
     metric: str
     ms: float
@@ -59,6 +60,8 @@ def broken(summary: dict[str, Any], limits: list[Limit]) -> str | None:
     had, such as the tpot of answers of one token."""
     if summary["failed"]:
         return f"{summary['failed']} requests failed"
+    if waited := summary.get("requests_that_waited_for_a_slot"):  # no time holds that wait
+        return f"{waited} requests waited for one of --max-concurrency: the rate was not offered"
     for each in limits:
         value = each.value(summary)
         if value is None:

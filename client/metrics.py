@@ -8,6 +8,9 @@ that it is empty, as where a Triton stream ends at its end token. Output tokens 
 all completed requests over the run's duration, which reaches from the run's beginning (the clock that
 arrivals are scheduled on) to the end of the last request. Goodput: completed requests per second that keep
 within every limit given.
+
+Where a rate and a bound on requests in flight meet, a request may be due before one of the slots is free. No
+time holds that wait; the summary says how many requests had one and how long it was.
 """
 
 from __future__ import annotations
@@ -20,18 +23,20 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+SLOT_WAIT_S = 1e-3  # a shorter wait for a slot is the clock's
 TIMES = ("ttft", "tpot", "itl", "latency", "first_text", "send_delay")
 
 
 @dataclass
 class RequestRecord:
     """One request. Times in seconds: scheduled, start and end since the run began, the others since
-    `start`."""
+    `start`. slot_wait: how long all slots were taken when it was due, before `scheduled`."""
 
     index: int
     prompt_tokens: int
     output_tokens: int
     scheduled: float = 0.0
+    slot_wait: float = 0.0
     start: float = 0.0
     end: float = 0.0
     ttft: float = 0.0
@@ -115,6 +120,7 @@ def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCE
     output_tokens = sum(r.output_tokens for r in done)
     prompt_tokens = sum(r.prompt_tokens for r in done)
     chunks = sum(r.chunks for r in done)
+    slot_waits = [r.slot_wait for r in records if r.slot_wait > SLOT_WAIT_S]
     fewer_chunks = [r for r in done if r.chunks < r.output_tokens]
 
     def rate(count: int) -> float:
@@ -135,6 +141,8 @@ def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCE
         "requests_with_checked_length": sum(r.reported_tokens is not None for r in done),
         "requests_with_fewer_chunks_than_tokens": len(fewer_chunks),
         "requests_with_fewer_chunks_unchecked": sum(r.reported_tokens is None for r in fewer_chunks),
+        "requests_that_waited_for_a_slot": len(slot_waits),
+        "longest_slot_wait_s": round(max(slot_waits, default=0.0), 4),
     }
     values = {
         "ttft": [r.ttft for r in done],
@@ -189,6 +197,10 @@ def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[floa
         lines.append(f"INCOMPLETE: interrupted with {summary['unfinished']} requests unfinished or not sent")
     if "busiest_worker_cpu" in summary:
         share = f"{summary['busiest_worker_cpu']:.0%}"
+    if waited := summary.get("requests_that_waited_for_a_slot"):
+        longest = f"{summary['longest_slot_wait_s']:.3g} s"
+        lines.append(f"{waited} requests were due before a slot was free, by up to {longest}:")
+        lines.append("the rate was not offered, and no time above holds that wait")
         lines.append(f"busiest of {summary['client_workers']} workers used {share} of a core")
     if unchecked := summary["requests_with_fewer_chunks_unchecked"]:
         lines.append(

@@ -107,6 +107,7 @@ class _Exchange:
     turn: int
     scheduled: float
     start: float = 0.0
+    slot_wait: float = 0.0
     end: float = 0.0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
     error: str | None = None
@@ -224,9 +225,11 @@ class _Sender:
             await self._send(request, scheduled)
             free_since = time.monotonic()
 
-    async def _send(self, request: Request, scheduled: float) -> None:
+    async def _send(self, request: Request, scheduled: float, slot_wait: float = 0.0) -> None:
         """The request and, once it is answered, its conversation's next turn; a failure ends it."""
-        first = _Exchange(request.index, request.prompt_tokens, request.output_tokens, 0, scheduled)
+        first = _Exchange(
+            request.index, request.prompt_tokens, request.output_tokens, 0, scheduled, slot_wait
+        )
         await self._observed(request.body, first)
         exchange, said = first, [request.text]
         for number, turn in enumerate(request.later, 1):
@@ -319,6 +322,7 @@ def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestR
     record.reported_tokens, record.finish_reason = stream.reported_tokens, stream.finish_reason
     if stream.last_token_time is not None:
         record.last_token = stream.last_token_time - exchange.start
+    record.slot_wait = exchange.slot_wait
     # An in-band error says more than the dropped connection that may follow it.
     told = stream.error is not None and stream.error.startswith("in-band")
     record.error = stream.error if told or exchange.error is None else exchange.error

@@ -49,6 +49,35 @@ def slow_load(rate, slots):
         running.close()
 
 
+def test_a_rate_that_slots_hold_back_is_said():
+    # All are due within 0.1 s, and each takes 0.1 s at least.
+    held = slow_load(rate=100.0, slots=1)
+    for before, record in zip(held.records, held.records[1:], strict=False):
+        due = record.scheduled - record.slot_wait
+        assert due < 0.101 and record.slot_wait >= before.end - due > 0
+    assert held.records[0].slot_wait == 0 and held.summary["requests_that_waited_for_a_slot"] == 9
+    longest = max(r.slot_wait for r in held.records)
+    assert held.summary["longest_slot_wait_s"] == pytest.approx(longest, abs=1e-4)
+    table = format_table(held.summary, "title")
+    assert "9 requests were due before a slot was free, by up to" in table and "rate was not offered" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_search_does_not_take_a_rate_that_slots_held_back(tokenizer_folder, capsys):
+    running = StreamingServer(chunk_seconds=0.02)
+    try:
+        status = bench.main(
+            ["--url", running.url, "--tokenizer", tokenizer_folder, "--workers", "1", "--warm-up", "0"]
+            + ["--input-len", "8", "--output-len", "10", "--max-concurrency", "1", "--find-rate", "40:40"]
+            + ["--limit", "p99_ttft=60000", "--try-seconds", "0.2"]
+        )
+    finally:
+        running.close()
+    printed = capsys.readouterr().out
+    assert status == 1 and "waited for one of --max-concurrency: the rate was not offered" in printed
+    assert "even 40 requests/s is too much" in printed
+
+
 def test_limits_may_write_a_percentile_in_any_way(run, capsys):
     texts = ["p50_ttft=9000", "p99.0_tpot=9000", "p099_itl=9000", "p99.50_latency=9000"]
     metrics = ["median_ttft", "p99_tpot", "p99_itl", "p99.5_latency"]

@@ -111,6 +111,8 @@ def test_concurrency_is_bounded_over_all_workers():
         server.close()
     assert result.summary["completed"] == 15
     assert server.most_in_flight == 3
+    # Without a rate, to wait for a slot is what was asked for.
+    assert result.summary["requests_that_waited_for_a_slot"] == 0
     assert len({body["text_input"] for body in server.bodies}) == 15
 
 
