@@ -35,6 +35,7 @@ except ImportError:
 
 # Below uvicorn's 5 s, so that the client never reuses a connection the server is just closing.
 KEEPALIVE_SECONDS = 3.0
+UNCOUNTED = "the server does not say how many tokens there were: leave out --respect-eos"
 TIME_LIMIT, INTERRUPTED = "not finished within the time limit", "not finished: interrupted"
 
 
@@ -106,8 +107,8 @@ class _Exchange:
     output_tokens: int
     turn: int
     scheduled: float
-    start: float = 0.0
     slot_wait: float = 0.0
+    start: float = 0.0
     end: float = 0.0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
     error: str | None = None
@@ -219,10 +220,12 @@ class _Sender:
             if number >= len(plan.requests):
                 return
             request = plan.requests[number]
-            scheduled = max(free_since, self.start + request.due)
+            due = self.start + request.due
+            scheduled = max(free_since, due)
             if (delay := scheduled - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
-            await self._send(request, scheduled)
+            # Without a rate all are due at once, and to wait for a slot is what was asked for.
+            await self._send(request, scheduled, scheduled - due if request.due else 0.0)
             free_since = time.monotonic()
 
     async def _send(self, request: Request, scheduled: float, slot_wait: float = 0.0) -> None:
@@ -319,15 +322,17 @@ def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestR
     stream = read_stream(plan.form.backend, exchange.reads, exchange.output_tokens, exact)
     record.set_chunk_times(exchange.start, stream.chunk_times, stream.first_text_time, run_start)
     record.scheduled, record.end = exchange.scheduled - run_start, exchange.end - run_start
+    record.slot_wait = exchange.slot_wait
     record.reported_tokens, record.finish_reason = stream.reported_tokens, stream.finish_reason
     if stream.last_token_time is not None:
         record.last_token = stream.last_token_time - exchange.start
-    record.slot_wait = exchange.slot_wait
     # An in-band error says more than the dropped connection that may follow it.
     told = stream.error is not None and stream.error.startswith("in-band")
     record.error = stream.error if told or exchange.error is None else exchange.error
     if not exact and stream.reported_tokens is not None:
         record.output_tokens = stream.reported_tokens
+    elif not exact and record.error is None:
+        record.error = UNCOUNTED
     if plan.form.backend == "openai-chat" and stream.reported_prompt_tokens is not None:
         record.prompt_tokens = stream.reported_prompt_tokens  # the chat template adds some
     if plan.keep_text:

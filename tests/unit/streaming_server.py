@@ -6,7 +6,8 @@
 packs all tokens into one segment, `short` omits a token but ends properly, `slow` waits a minute a token.
 Triton's stream ends with a `finish_reason`: `cancelled` makes it that and `stopped` stop, both at half the
 tokens and `stopped` with an empty chunk more; `unmarked` leaves it out, as TensorRT-LLM does.
-`wide` sends text beyond ASCII. `foreign` sends a chunk of another form, `latin` answers 503 in Latin-1.
+`uncounted` reports no token counts, `wide` sends text beyond ASCII, `foreign` sends a chunk of another form,
+`latin` answers 503 in Latin-1.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class StreamingServer:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         half = any(word in prompt for word in ("early", "cancelled", "stopped"))
         count = tokens // 2 if half else tokens - 1 if "short" in prompt else tokens
+        if "uncounted" in prompt:
+            body = body | {"return_num_output_tokens": False}
         suffix = "é\U0001f600" if "wide" in prompt else ""
         events = [self._chunk(triton, body, f" w{i}{suffix}") for i in range(count)]
         if triton:

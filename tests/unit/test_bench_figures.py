@@ -88,6 +88,16 @@ def test_limits_may_write_a_percentile_in_any_way(run, capsys):
     assert f"highest rate: 20 requests/s with {wanted}" in capsys.readouterr().out
 
 
+def test_answers_that_end_early_need_a_count_of_their_tokens(server):
+    """Otherwise the tokens asked for would be taken for those that came."""
+    prompts = [Prompt("stopped uncounted", 4, 6), Prompt("stopped", 4, 6)]
+    result = run_load(Load("triton", server.url, workers=1, ignore_eos=False, time_limit=20), prompts)
+    uncounted, counted = result.records
+    assert uncounted.error == "the server does not say how many tokens there were: leave out --respect-eos"
+    assert (counted.error, counted.output_tokens) == (None, 3)
+    assert result.summary["output_tokens"] == 3
+
+
 FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
 IDLE = [
     (["--label", "mine"], "--label is for --output"),
