@@ -95,12 +95,12 @@ class Bench:
         """One run: prints its table, unless a note for one line stands for it, and writes all results; its
         summary."""
         args = self.args
-        load = replace(
-            self.load, request_rate=point.request_rate, max_concurrency=point.max_concurrency,
-            time_limit=self.time_limit(point),
-        )  # fmt: skip
         # Other prompts in each run: a server that caches prefixes would know those of the run before.
         seed = args.seed + len(self.runs)
+        load = replace(
+            self.load, request_rate=point.request_rate, max_concurrency=point.max_concurrency, seed=seed,
+            time_limit=self.time_limit(point),
+        )  # fmt: skip
         prompts = self.prompts(point.num_prompts, seed)
         what = describe(point, load)
         log = DeviceLog(self.devices)

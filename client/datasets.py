@@ -369,6 +369,8 @@ def arrival_times(
     else:
         gaps = random_gaps.gamma(burstiness, 1.0, count)
     times = np.cumsum(gaps)
+    if not times[-1] > 0:
+        raise ValueError(f"burstiness {burstiness:g} leaves no gap of the {count} above 0: take a larger one")
     if ramp is not None:
         return [float(t) for t in ramp.times(times * (count / times[-1]), count)]
     return [float(t) for t in times * (count / rate / times[-1])]

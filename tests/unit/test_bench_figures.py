@@ -98,6 +98,23 @@ def test_answers_that_end_early_need_a_count_of_their_tokens(server):
     assert result.summary["output_tokens"] == 3
 
 
+def test_a_runs_seed_gives_its_arrivals_too(run, tmp_path):
+    files = [tmp_path / "sweep.json", tmp_path / "again.json"]
+    assert run("--request-rate", "100,200", "--num-prompts", "5", "--output", files[0]) == 0
+    second = json.loads(files[0].read_text())["runs"][1]
+    again = ["--request-rate", "200", "--num-prompts", "5", "--seed", second["seed"], "--output", files[1]]
+    assert run(*again) == 0
+    repeated = json.loads(files[1].read_text())
+    assert repeated["prompts_sha256"] == second["prompts_sha256"]
+    assert repeated["requests"]["scheduled"] == pytest.approx(second["requests"]["scheduled"], abs=1e-5)
+
+
+def test_bursts_beyond_what_numbers_hold_are_refused():
+    assert arrival_times(5, 10.0, 0, burstiness=0.01)[-1] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="burstiness 1e-09 leaves no gap of the 5 above 0"):
+        arrival_times(5, 10.0, 0, burstiness=1e-9)
+
+
 FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
 IDLE = [
     (["--label", "mine"], "--label is for --output"),
