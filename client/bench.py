@@ -308,11 +308,21 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
     if args.find_rate:
         if "num_prompts" in given:
             raise ValueError("--num-prompts: a try of --find-rate sends its rate times --try-seconds")
+        shown = sorted(given & {"goodput", "percentiles", "retokenize"})
+        if shown and not (args.output or (shown == ["retokenize"] and args.sglang_json)):
+            raise ValueError(
+                f"--{shown[0]}: --find-rate prints its limits alone; add --output to write it to"
+            )
     elif idle := sorted(given & {"try_seconds", "search_seconds"}):
         raise ValueError(f"--{idle[0].replace('_', '-')} is for --find-rate")
     arrivals = args.find_rate or args.ramp or not all(map(math.isinf, args.request_rate))
     if "burstiness" in given and not arrivals:
         raise ValueError("--burstiness shapes arrivals: give --request-rate, --ramp or --find-rate")
+    if args.label is not None and not args.output:
+        raise ValueError("--label is for --output: reports call the server that")
+    files = [path.resolve() for path in (args.output, args.csv, args.sglang_json) if path is not None]
+    if len(set(files)) < len(files):
+        raise ValueError("--output, --csv and --sglang-json must be files of their own")
     if args.save_itl and not (args.output or args.csv):
         raise ValueError("--save-itl needs --output or --csv to write to")
     if "check_tokens" in given and args.backend in OPENAI:

@@ -63,7 +63,8 @@ def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
         help="the server (default: http://127.0.0.1:8000; triton-grpc: port 8001)")  # fmt: skip
     add("--endpoint", help="path to post to; {model} stands for the model (default: the backend's)")
     add("--model",
-        help="the server's model (default: ensemble, or the first that an OpenAI server lists)")  # fmt: skip
+        help="the server's model (default: ensemble, or the first that an OpenAI server lists; model where"
+        " --ready-timeout 0 asks nothing)")  # fmt: skip
     add("--api-key-env", metavar="NAME", help="environment variable with the API's key")
     add("--ready-timeout", type=arguments.zero_or_more, default=ready_seconds, metavar="S",
         help="wait so many seconds for the server; 0: do not check whether it is ready"

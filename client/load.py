@@ -69,6 +69,10 @@ class Load:
             raise ValueError(f"workers {self.workers} must be at least 1, or 0 for a number by cores")
         if self.backend == "triton-grpc" and (self.endpoint is not None or self.api_key is not None):
             raise ValueError("backend triton-grpc takes no endpoint and no api_key: they are for HTTP")
+        if self.backend == "triton-grpc" and not _is_host_and_port(self.url):
+            raise ValueError(
+                f"url {self.url!r} must be http://host:port for gRPC, which has no TLS and no path here"
+            )
         path = self.endpoint or DEFAULT_ENDPOINTS[self.backend] or "/"
         if not path.startswith("/") or set("{}") & set(path.replace("{model}", "")):
             raise ValueError(f"endpoint {path!r} must begin with / and may hold {{model}}, no other braces")
@@ -107,6 +111,13 @@ class LoadResult:
     summary: dict[str, Any]
     interrupted: bool = False
     started: float = 0.0
+
+
+def _is_host_and_port(url: str) -> bool:
+    """Whether it says no more than where a server is, without TLS."""
+    parts = urllib.parse.urlsplit(url)
+    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    return parts.scheme == "http" and parts.port is not None and not more
 
 
 # Called a few times a second while a run lasts; True ends it.

@@ -193,14 +193,16 @@ def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[floa
             f"goodput {summary['goodput_requests_per_s']} requests/s: {summary['goodput_share']:.1%} of the"
             " requests keep within the limits"
         )
+    if "retokenized_output_tokens" in summary:
+        lines.append(f"the received text is {summary['retokenized_output_tokens']} tokens")
     if "unfinished" in summary:
         lines.append(f"INCOMPLETE: interrupted with {summary['unfinished']} requests unfinished or not sent")
-    if "busiest_worker_cpu" in summary:
-        share = f"{summary['busiest_worker_cpu']:.0%}"
     if waited := summary.get("requests_that_waited_for_a_slot"):
         longest = f"{summary['longest_slot_wait_s']:.3g} s"
         lines.append(f"{waited} requests were due before a slot was free, by up to {longest}:")
         lines.append("the rate was not offered, and no time above holds that wait")
+    if "busiest_worker_cpu" in summary:
+        share = f"{summary['busiest_worker_cpu']:.0%}"
         lines.append(f"busiest of {summary['client_workers']} workers used {share} of a core")
     if unchecked := summary["requests_with_fewer_chunks_unchecked"]:
         lines.append(

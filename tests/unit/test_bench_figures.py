@@ -115,6 +115,13 @@ def test_bursts_beyond_what_numbers_hold_are_refused():
         arrival_times(5, 10.0, 0, burstiness=1e-9)
 
 
+@pytest.mark.parametrize("url", ["https://127.0.0.1:8001", "http://127.0.0.1:8001/v2", "http://127.0.0.1"])
+def test_grpc_takes_no_address_of_which_it_would_leave_out_a_part(url):
+    with pytest.raises(ValueError, match="must be http://host:port for gRPC"):
+        Load("triton-grpc", url)
+    assert Load("triton-grpc", "http://[::1]:8001").target == "[::1]:8001"
+
+
 FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
 IDLE = [
     (["--label", "mine"], "--label is for --output"),
@@ -124,3 +131,13 @@ IDLE = [
     (["--output", "same", "--csv", "same"], "must be files of their own"),
     (["--output", "same", "--sglang-json", "./same"], "must be files of their own"),
 ]
+
+
+@pytest.mark.parametrize("options, message", IDLE)
+def test_options_that_would_do_nothing_or_undo_each_other(
+    run, tmp_path, monkeypatch, capsys, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        run(*options)
+    assert exit.value.code == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())

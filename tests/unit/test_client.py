@@ -264,7 +264,9 @@ def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
     sent = sorted((b.get("text_input") or b["prompt"], b["max_tokens"]) for b in server.bodies)
     assert sent[::2] == sent[1::2] and len(sent) == 12
     assert triton["summary"]["retokenized_output_tokens"] > 0 and triton["requests"]["itl"][0]
-    assert "output_tokens_per_s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "output_tokens_per_s" in printed
+    assert f"the received text is {triton['summary']['retokenized_output_tokens']} tokens" in printed
 
 
 def test_failed_requests_set_the_exit_status(tmp_path):
