@@ -148,7 +148,7 @@ class Bench:
             "seed": seed,
             "prompts_sha256": prompts_sha256,
             "summary": result.summary,
-            "devices": log.result(),
+            "devices": log.result(*result.clock),
             "requests": request_columns(result.records, args.save_itl),
         }
         self.runs.append(run)

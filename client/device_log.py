@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -83,11 +84,12 @@ def find_devices() -> Devices:
 
 @dataclass
 class DeviceLog:
-    """Looks at the devices every `period` seconds, from __enter__ to __exit__, in a thread of its own."""
+    """Looks at the devices every `period` seconds, from __enter__ to __exit__, in a thread of its own.
+    moments: of the readings, on time.monotonic()."""
 
     devices: Devices
     period: float = PERIOD
-    seconds: list[float] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
     readings: list[list[Reading]] = field(default_factory=list)
     problem: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -107,24 +109,28 @@ class DeviceLog:
             self._thread.join()
 
     def _watch(self) -> None:
-        began = time.monotonic()
         while True:
             try:
-                self.readings.append(self.devices.read())
+                readings = self.devices.read()
             except Exception as error:  # a GPU that cannot be read must not end the measurement
                 self.problem = f"{type(error).__name__}: {error}"
                 return
-            self.seconds.append(round(time.monotonic() - began, 2))
+            self.readings.append(readings)
+            self.moments.append(time.monotonic())
             if self._stop.wait(self.period):
                 return
 
-    def result(self) -> dict[str, Any]:
-        """For results: {"none": why} without a GPU, else every GPU with its spread and its readings."""
+    def result(self, began: float = -math.inf, ended: float = math.inf) -> dict[str, Any]:
+        """For results: {"none": why} without a GPU, else every GPU with its spread and its readings. What was
+        read before began and after ended, on time.monotonic(), is left out: processes start and parse then,
+        and the device idles. `seconds` count from began, or from the first reading."""
         if not self.devices.gpus:
             return {"none": self.devices.why_none}
+        within = [i for i, moment in enumerate(self.moments) if began <= moment <= ended]
+        zero = began if math.isfinite(began) else self.moments[0] if self.moments else 0.0
         gpus = []
         for index, gpu in enumerate(self.devices.gpus):
-            each = [reading[index] for reading in self.readings]
+            each = [self.readings[i][index] for i in within]
             gpus.append(
                 {
                     **asdict(gpu),
@@ -139,7 +145,8 @@ class DeviceLog:
                     "memory_mhz": [r.memory_mhz for r in each],
                 }
             )
-        return {"seconds": self.seconds, "gpus": gpus} | ({"problem": self.problem} if self.problem else {})
+        seconds = [round(self.moments[i] - zero, 2) for i in within]
+        return {"seconds": seconds, "gpus": gpus} | ({"problem": self.problem} if self.problem else {})
 
 
 def limit_shares(bits: list[int]) -> dict[str, float]:

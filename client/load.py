@@ -105,12 +105,14 @@ class Load:
 class LoadResult:
     """summary: see client.metrics.summarise, with the client's own use of processors added. interrupted: not
     everything was sent and answered; records and summary are of what was. started: when the run's clock
-    began, in seconds since 1970."""
+    began, in seconds since 1970. clock: when it began and when the last request ended, on
+    time.monotonic()."""
 
     records: list[RequestRecord]
     summary: dict[str, Any]
     interrupted: bool = False
     started: float = 0.0
+    clock: tuple[float, float] = (-math.inf, math.inf)
 
 
 def _is_host_and_port(url: str) -> bool:
@@ -194,7 +196,8 @@ def run_load(
     summary["busiest_worker_cpu"] = round(max(cpu, default=0.0) / duration, 3)
     if interrupted:
         summary["unfinished"] = total - len(records)
-    return LoadResult(records, summary, interrupted, started)
+    clock = start, start + max((record.end for record in records), default=0.0)
+    return LoadResult(records, summary, interrupted, started, clock)
 
 
 def _not_sent(requests: Sequence[Request], records: Sequence[RequestRecord]) -> list[RequestRecord]:

@@ -209,7 +209,7 @@ class Benchmark:
                 "load": {k: v for k, v in asdict(load).items() if k not in LEFT_OUT and v != math.inf},
                 "warm_up": warm_up,
                 "summary": result.summary,
-                "devices": log.result(),
+                "devices": log.result(*result.clock),
                 "floor": self.floor | self.floor_of_steps(scenario, point, prompts),
                 "requests": request_columns(result.records),
             }

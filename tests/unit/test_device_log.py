@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import small_tokenizers
 from safetensors import safe_open
+from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
-from client import report
+from client import bench, report
 from client.device_log import DeviceLog, Devices, Gpu, Reading, describe, limit_shares
 from perf_configs import floor
 
@@ -45,6 +48,44 @@ def test_readings_become_a_spread_and_an_error_ends_the_log_alone():
     assert describe(result) == [
         ["0: H200", "500 / 690 of 700", "1755 / 1500 of 1980", "power 67%, temperature 33%"]
     ]
+
+
+def test_readings_of_before_and_after_a_run_do_not_count():
+    """While processes start and parse, the device idles."""
+    left = iter([Reading(watts, 1980, 2619, 40, 0x4 * (watts > 200)) for watts in (90, 690, 700, 80)])
+    log = DeviceLog(Devices((GPU,), lambda: [next(left)]), period=0.001)
+    with log:
+        log._thread.join(30)
+    log.moments = [10.0, 12.5, 13.0, 15.0]
+    result = log.result(12.0, 14.0)
+    (gpu,) = result["gpus"]
+    assert (gpu["median_power_w"], gpu["power_w"], gpu["limited_by"]) == (695, [690, 700], {"power": 1.0})
+    assert result["seconds"] == [0.5, 1.0]
+    assert log.result()["gpus"][0]["limited_by"] == {"power": 0.5}
+    assert log.result(20.0, 21.0)["gpus"][0]["median_power_w"] is None
+
+
+def test_a_run_is_logged_from_its_first_request_to_its_last(tmp_path: Path, monkeypatch):
+    spans: list[tuple[float, float]] = []
+
+    class Seen(DeviceLog):
+        def result(self, began: float = 0.0, ended: float = 0.0) -> dict:
+            spans.append((began, ended))
+            return super().result(began, ended)
+
+    monkeypatch.setattr(bench, "DeviceLog", Seen)
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "r.json"
+    server = StreamingServer()
+    before = time.monotonic()
+    try:
+        place = ["--url", server.url, "--tokenizer", str(tmp_path), "--workers", "1", "--output", str(path)]
+        assert bench.main([*place, "--input-len", "4", "--output-len", "3", "--num-prompts", "2"]) == 0
+    finally:
+        server.close()
+    ((began, ended),) = spans
+    assert before < began < ended < time.monotonic()
+    assert ended - began == pytest.approx(json.loads(path.read_text())["summary"]["duration_s"], abs=1e-4)
 
 
 def test_a_gpu_that_is_never_read_has_no_numbers():
