@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,32 +80,61 @@ def _spread_out(runs: Sequence[Measured]) -> list[Measured]:
     return [run for run in runs if run.load in chosen]
 
 
-def _series(runs: Sequence[Measured], servers: Sequence[str]) -> list[tuple[str, str, str, list[Measured]]]:
-    """(label, colour, marker, runs) of each server, and of each of its rows where there are several. servers:
-    labels of all in the report."""
+def series(
+    runs: Sequence[Measured], servers: Sequence[str], by_slots: bool = False
+) -> list[tuple[str, str, str, list[Measured]]]:
+    """(label, colour, marker, runs) of each server, and of each of its rows and bounds on requests in flight
+    where there are several: a curve joins what differs in one thing. servers: labels of all in the report.
+    by_slots: the curves are over the bounds."""
     several_rows = len({run.row for run in runs}) > 1
+    several_bounds = not by_slots and len({(run.row, run.slots) for run in runs}) > len(
+        {run.row for run in runs}
+    )
     grouped: dict[str, list[Measured]] = {}
     for run in runs:
         label = f"{run.label}, row {run.row}" if several_rows and run.row else run.label
+        if several_bounds:
+            label += ", no bound" if run.slots is None else f", {run.slots} in flight"
         grouped.setdefault(label, []).append(run)
-    places = range(len(grouped)) if several_rows else [servers.index(label) for label in grouped]
+    several = several_rows or several_bounds
+    places = range(len(grouped)) if several else [servers.index(label) for label in grouped]
     return [
         (label, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], found)
         for i, (label, found) in zip(places, grouped.items(), strict=True)
     ]
 
 
+def curve(runs: Sequence[Measured], over: str, metric: str) -> tuple[list[float], list[float]]:
+    """What runs differ in (rate or slots), and the metric there: of several runs of a point the median, nan
+    where one has none."""
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        value = run.summary[metric]
+        found.setdefault(getattr(run, over), []).append(math.nan if value is None else value)
+    places = sorted(found)
+    return places, [float(np.median(found[place])) for place in places]
+
+
+def shares(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The steps of a distribution: times in order, and the share in percent that is there by then, from 0 at
+    the first."""
+    ordered = np.sort(times)
+    return np.concatenate((ordered[:1], ordered)), np.arange(len(ordered) + 1) / len(ordered) * 100
+
+
 def _latency_by_rate(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6))
     names = {"ttft": "time to first token, ms", "tpot": "time per further token, ms"}
     for axis, (name, title) in zip(axes, names.items(), strict=True):
-        for label, colour, marker, found in _series(runs, servers):
-            found = sorted(found, key=lambda run: run.rate or 0.0)
-            rates = [run.rate for run in found]
+        for label, colour, marker, found in series(runs, servers):
             for which, style, word in (("median", "-", "median"), ("p99", "--", "P99")):
-                values = [run.summary[f"{which}_{name}_ms"] for run in found]
-                ys = [np.nan if value is None else value for value in values]
-                axis.plot(rates, ys, style, color=colour, marker=marker, label=f"{label}: {word}")
+                axis.plot(
+                    *curve(found, "rate", f"{which}_{name}_ms"),
+                    style,
+                    color=colour,
+                    marker=marker,
+                    label=f"{label}: {word}",
+                )
         if len(offered := sorted({run.rate or 0.0 for run in runs})) <= 8:
             axis.set_xticks(offered)
         axis.set_xlabel("requests/s")
@@ -113,16 +143,17 @@ def _latency_by_rate(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
         axis.set_xlim(left=0)
         _finish(axis)
     _legend(figure, axes[0])
-    return Plot(_svg(figure), "Latency against request rate: median as a line, P99 dashed.")
+    note = _of_several(runs)
+    return Plot(_svg(figure), "Latency against request rate: median as a line, P99 dashed." + note)
 
 
 def _throughput_by_concurrency(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
     figure, axis = pyplot.subplots(figsize=(11, 4.8))
     slots = sorted({run.slots or 0 for run in runs})
-    for label, colour, marker, found in _series(runs, servers):
-        found = sorted(found, key=lambda run: run.slots or 0)
-        values = [run.summary["output_tokens_per_s"] for run in found]
-        axis.plot([run.slots or 0 for run in found], values, "-", color=colour, marker=marker, label=label)
+    for label, colour, marker, found in series(runs, servers, by_slots=True):
+        axis.plot(
+            *curve(found, "slots", "output_tokens_per_s"), "-", color=colour, marker=marker, label=label
+        )
     if slots[-1] >= 16 * slots[0]:
         axis.set_xscale("log", base=2)
     axis.set_xticks(slots, [f"{count:,}" for count in slots])
@@ -132,7 +163,11 @@ def _throughput_by_concurrency(runs: Sequence[Measured], servers: Sequence[str])
     axis.set_ylim(bottom=0)
     _finish(axis, x=False)
     _legend(figure, axis)
-    return Plot(_svg(figure), "Throughput against concurrency.")
+    return Plot(_svg(figure), "Throughput against concurrency." + _of_several(runs))
+
+
+def _of_several(runs: Sequence[Measured]) -> str:
+    return " Several runs of a point: their median." if any(run.repeat for run in runs) else ""
 
 
 def _first_token(runs: Sequence[Measured], servers: Sequence[str], note: str) -> Plot:
@@ -140,8 +175,7 @@ def _first_token(runs: Sequence[Measured], servers: Sequence[str], note: str) ->
     highest = 0.0
     lowest = np.inf
     for i, run in enumerate(runs):
-        times = np.sort(_first_token_times(run)) * 1e3
-        share = np.arange(1, len(times) + 1) / len(times) * 100
+        times, share = shares(np.array(_first_token_times(run)) * 1e3)
         axis.step(times, share, where="post", label=_name(run, runs), **_style(i, runs, servers))
         highest, lowest = max(highest, times[-1]), min(lowest, times[0])
     if highest > 20 * lowest:
@@ -181,7 +215,7 @@ def _timelines(runs: Sequence[Measured], servers: Sequence[str], note: str) -> P
     for axis in axes:
         axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
-        _finish(axis)
+        _finish(axis, whole=axis is axes[0])
     _legend(figure, axes[0])
     return Plot(
         _svg(figure), "What was in flight, and how fast tokens came, in the course of each run." + note
@@ -214,13 +248,13 @@ def _style(number: int, runs: Sequence[Measured], servers: Sequence[str]) -> dic
     }  # fmt: skip
 
 
-def _finish(axis: Any, x: bool = True) -> None:
-    """Plain numbers on both axes, and a grid."""
+def _finish(axis: Any, x: bool = True, whole: bool = False) -> None:
+    """Plain numbers on both axes, on the vertical one perhaps whole ones alone, and a grid."""
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
     if x:
         axis.xaxis.set_major_formatter(plain)
     axis.yaxis.set_major_formatter(plain)
-    axis.yaxis.set_major_locator(MaxNLocator(6))
+    axis.yaxis.set_major_locator(MaxNLocator(6, integer=whole))
     axis.grid(True, color="#dddddd", linewidth=0.8)
     axis.set_axisbelow(True)
 
