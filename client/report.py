@@ -82,10 +82,12 @@ def _measured(
 ) -> Measured:
     if "row" in run:  # of perf_configs.run
         label = labels[configurations.base_label(run), configurations.configuration(run)]
+        command = f"{run['command']} {run['knobs']} {run.get('flags') or ''}"
+        command = " ".join([command, *(f"{k}={v}" for k, v in (run.get("environment") or {}).items())])
         server = f"{run['server']} {run['version']}, commit {run['commit']}"
         facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
     else:
-        label, server = run["label"], run["server"]
+        label, server, command = run["label"], run["server"], run["command"]
         facts, slots = run["machine"], run["max_concurrency"]
     summary, requests = run["summary"], run.get("requests", {})
     if not (isinstance(summary["completed"], int) and isinstance(requests, dict)):
@@ -97,7 +99,7 @@ def _measured(
         ramp=run.get("ramp"),
         row=run.get("row", ""),
         started=run["started"],
-        command=" ".join(run["command"].split()),
+        command=" ".join(command.split()),
         server=server,
         machine=_facts(facts),
         interrupted=run.get("interrupted", False),
@@ -184,6 +186,8 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         found.append("Some runs were interrupted: their numbers are of what was done until then.")
     if failed := sum(run.summary["failed"] for run in runs):
         found.append(f"{failed} requests failed; their times are in no number.")
+    if any(run.summary.get("requests_that_waited_for_a_slot") for run in runs):
+        found.append("Not every rate was offered: requests waited for a slot, and no time holds that wait.")
     by_load: dict[tuple[Any, ...], set[str]] = {}
     for run in runs:
         by_load.setdefault((run.row, run.load, run.repeat), set()).add(run.prompts_sha256)
@@ -195,6 +199,22 @@ def notes(runs: Sequence[Measured]) -> list[str]:
     if len({run.machine for run in runs}) > 1:
         found.append("The runs are of different machines or versions, listed below.")
     return found
+
+
+def troubles(runs: Sequence[Measured]) -> list[str]:
+    """A line for each kind of failure of a run, and for requests that waited for a slot."""
+    found = []
+    for run in runs:
+        what, summary = f"{run.label}, {run.load}", run.summary
+        for message, count in summary.get("errors", {}).items():
+            found.append(f"{what}: {count} x {' '.join(message.split())}")
+        if waited := summary.get("requests_that_waited_for_a_slot"):
+            longest = summary["longest_slot_wait_s"]
+            found.append(f"{what}: {waited} requests waited for a slot, by up to {longest:.3g} s")
+    return list(dict.fromkeys(found))
+
+
+TROUBLES = "Requests that failed or waited"
 
 
 def origins(runs: Iterable[Measured]) -> list[tuple[str, str, str, str]]:
@@ -217,6 +237,8 @@ def markdown(runs: Sequence[Measured], title: str) -> str:
     lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED, ""]
     lines += ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    if found := troubles(runs):
+        lines += ["", f"## {TROUBLES}", "", *(f"* {line}" for line in found)]
     power_head, power_rows = power_table(runs)
     if power_rows:
         lines += ["", "## Power and clocks", "", "| " + " | ".join(power_head) + " |"]
@@ -257,6 +279,8 @@ def page(runs: Sequence[Measured], title: str) -> str:
     parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
     parts.append(f"<p>{text(EXPLAINED)}</p>")
     parts.append(_html_table(head, rows))
+    if found := troubles(runs):
+        parts += [f"<h2>{TROUBLES}</h2>\n<ul>", *(f"<li>{text(line)}</li>" for line in found), "</ul>"]
     for plot in report_plots.draw(runs):
         caption = f"<figcaption>{text(plot.caption)}</figcaption>"
         parts.append(f'<figure role="img" aria-label="{text(plot.caption)}">{plot.svg}{caption}</figure>')
@@ -304,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name, file = "", given
             files.append((Path(file), read(Path(file), name or None), bool(name)))
         runs = told_apart(files)
-        if wanted := args.rows.split(",") if args.rows else []:
+        if wanted := [row.strip() for row in args.rows.split(",") if row.strip()]:
             found = {run.row for run in runs}
             if missing := [row for row in wanted if row not in found]:
                 rows = ", ".join(sorted(row for row in found if row)) or "runs of no row"

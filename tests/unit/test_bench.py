@@ -412,7 +412,7 @@ def test_a_server_is_called_what_it_calls_itself(server, label):
 
 def test_a_report_of_rows_that_are_not_there_names_those_that_are(tmp_path, capsys):
     committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
-    assert report.main([str(committed), "--rows", "a,zz", "--out", str(tmp_path / "page")]) == 2
+    assert report.main([str(committed), "--rows", " a, zz", "--out", str(tmp_path / "page")]) == 2
     assert "there are no runs of zz, but of a, b, c" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

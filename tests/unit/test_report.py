@@ -64,3 +64,26 @@ def test_one_request_is_drawn(tmp_path):
     assert (list(times), list(shares)) == ([1.0, 1.0, 3.0], [0.0, 50.0, 100.0])
     page = report.page(written(tmp_path / "r.json", (None, None, [answer(0.1)])), "t")
     assert page.count("<svg") == 2
+
+
+def test_why_requests_failed_and_that_they_waited_is_said(tmp_path):
+    records = [answer(0.1), answer(0.1, 1, slot_wait=2.5), answer(0.0, 2, error="HTTP 503: <busy>\nnow")]
+    runs = written(tmp_path / "r.json", (2.0, 1, records))
+    text, page = report.markdown(runs, "t"), report.page(runs, "t")
+    assert (
+        "* ours, 2 req/s, 1 in flight: 1 x HTTP 503: <busy> now" in text
+        and "HTTP 503: &lt;busy&gt; now" in page
+    )
+    for shown in (text, page):
+        assert "ours, 2 req/s, 1 in flight: 1 requests waited for a slot, by up to 2.5 s" in shown
+        assert "Not every rate was offered" in shown and report.TROUBLES in shown
+    quiet = written(tmp_path / "quiet.json", (2.0, 1, records[:1]))
+    assert report.TROUBLES not in report.markdown(quiet, "t") + report.page(quiet, "t")
+
+
+def test_a_servers_settings_are_shown():
+    runs = report.read(ROOT / "perf_configs/results/2026-11-23-h200-openai.json")
+    text = report.markdown(runs, "t")
+    for flags in ("--api-server-count 4", "--api-server-count 1", "--workers 4"):
+        assert flags in text
+    assert "VLLM_USE_FLASHINFER_SAMPLER=1" in text
