@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,27 +85,42 @@ class Labels:
 
 def merge(documents: Iterable[Document]) -> Document:
     """One document of all runs; of runs with the same key the one started last stays, and of equal ones the
-    last given. A run without failures stays before any with failures, which is said on stderr."""
+    last given. A run without failures stays before any with failures, which is said on stderr. The repeats of
+    a point are of one machine and of one version of server and checkout: those of the last one stay."""
     machines: dict[str, Any] = {}
-    runs: dict[Key, Run] = {}
+    found: dict[tuple[Any, ...], dict[tuple[str, ...], dict[Key, Run]]] = {}
     for document in documents:
         machines |= document["machines"]
         for run in document["runs"]:
-            key = run_key(run)
+            key, source = run_key(run), (run["machine"], run["version"], run["commit"])
+            runs = found.setdefault(key[:-1], {}).setdefault(source, {})
             # sorted keeps the order of equals: of two that started at once the later document's stays.
             dropped, runs[key] = sorted((runs.get(key, run), run), key=_rank)
-            if dropped["started"] > runs[key]["started"]:
-                print(
-                    f"row {run['row']} of {base_label(run)}: {failures(dropped)} requests of the run of "
-                    f"{dropped['started']} failed; the one of {runs[key]['started']} is kept",
-                    file=sys.stderr,
-                )
-    named = Labels({"runs": list(runs.values())})
+            _say_dropped([dropped], [runs[key]])
+    kept: dict[Key, Run] = {}
+    for sources in found.values():
+        *others, last = sorted(sources.values(), key=lambda runs: max(map(_rank, runs.values())))
+        for other in others:
+            _say_dropped([*other.values()], [*last.values()])
+        kept |= last
+    named = Labels({"runs": list(kept.values())})
     ordered = sorted(
-        runs.values(), key=lambda r: (r["row"], _rate(r), base_label(r), named.of(r), r.get("repeat", 0))
+        kept.values(), key=lambda r: (r["row"], _rate(r), base_label(r), named.of(r), r.get("repeat", 0))
     )
     used = {run["machine"] for run in ordered}
     return {"machines": {k: v for k, v in machines.items() if k in used}, "runs": ordered}
+
+
+def _say_dropped(dropped: Sequence[Run], kept: Sequence[Run]) -> None:
+    """Later runs that failures keep out."""
+    stays = max(kept, key=_rank)
+    for run in dropped:
+        if run["started"] > stays["started"]:
+            print(
+                f"row {run['row']} of {base_label(run)}: {failures(run)} requests of the run of "
+                f"{run['started']} failed; the one of {stays['started']} is kept",
+                file=sys.stderr,
+            )
 
 
 def failures(run: Run) -> int:
@@ -320,11 +335,21 @@ def _comparison(
             values = [each.text(requirement.metric) if each else "-" for each in (ours, other)]
             if other is not None and (variant := other.label.removeprefix(peer).removeprefix(":").strip()):
                 values[1] += f" {variant}"
-            ratio_text = "-" if ratio is None else f"{ratio:.2f}"
+            ratio_text = "-" if ratio is None else _ratio(ratio, requirement)
             bounds = str(requirement)
             cells = [scenario.row, scenario.title, requirement.metric, *values, ratio_text, bounds, word]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _ratio(ratio: float, requirement: Requirement) -> str:
+    """Two digits, or as many as it takes to see on which side of a bound it is."""
+    bounds = replace(requirement, at_most=math.inf)
+    for digits in (2, 3, 4):
+        text = f"{ratio:.{digits}f}"
+        if bounds.met(0.0, float(text)) == bounds.met(0.0, ratio):
+            break
+    return text
 
 
 def describe_floor(floor: dict[str, Any]) -> str:

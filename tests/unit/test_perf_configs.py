@@ -129,7 +129,7 @@ def test_the_table_says_pass_miss_and_why_not():
     assert "## Against vllm" in lines
     verdicts = {(c[1].strip(), c[3].strip()): (c[6].strip(), c[8].strip()) for c in table.values()}
     assert verdicts["a", "median_tpot_ms"] == ("0.80", "pass")
-    assert verdicts["b", "output_tokens_per_s"] == ("1.10", "**miss**")
+    assert verdicts["b", "output_tokens_per_s"] == ("1.099", "**miss**")  # "1.10" would look like a pass
     assert verdicts["e", "median_ttft_ms"] == ("-", "not run")
     assert "c" not in {row for row, _ in verdicts}, "a row that nobody ran"
     assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
@@ -421,6 +421,23 @@ def test_merging_into_a_folder_keeps_the_rows_of_the_file_there(tmp_path, capsys
     merged = results.load(tmp_path / "out/day.json")["runs"]
     found = [(r["server"], r["row"], r["summary"]["median_tpot_ms"]) for r in merged]
     assert found == [("ours", "a", 100.0), ("ours", "b", 7.0), ("vllm", "b", 100.0)]
+
+
+def test_several_runs_of_a_point_are_of_one_version_and_machine(capsys):
+    """Of three runs and a later single one by another commit, the median must not be of both."""
+    tpot = {"median_tpot_ms": 9.0}
+    for other in ({"commit": "d"}, {"version": "2"}, {"machine": "n"}):
+        three = [measured("ours", "a", "2026-01-01", **tpot) | {"repeat": n, "seed": n} for n in range(3)]
+        later = measured("ours", "a", "2026-01-02") | other
+        for order in ([document(*three), document(later)], [document(later), document(*three)]):
+            assert results.merge(order)["runs"] == [later]
+    same = measured("ours", "a", "2026-01-02") | {"repeat": 0}
+    assert results.merge([document(*three), document(same)])["runs"] == [same, *three[1:]]
+    failed = measured("ours", "a", "2026-01-02", failed=1) | {"commit": "d"}
+    assert results.merge([document(*three), document(failed)])["runs"] == three
+    assert (
+        "1 requests of the run of 2026-01-02 failed; the one of 2026-01-01 is kept" in capsys.readouterr().err
+    )
 
 
 def test_a_run_with_failures_does_not_replace_one_without(capsys):
