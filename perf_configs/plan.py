@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,11 +21,12 @@ from tokenizers import Tokenizer
 
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
-from client.wire import OPENAI
+from client.wire import OPENAI, TRITON
 from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
 PROFILE = ROOT / "perf_configs/profiles/h200-8b.toml"
+OWN_OPTIONS = {"model_dir": "--model-dir", "load_format": "--load-format"}
 LONGEST_FIRST = PROFILE.with_name("h200-8b-longest-first.toml")
 
 
@@ -88,8 +90,22 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"--sharegpt {args.sharegpt} is for rows of conversations, and none of {', '.join(scenarios)} has"
             " them: leave it out"
         )
+    if args.check_tokens and not any(spec.backend in TRITON for spec in chosen):
+        raise ValueError(
+            f"--check-tokens is for Triton's ensemble: of --server {args.server} all are OpenAI servers, "
+            "which always count"
+        )
+    started = [spec for spec in chosen if spec.name not in urls]
+    peers = [spec.label for spec in started if spec.name not in OWN]
+    if peers and len(peers) < len(started):
+        for row, scenario in scenarios.items():
+            gpus = gpus_of_ours(scenario, profile, args.knob)
+            if gpus != scenario.tensor_parallel_size:
+                raise ValueError(
+                    f"ours would run on {gpus} GPUs in row {row} and {peers[0]} on "
+                    f"{scenario.tensor_parallel_size}: tensor_parallel_size times replicas must be that"
+                )
     if known_lengths := [row for row, s in scenarios.items() if s.priority_per_output_token]:
-        started = [spec for spec in chosen if spec.name not in urls]
         _check_order(", ".join(known_lengths), started, known, profile, args.knob)
     # What runs already has no variant that is known here.
     servers = [replace(spec, variant="") if spec.name in urls else spec for spec in chosen]
@@ -112,9 +128,7 @@ def _check_order(
                 + (f"take {' or '.join(those)}" if those else "leave it out")
             )
     if any(spec.name in OWN for spec in started):
-        table = tomllib.loads(profile.read_text(encoding="utf-8"))
-        chosen = dict(knob.partition("=")[::2] for knob in knobs)
-        policy = chosen.get("schedule_policy", table.get("knobs", {}).get("schedule_policy"))
+        policy = knob_values(knobs).get("schedule_policy", _profile_knobs(profile).get("schedule_policy"))
         if policy != "lof":
             raise ValueError(
                 f"rows {rows} are for the longest answers first: give --profile "
@@ -122,11 +136,36 @@ def _check_order(
             )
 
 
+def knob_values(knobs: Sequence[str]) -> dict[str, str]:
+    """The values of `name=value` texts."""
+    return dict(knob.partition("=")[::2] for knob in knobs)
+
+
+def _profile_knobs(profile: Path) -> dict[str, Any]:
+    knobs: dict[str, Any] = tomllib.loads(profile.read_text(encoding="utf-8")).get("knobs", {})
+    return knobs
+
+
+def gpus_of_ours(scenario: Scenario, profile: Path, knobs: Sequence[str]) -> int:
+    """How many GPUs our server gets for a row, by knobs over the profile. Raises ValueError for numbers that
+    are none."""
+    wanted = {"tensor_parallel_size": scenario.tensor_parallel_size, "replicas": 1}
+    wanted["replicas"] = _profile_knobs(profile).get("replicas", 1)
+    gpus = 1
+    for name, value in (wanted | knob_values([k for k in knobs if k.partition("=")[0] in wanted])).items():
+        if not str(value).isdecimal():
+            raise ValueError(f"knob {name}={value}: should be a whole number")
+        gpus *= int(value)
+    return gpus
+
+
 def knob_options(knobs: Sequence[str]) -> str:
     """`--set name=value ...` for build.py; each must have the form name=value without blanks."""
     for knob in knobs:
         if not re.fullmatch(r"\w+=[^\s'\"$`\\;&|<>()*?]*", knob):
             raise ValueError(f"knob {knob!r} must have the form name=value")
+        if option := OWN_OPTIONS.get(knob.partition("=")[0]):
+            raise ValueError(f"knob {knob}: should be given as {option}")
     return " ".join(f"--set {knob}" for knob in knobs)
 
 

@@ -37,8 +37,16 @@ from client.metrics import format_table, request_columns
 from client.scenarios import Point, Scenario, known_rows, read_scenarios
 from client.wire import OPENAI
 from perf_configs import floor, plots, provenance, results
-from perf_configs.plan import PROFILE, Plan, check_conversations, make_plan
-from perf_configs.servers import ROOT, Running, ServerSpec, StartError, running_at, serve
+from perf_configs.plan import (
+    PROFILE,
+    Plan,
+    check_conversations,
+    gpus_of_ours,
+    knob_options,
+    knob_values,
+    make_plan,
+)
+from perf_configs.servers import ROOT, Running, ServerSpec, running_at, serve
 
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
@@ -210,7 +218,7 @@ class Benchmark:
                 "warm_up": warm_up,
                 "summary": result.summary,
                 "devices": log.result(*result.clock),
-                "floor": self.floor | self.floor_of_steps(scenario, point, prompts),
+                "floor": self.floor | self.floor_of_steps(self.gpus(scenario, spec), point, prompts),
                 "requests": request_columns(result.records),
             }
             self.failed_requests += result.summary["failed"]
@@ -218,8 +226,8 @@ class Benchmark:
             self.document = results.merge([self.document, new])
             results.save(self.document, self.path)
 
-    def floor_of_steps(self, scenario: Scenario, point: Point, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """TPOT if each step took what the device needs to read weights and cache once; nothing where the
+    def floor_of_steps(self, gpus: int, point: Point, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """TPOT if each step took what the devices need to read weights and cache once; nothing where the
         number of rows in a step is not given, or either is not known."""
         if point.max_concurrency is None or "none" in self.floor:
             return {}
@@ -229,10 +237,17 @@ class Benchmark:
             size = floor.bytes_of_a_step(self.args.model_dir / "config.json", point.max_concurrency, context)
         except ValueError:
             return {}
-        bandwidth = self.floor["copy_bytes_per_s"] * scenario.tensor_parallel_size
+        bandwidth = self.floor["copy_bytes_per_s"] * gpus
         return {"tpot_ms": round(size / bandwidth * 1e3, 4)}
 
     def settings(self, scenario: Scenario, spec: ServerSpec, running: Running) -> dict[str, Any]:
+    def gpus(self, scenario: Scenario, spec: ServerSpec) -> int:
+        """How many a server that is started for the row runs on: of ours knobs and profile may say another
+        number than the row."""
+        if spec.name not in results.OWN or spec.name in self.plan.urls:
+            return scenario.tensor_parallel_size
+        return gpus_of_ours(scenario, self.plan.profile, self.args.knob)
+
         """What the server serves, and what it was started with: of one that ran already, only where."""
         started = running.start_seconds is not None
         ours = started and spec.name in results.OWN
@@ -246,7 +261,7 @@ class Benchmark:
             "environment": provenance.peer_variables(spec.name, environment) if peer else {},
             "flags": spec.settings.flags if started else "",
             "load_format": self.args.load_format if started else None,
-            "tensor_parallel_size": scenario.tensor_parallel_size if started else None,
+            "tensor_parallel_size": self.gpus(scenario, spec) if started else None,
             "start_seconds": running.start_seconds,
         }
 
@@ -283,13 +298,14 @@ class Benchmark:
     def _run_server(
         self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario], kept_log: Path
     ) -> None:
-        knobs = self.plan.knobs
-        if "tensor_parallel_size=" not in knobs:  # else the row's GPUs are cut up otherwise, with replicas
-            knobs = f"--set tensor_parallel_size={tensor_parallel_size} {knobs}"
+        # With tensor_parallel_size and replicas of its own the row's GPUs are cut up otherwise.
+        defaults = {"tensor_parallel_size": tensor_parallel_size, "enable_kv_cache_reuse": "false"}
+        given = knob_values(self.args.knob)
+        knobs = [f"{name}={value}" for name, value in defaults.items() if name not in given]
         variables = {
             "MODEL_DIR": str(self.args.model_dir.resolve()),
             "PROFILE": str(self.plan.profile.resolve()),
-            "KNOBS": knobs,
+            "KNOBS": knob_options([*knobs, *self.args.knob]),
             "LOAD_FORMAT": self.args.load_format,
             "TENSOR_PARALLEL_SIZE": str(tensor_parallel_size),
         }

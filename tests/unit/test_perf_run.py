@@ -240,13 +240,53 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
     found = benchmark(model_dir, tmp_path, "--rows", rows, "--load-format", "auto")
     found.run_server(read_servers()["ours"])
     of = "--set tensor_parallel_size="
-    assert seen == [("4", "auto", f"{of}4"), ("1", "auto", f"{of}1"), "a", "flashinfer-8b-random"]
+    off = "--set enable_kv_cache_reuse=false"
+    assert seen == [("4", "auto", f"{of}4 {off}"), ("1", "auto", f"{of}1 {off}"), "a", "flashinfer-8b-random"]
     assert found.problems == ["ours: no such knob"]
     # The same GPUs cut up otherwise.
     two = ["--knob", "tensor_parallel_size=2", "--knob", "replicas=2"]
     seen.clear()
     benchmark(model_dir, tmp_path, "--rows", "flashinfer-70b-random", *two).run_server(read_servers()["ours"])
-    assert seen == [("4", "dummy", f"{of}2 --set replicas=2")]
+    assert seen == [("4", "dummy", f"{off} {of}2 --set replicas=2")]
+
+
+def test_prefix_caching_can_be_switched_on(tmp_path, monkeypatch):
+    """By the real build: a knob that is set twice, to two values, is refused there."""
+    make_checkpoint("llama", tmp_path)
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    built = []
+
+    @contextmanager
+    def fake_serve(spec, variables, work, *_):
+        environment = os.environ | variables | {"PYTHON": sys.executable, "WORK": str(work)}
+        subprocess.run(["bash", "-ec", spec.prepare], check=True, timeout=60, cwd=run.ROOT, env=environment)
+        built.append((work / "model_repo/llm/config.pbtxt").read_text())
+        yield Running("http://127.0.0.1:1", 1.0, "1")
+
+    monkeypatch.setattr(run, "serve", fake_serve)
+    monkeypatch.setattr(run.Benchmark, "run_row", lambda *_: None)
+    found = benchmark(tmp_path, tmp_path / "out", "--knob", "enable_kv_cache_reuse=true")
+    found.run_server(read_servers()["ours"])
+    assert re.findall('enable_kv_cache_reuse"[^"]*"(.*?)"', built[0]) == ["true"]
+
+
+def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
+    """Knobs of ours alone must not make a comparison of two GPUs with one."""
+    started, known = Running("http://127.0.0.1:1", 3.0, "1"), read_servers()
+    for knobs, gpus in (
+        ([], 1),
+        (["tensor_parallel_size=2"], 2),
+        (["tensor_parallel_size=2", "replicas=4"], 8),
+    ):
+        options = ["--server", "ours", *(word for knob in knobs for word in ("--knob", knob))]
+        found = benchmark(model_dir, tmp_path, *options)
+        row = found.plan.scenarios["a"]
+        assert found.settings(row, known["ours"], started)["tensor_parallel_size"] == gpus
+        assert found.settings(row, known["vllm"], started)["tensor_parallel_size"] == 1
+    profile = tmp_path / "two.toml"
+    profile.write_text("[knobs]\nreplicas = 2\n")
+    found = benchmark(model_dir, tmp_path, "--server", "ours", "--profile", str(profile))
+    assert found.settings(row, known["ours-openai"], started)["tensor_parallel_size"] == 2
 
 
 def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, model_dir, monkeypatch):
@@ -307,6 +347,11 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
         (["--server", "vllm", "--knob", "a=1"], "--knob and --profile are for ours: --server vllm names"),
         (["--server", "vllm", "--profile", "{tmp}/few.json"], "--server vllm names none of ours, ours-o"),
         (["--knob", "bad"], "knob 'bad' must have the form name=value"),
+        (["--knob", "load_format=auto"], "knob load_format=auto: should be given as --load-format"),
+        (["--knob", "replicas=x"], "knob replicas=x: should be a whole number"),
+        (["--knob", "replicas=4"], "ours would run on 4 GPUs in row a and vllm:servers-4 on 1"),
+        (["--knob", "tensor_parallel_size=2"], "ours would run on 2 GPUs in row a and vllm:servers-4 on 1"),
+        (["--server", "vllm,ours-openai", "--check-tokens"], "--check-tokens is for Triton's ensemble"),
         (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml"], "p.toml: there is no such file"),
