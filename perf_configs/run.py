@@ -54,6 +54,7 @@ LEFT_OUT = ("url", "api_key")  # of the load, in results
 OF_MERGING = {"merge", "out", "step_times"}  # the options that count where nothing is measured
 OF_STARTING = {"port", "load_format"}
 SLOWER_SERVER = 1.5  # times as long as another server a server is given for a row
+EXIT_INTERRUPTED = 130
 STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing results
 
 
@@ -240,7 +241,6 @@ class Benchmark:
         bandwidth = self.floor["copy_bytes_per_s"] * gpus
         return {"tpot_ms": round(size / bandwidth * 1e3, 4)}
 
-    def settings(self, scenario: Scenario, spec: ServerSpec, running: Running) -> dict[str, Any]:
     def gpus(self, scenario: Scenario, spec: ServerSpec) -> int:
         """How many a server that is started for the row runs on: of ours knobs and profile may say another
         number than the row."""
@@ -248,6 +248,7 @@ class Benchmark:
             return scenario.tensor_parallel_size
         return gpus_of_ours(scenario, self.plan.profile, self.args.knob)
 
+    def settings(self, scenario: Scenario, spec: ServerSpec, running: Running) -> dict[str, Any]:
         """What the server serves, and what it was started with: of one that ran already, only where."""
         started = running.start_seconds is not None
         ours = started and spec.name in results.OWN
@@ -290,7 +291,7 @@ class Benchmark:
             )
             try:
                 self._run_server(spec, size, scenarios, self.path.with_name(name))
-            except StartError as error:
+            except RuntimeError as error:  # it did not start, or the load generator broke
                 # At once: the call may be cut before its end.
                 print(f"{spec.label}: {error}", file=sys.stderr, flush=True)
                 self.problems.append(f"{spec.label}: {error}".splitlines()[0])
@@ -388,11 +389,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_report(results.merge(earlier), path, args.step_times)
         return 0
     signal.signal(signal.SIGTERM, _end_with_servers)
-    if not benchmark.plan.urls:  # nothing of a server is on the devices yet
-        benchmark.floor = floor.measure_apart()
-        print(f"machine's own floor: {results.describe_floor(benchmark.floor)}", flush=True)
-    for spec in benchmark.plan.servers:
-        benchmark.run_server(spec)
+    try:
+        if not benchmark.plan.urls:  # nothing of a server is on the devices yet
+            benchmark.floor = floor.measure_apart()
+            print(f"machine's own floor: {results.describe_floor(benchmark.floor)}", flush=True)
+        for spec in benchmark.plan.servers:
+            benchmark.run_server(spec)
+    except KeyboardInterrupt:
+        found = benchmark.path.exists()
+        there = f"what was measured is in {benchmark.path}" if found else "nothing was measured"
+        print(f"interrupted: {there}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     for line in benchmark.problems:
         print(f"not measured: {line}", file=sys.stderr)
     write_report(results.merge([*earlier, benchmark.document]), benchmark.path, args.step_times)

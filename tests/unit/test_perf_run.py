@@ -289,6 +289,54 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
     assert found.settings(row, known["ours-openai"], started)["tensor_parallel_size"] == 2
 
 
+def test_a_load_generator_that_breaks_ends_its_server_alone(tmp_path, model_dir, server, monkeypatch, capsys):
+    real = run.run_load
+
+    def broken(load, prompts):
+        if load.backend == "triton":
+            raise RuntimeError("a worker process died; its error is printed above")
+        return real(load, prompts)
+
+    monkeypatch.setattr(run, "run_load", broken)
+    arguments = [
+        "--model-dir",
+        str(model_dir),
+        "--out",
+        str(tmp_path / "out"),
+        "--rows",
+        "a",
+        "--commit",
+        "c",
+    ]
+    arguments += ["--url", f"ours={server.url}", "--url", f"vllm={server.url}", "--no-warm-up"]
+    assert run.main([*arguments, "--workers", "1"]) == 1
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert [r["server"] for r in results.load(path)["runs"]] == ["vllm"] and path.with_suffix(".md").exists()
+    assert "not measured: ours: a worker process died" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_where_the_results_are(tmp_path, model_dir, monkeypatch, capsys):
+    noted_loads(monkeypatch)
+    real = run.Benchmark.run_row
+
+    def run_row(self, scenario, spec, running):
+        if scenario.row == "b":
+            raise KeyboardInterrupt
+        real(self, scenario, spec, running)
+
+    monkeypatch.setattr(run.Benchmark, "run_row", run_row)
+    monkeypatch.setattr(run, "running_at", lambda url, spec: Running(url, None, "1"))
+    for rows, said in (
+        ("b", "interrupted: nothing was measured"),
+        ("a,b", "interrupted: what was measured is in"),
+    ):
+        arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "c"]
+        assert run.main([*arguments, "--rows", rows, "--server", "ours", "--url", "ours=http://x"]) == 130
+        assert said in capsys.readouterr().err
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert [r["row"] for r in results.load(path)["runs"]] == ["a"]
+
+
 def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, model_dir, monkeypatch):
     """In a time of its own: a slept second is no second of the test."""
     passed = [0.0]
