@@ -41,6 +41,9 @@ HELP = """\
 /quit             leave, as Ctrl-D does
 A line that ends with \\ goes on in the next. Ctrl-C stops an answer."""
 
+# Of a request's body: what the conversation says, and no option.
+OF_THE_CHAT = frozenset({"text_input", "messages", "stream", "model", "prompt"})
+
 
 @dataclass(frozen=True)
 class Form:
@@ -101,7 +104,9 @@ class Answer:
         if self.chunks:
             words.append(f"TTFT {self.ttft * 1e3:,.0f} ms")
         if count > 1 and self.seconds > self.ttft:
-            words.append(f"{(count - 1) / (self.seconds - self.ttft):,.1f} {unit[:3]}/s")
+            words.append(
+                f"{(count - 1) / (self.seconds - self.ttft):,.1f} {'tok' if unit == 'tokens' else unit}/s"
+            )
         words.append(f"{self.seconds:.1f} s")
         return ", ".join(words) + (", stopped" if self.stopped else "")
 
@@ -185,10 +190,14 @@ class Terminal:
             except EOFError:
                 if sys.stdin.isatty():
                     print()
-                return None
+                return "\n".join(lines) if lines else None  # a line that was to go on, and the end
             except KeyboardInterrupt:
                 print()
                 self.say("(Ctrl-D or /quit leaves)")
+                lines = []
+                continue
+            if any("\udc80" <= letter <= "\udcff" for letter in line):
+                self.say(f"this line is not text in {sys.stdin.encoding} and was left out")
                 lines = []
                 continue
             if not line.endswith("\\"):
@@ -290,7 +299,7 @@ class Terminal:
 
     def _set(self, rest: str) -> None:
         option, _, text = rest.partition(" ")
-        if option in ("text_input", "messages", "stream", "model", "prompt"):
+        if option in OF_THE_CHAT:
             self.say(f"{option} is what the conversation says; it cannot be set")
         elif option and text == "-":
             self.chat.options.pop(option, None)
@@ -350,6 +359,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.form and args.backend != "triton":
         p.error("argument --form: an OpenAI server applies its chat template; --form is for --backend triton")
+    if told := sorted(OF_THE_CHAT & args.extra_body.keys()):
+        p.error(f"argument --extra-body: {told[0]} is what the conversation says; leave it out")
     if args.api_key_env is not None and not os.environ.get(args.api_key_env):
         p.error(f"argument --api-key-env: there is no environment variable {args.api_key_env}")
     return args
@@ -359,6 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # models write what not every terminal can show
         sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are met in their line
+        sys.stdin.reconfigure(errors="surrogateescape")
     port = 8000 if args.backend == "triton" else 9000
     url, model = args.url or f"http://127.0.0.1:{port}", args.model
     key = os.environ.get(args.api_key_env) if args.api_key_env else None

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -110,6 +111,34 @@ def test_chat_goes_on_after_an_answer_that_is_none(answers, capsys, monkeypatch)
     assert "you: Is it?\nmodel: yes" in shown.out and "And then?" not in shown.out
     # What the model thought is shown, and is not said to it again.
     assert "\nhm \n\nyes\n" in shown.out
+
+
+def test_chat_goes_on_after_bytes_that_are_no_text(answers, capsys, monkeypatch):
+    url, waiting = answers
+    waiting.append(events({"text_output": " yes"}))
+    said = io.TextIOWrapper(
+        io.BytesIO(b"h\xff\xfe\nfirst \\\n\xff\nIs it \xe2\x82\xac? \\\n"), encoding="utf-8"
+    )
+    monkeypatch.setattr(sys, "stdin", said)
+    assert chat.main(["--url", url]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("this line is not text in utf-8 and was left out") == 2
+    # The last line was to go on, and the input ended: it is asked all the same, and nothing else is.
+    assert "\nyes\n[1 chunks, " in shown and waiting == []
+
+
+def test_chat_takes_no_other_conversation(capsys):
+    for name in sorted(chat.OF_THE_CHAT):
+        with pytest.raises(SystemExit):
+            chat.parse_args(["--extra-body", json.dumps({name: "x", "top_k": 1})])
+        assert f"--extra-body: {name} is what the conversation says" in capsys.readouterr().err
+
+
+def test_what_is_no_tokens_is_called_chunks():
+    answer = chat.Answer(chunks=9, ttft=0.1, seconds=0.5)
+    assert answer.statistics() == "9 chunks, TTFT 100 ms, 20.0 chunks/s, 0.5 s"
+    assert "9 tokens" in replace(answer, tokens=9).statistics()
+    assert "20.0 tok/s" in replace(answer, tokens=9).statistics()
 
 
 def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
