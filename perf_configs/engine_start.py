@@ -7,9 +7,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import torch
-
 from flashinfer_backend.config_tools import settings
+from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import Core, start
@@ -41,8 +40,7 @@ def engine_parameters(
 def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:
     """The engine. Ends the program with a message where there is no GPU (status 1), or where the engine
     refuses its parameters (2)."""
-    if not torch.cuda.is_available():
-        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    require_cuda(parser)
     try:
         return start(EngineConfig.from_parameters(parameters))
     except (OSError, ValueError) as error:

@@ -18,12 +18,12 @@ import argparse
 import json
 from collections.abc import Callable
 
-import flashinfer
 import numpy as np
 import torch
 
-from client.arguments import integer
-from flashinfer_backend.attention import split, triton_decode
+from client.arguments import integer, integers
+from flashinfer_backend.attention import split
+from flashinfer_backend.core.arguments import require_cuda
 
 BLOCK_SIZE, DIM = 16, 128
 
@@ -71,6 +71,10 @@ class Bench:
         self.order = torch.randperm(blocks, device="cuda", dtype=torch.int32)
 
     def case(self, num_seqs: int, max_seq_len: int, trials: int) -> dict:
+        import flashinfer  # not where there is no GPU
+
+        from flashinfer_backend.attention import triton_decode
+
         lens = draw_lens(num_seqs, max_seq_len)
         counts = (lens + BLOCK_SIZE - 1) // BLOCK_SIZE
         indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
@@ -131,20 +135,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--num-seqs", default="1,2,4,8,16,32,64,128,256")
-    parser.add_argument("--max-seq-lens", default="1024,2048,4096,8192,16384,32768,65536,131072")
+    parser.add_argument("--num-seqs", type=integers(1), default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument(
+        "--max-seq-lens", type=integers(1), default="1024,2048,4096,8192,16384,32768,65536,131072"
+    )
     parser.add_argument("--heads", type=integer(1), default=32)
     parser.add_argument("--kv-heads", type=integer(1), default=8)
     parser.add_argument("--trials", type=integer(1), default=20)
     parser.add_argument("--json")
     options = parser.parse_args()
+    require_cuda(parser)
     block_bytes = BLOCK_SIZE * options.kv_heads * DIM * 4
     room = int(torch.cuda.mem_get_info()[0] * 0.85) // block_bytes
-    cases = [
-        (s, m)
-        for m in map(int, options.max_seq_lens.split(","))
-        for s in map(int, options.num_seqs.split(","))
-    ]
+    cases = [(s, m) for m in options.max_seq_lens for s in options.num_seqs]
     needed = {case: blocks_of(draw_lens(*case)) for case in cases}
     cases = [case for case in cases if needed[case] <= room]
     bench = Bench(options.heads, options.kv_heads, max(needed[case] for case in cases))

@@ -14,6 +14,7 @@ import argparse
 
 import torch
 
+from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.tune.measure import INTERFACES, WEIGHTS, interface_times
 from flashinfer_backend.tune.search import FULL, faster_interfaces
 
@@ -27,6 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default=SHAPES, help="NxK of the weights, separated by commas")
     options = parser.parse_args()
+    require_cuda(parser)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     for shape in options.shapes.split(","):

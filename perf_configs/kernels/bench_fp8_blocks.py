@@ -35,7 +35,7 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.arguments import seconds, some_seconds
+from flashinfer_backend.core.arguments import require_cuda, seconds, some_seconds
 from flashinfer_backend.core.tuned import BLOCK_TILES, BlockTile, Role, Shape, Tuned
 from flashinfer_backend.tune.search import STEP_FASTER, block_tiles
 
@@ -362,8 +362,7 @@ def main() -> None:
     )
     parser.add_argument("--only-flashinfer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    require_cuda(parser)
     end = time.monotonic() + options.limit
     shapes, sizes = parse_shapes(options.shapes), sorted(set(map(int, options.tokens.split(","))))
     if options.only_flashinfer:

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.arguments import some_seconds, whole
+from flashinfer_backend.core.arguments import require_cuda, some_seconds, whole
 from flashinfer_backend.core.tuned import DecodeAttention, Tuned
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -370,8 +370,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} should be a multiple of --kv-heads {options.kv_heads}")
-    if not torch.cuda.is_available():
-        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    require_cuda(parser)
     end = time.monotonic() + options.limit
     from flashinfer_backend.ops import device
 

@@ -19,14 +19,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import flashinfer
 import msgspec
 import torch
 import torch.nn.functional as F
 
 from client.arguments import integer
+from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.tuned import Product, Role, Shape, Step, Tiling
-from flashinfer_backend.ops import triton_int4
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.ops.weight import Weight
 from flashinfer_backend.tune.measure import capture, microseconds
@@ -79,9 +78,13 @@ class Bench:
 
     def fused(self, x: torch.Tensor, out: torch.Tensor, weight: Weight, tiling: Tiling) -> torch.Tensor:
         """The Triton product of one layer."""
+        from flashinfer_backend.ops import triton_int4
+
         gated, adds = self.role == "gate_up", self.role in ("o", "down")
         norm, eps = (self.norm, 1e-5) if tiling.fuse_norm and not adds else (None, 0.0)
         if norm is None and not adds and self.device == "cuda":
+            import flashinfer
+
             x = flashinfer.rmsnorm(x, self.norm, 1e-5, enable_pdl=True)
         stored = weight.data, weight.scale, weight.zero
         return triton_int4.linear(x, *stored, tiling, norm, eps, None, out if adds else None, gated)
@@ -90,11 +93,15 @@ class Bench:
         """cuBLAS's product of one layer."""
         if self.role in ("o", "down"):
             return out.addmm_(x, matrix.t())
+        import flashinfer
+
         product = F.linear(flashinfer.rmsnorm(x, self.norm, 1e-5, enable_pdl=True), matrix)
         return flashinfer.silu_and_mul(product, enable_pdl=True) if self.role == "gate_up" else product
 
     def times(self, tokens: int, tilings: list[Tiling | None]) -> list[float]:
         """Microseconds of a product: by each tiling (None: inf), written out in 16 bits, in bfloat16."""
+        from flashinfer_backend.ops import triton_int4
+
         rows, inner = self.shape
         x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
         out = torch.zeros(tokens, rows, dtype=torch.bfloat16, device="cuda")
@@ -153,12 +160,15 @@ def main() -> None:
     parser.add_argument("--group", default="128", choices=["32", "64", "128", "row"])
     parser.add_argument("--symmetric", action="store_true", help="without zero points")
     parser.add_argument(
-        "--subtract-from", type=integer(1), default=triton_int4.SUBTRACT_FROM,
-        help="tokens of a tile from which on zero points are subtracted from the elements",
+        "--subtract-from", type=integer(1), metavar="TOKENS",
+        help="of a tile from which on zero points are subtracted from the elements (default: as served)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} tokens")
     options = parser.parse_args()
-    triton_int4.SUBTRACT_FROM = options.subtract_from
+    require_cuda(parser)
+    from flashinfer_backend.ops import triton_int4
+
+    triton_int4.SUBTRACT_FROM = options.subtract_from or triton_int4.SUBTRACT_FROM
     sizes = QUICK if options.quick else TOKENS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     shapes: dict[Role, Shape] = {}

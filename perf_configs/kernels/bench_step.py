@@ -2,7 +2,7 @@
 """Time of one decode step of a model's shape: the whole step in one CUDA graph, and each operation.
 
     python perf_configs/kernels/bench_step.py MODEL_DIR [--batches 1,16,64,256] [--contexts 256,1024]
-        [--decode-backend auto] [--layers N] [--prefill 2048] [--json FILE]
+        [--decode-backend auto] [--prefill 2048] [--json FILE]
 
 MODEL_DIR needs a config.json only: weights and cache are random (time depends on values a little, so never
 zeros). An operation's time is that of a graph of all layers' calls over the number of layers. The floor is
@@ -15,18 +15,22 @@ import argparse
 import json
 import types
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from client.arguments import positive
+from client.arguments import integers, positive
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
-from flashinfer_backend.ops import cuda_ops
+from flashinfer_backend.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
 BLOCK_SIZE = 16
 
@@ -70,6 +74,8 @@ class Bench:
         self.max_seqs = max_seqs
 
     def attention(self, decode_backend: str) -> FlashInferAttention:
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
         config = self.config
         return FlashInferAttention(
             KVCache.over(self.caches), config.num_heads, self.max_seqs, self.columns, decode_backend,
@@ -163,7 +169,7 @@ class Bench:
             times.append(start.elapsed_time(end) * 1e3)
         config = self.config
         weights = sum(
-            w.data.numel()
+            w.shape[0] * w.shape[1]
             for layer in self.model.layers
             for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
@@ -173,11 +179,24 @@ class Bench:
         return {"prefill": tokens, "us": time, "tflops": flops / time * 1e-6}
 
 
+def weight_bytes(model: Transformer) -> int:
+    """What a decode step reads of the weights, as they are stored: all but embeddings that are only looked
+    up."""
+    tied = model.lm_head.data is model.embed_tokens
+    read = [tensor for name, tensor in model.named_parameters() if tied or name != "embed_tokens"]
+    zeros = [module.zero for module in model.modules() if isinstance(module, Weight)]
+    return sum(tensor.nbytes for tensor in [*read, *zeros] if tensor is not None)
+
+
 def floor_us(bench: Bench, rows: int, context: int, bandwidth: float) -> float:
     config = bench.config
-    weights = sum(p.numel() for name, p in bench.model.named_parameters() if name != "embed_tokens")
     cache = rows * context * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    return (weights + cache) * 2 / bandwidth * 1e6
+    return (weight_bytes(bench.model) + cache * 2) / bandwidth * 1e6
+
+
+def lengths(text: str) -> list[int]:
+    """Whole numbers separated by commas, or none."""
+    return integers(1)(text) if text else []
 
 
 def main() -> None:
@@ -185,18 +204,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir")
-    parser.add_argument("--batches", default="1,4,16,64,128,256")
-    parser.add_argument("--contexts", default="256,1024")
+    parser.add_argument("--batches", type=integers(1), default="1,4,16,64,128,256")
+    parser.add_argument("--contexts", type=integers(1), default="256,1024")
     parser.add_argument("--decode-backend", default="auto")
-    parser.add_argument("--prefill", default="2048", help="prompt lengths, or empty")
+    parser.add_argument("--prefill", type=lengths, default="2048", help="prompt lengths, or empty")
     parser.add_argument("--bandwidth", type=positive, default=4.29e12, help="bytes/s of a device copy")
     parser.add_argument("--per-op", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
     options = parser.parse_args()
-    batches = [int(b) for b in options.batches.split(",")]
-    contexts = [int(c) for c in options.contexts.split(",")]
+    require_cuda(parser)
+    from flashinfer_backend.ops import cuda_ops
+
+    batches, contexts = options.batches, options.contexts
     config = ModelConfig.from_pretrained(options.model_dir)
-    longest = max([*contexts, *(int(p) for p in options.prefill.split(",") if p)])
+    longest = max([*contexts, *options.prefill])
     bench = Bench(config, cuda_ops, max(max(batches) * max(contexts), longest), max(batches), longest)
     results = []
     for context in contexts:
@@ -206,7 +227,7 @@ def main() -> None:
             results.append(result)
             times = " ".join(f"{k} {v:.1f}" for k, v in result.items() if k not in ("rows", "context"))
             print(f"{rows:4d} x {context:5d}: {times}", flush=True)
-    for tokens in (int(p) for p in options.prefill.split(",") if p):
+    for tokens in options.prefill:
         results.append(bench.prefill(tokens))
         print(
             f"prefill {tokens}: {results[-1]['us'] / 1e3:.2f} ms, {results[-1]['tflops']:.0f} TFLOP/s",

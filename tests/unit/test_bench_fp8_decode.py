@@ -178,11 +178,3 @@ def test_rows_that_are_no_numbers_are_refused(text, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert "should be numbers from 1 on, separated by commas" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_fp8_decode.py"])
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    assert end.value.code == 1 and "needs a CUDA device, and torch sees none" in capsys.readouterr().err

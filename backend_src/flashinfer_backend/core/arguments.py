@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of command-line options: each returns the value, or has the parser say what would be right."""
+"""Types of command-line options: each returns the value, or has the parser say what would be right. And what
+programs for a GPU say without one."""
 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 
 INT32_MAX = 2**31 - 1
@@ -47,3 +48,11 @@ def some_seconds(text: str) -> float:
     if not (value := seconds(text)):
         raise ArgumentTypeError(f"{text}: it should be more than 0 seconds")
     return value
+
+
+def require_cuda(parser: ArgumentParser) -> None:
+    """Ends the program with a sentence and status 1 where torch sees no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.config import ModelConfig
@@ -52,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fp8-blocks", action="store_true", help="weights in FP8 with scales of 128x128 blocks, as Qwen's"
     )
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.exit(1, f"{parser.prog}: needs a CUDA device, and torch sees none\n")
+    require_cuda(parser)
     try:
         name = torch.cuda.get_device_name()
         config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
