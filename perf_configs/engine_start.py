@@ -24,15 +24,7 @@ def engine_parameters(
     """Parameters of the engine, of which KNOB=VALUE texts win. Raises OSError or ValueError for a folder that
     is no checkpoint, for what build.py refuses, and for knobs that would be without effect."""
     longest = ModelConfig.from_pretrained(resolve_model_dir(model)).longest_seq_len
-    problems: list[str] = []
-    chosen = settings.parse_pairs(settings.split_assignments(assignments, problems), "--set", problems)
-    for name in chosen:
-        if name in OWN_OPTIONS:
-            problems.append(f"--set {name}: should be given as {OWN_OPTIONS[name]}")
-        elif name not in EngineConfig.__struct_fields__:
-            problems.append(f"--set {name}: is no knob of the engine, which runs without Triton here")
-    if problems:
-        raise ValueError("; ".join(problems))
+    chosen = settings.engine_parameters(assignments, OWN_OPTIONS)
     own = {"model_dir": model, "load_format": load_format}
     return {"max_seq_len": str(min(MAX_SEQ_LEN, longest))} | defaults | chosen | own
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from flashinfer_backend.core.config import EngineConfig, read_assignments
+from flashinfer_backend.config_tools.settings import engine_parameters
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
 
@@ -60,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     from flashinfer_backend.worker.start import _dtype
 
     try:
-        settings = read_assignments(options.set) | {"model_dir": options.model or BUNDLED}
+        settings = engine_parameters(options.set, {"model_dir": "--model"}) | {
+            "model_dir": options.model or BUNDLED
+        }
         config = EngineConfig.from_parameters(settings)
         model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
         if config.quantization == "fp8":

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, POST, TRT_LLM
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.core.config import auto_queue_size
+from flashinfer_backend.core.config import EngineConfig, auto_queue_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,6 +66,23 @@ def _toml_text(value: Any) -> str | None:
     return None
 
 
+def engine_parameters(assignments: Iterable[str], own_options: Mapping[str, str]) -> dict[str, str]:
+    """Parameters of an engine that runs without Triton, of knob=value texts of `--set`, which are what they
+    are for build.py; without a value a knob has its default. own_options: knob -> the option that the program
+    has for it. Raises ValueError with all that is wrong."""
+    problems: list[str] = []
+    pairs = split_assignments(assignments, problems)
+    chosen = parse_pairs(pairs, "--set", problems, unset=True, see="docs/knobs.md has all")
+    for name in chosen:
+        if name in own_options:
+            problems.append(f"--set {name}: should be given as {own_options[name]}")
+        elif name not in EngineConfig.__struct_fields__:
+            problems.append(f"--set {name}: is no knob of the engine, which runs without Triton here")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return chosen
+
+
 def split_assignments(assignments: Iterable[str], problems: list[str]) -> list[tuple[str, str]]:
     """(knob, value) pairs of "knob=value" texts."""
     pairs = []
@@ -78,8 +95,15 @@ def split_assignments(assignments: Iterable[str], problems: list[str]) -> list[t
     return pairs
 
 
-def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[str]) -> dict[str, str]:
-    """Checked values by knob name. Unknown names, bad values and a knob set twice are problems."""
+def parse_pairs(
+    pairs: Iterable[tuple[str, str]],
+    source: str,
+    problems: list[str],
+    unset: bool = False,
+    see: str = "--list-knobs shows all",
+) -> dict[str, str]:
+    """Checked values by knob name. Unknown names, bad values and a knob set twice are problems. unset: an
+    empty value is one, too. see: where all knobs are."""
     values: dict[str, str] = {}
     for name, text in pairs:
         if name in FOREIGN:
@@ -88,11 +112,11 @@ def parse_pairs(pairs: Iterable[tuple[str, str]], source: str, problems: list[st
                 problems.append(f"{source}: {name}={text}: {refusal}")
             continue
         if name not in BY_NAME:
-            problems.append(f"{source}: unknown knob {name!r}{_did_you_mean(name)}")
+            problems.append(f"{source}: unknown knob {name!r}{_did_you_mean(name, see)}")
             continue
         knob = BY_NAME[name]
         try:
-            value = knob.parse(text)
+            value = knob.parse(text) if text or not unset else ""
         except ValueError as error:
             problems.append(f"{source}: {name}={text}: {error}{_instead(knob.name, text)}")
             continue
@@ -145,7 +169,7 @@ def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
     return values
 
 
-def _did_you_mean(name: str, otherwise: str = "--list-knobs shows all") -> str:
+def _did_you_mean(name: str, otherwise: str) -> str:
     close = difflib.get_close_matches(name, [*BY_NAME, *FOREIGN], n=2)
     return f"; did you mean {' or '.join(close)}?" if close else f"; {otherwise}"
 

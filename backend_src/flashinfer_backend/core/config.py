@@ -4,7 +4,6 @@ how they are read from the llm model's config.pbtxt, and resolved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -335,22 +334,6 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
     if numbers not in kinds:
         raise TypeError(f"{hint} should be a Literal of words | list[int], or of lists of these")
     return kinds[numbers], tuple(get_args(literal))
-
-
-def read_assignments(assignments: Iterable[str]) -> dict[str, str]:
-    """Parameters of an engine from texts KNOB=VALUE of `--set`. model_dir is none of them: it has an option
-    of its own. Raises ValueError for other texts, and for a knob with two values."""
-    known = set(EngineConfig.__struct_fields__) - {"model_dir"}
-    values: dict[str, str] = {}
-    for assignment in assignments:
-        name, equals, value = (part.strip() for part in assignment.partition("="))
-        if not equals or name not in known:
-            raise ValueError(
-                f"--set {assignment}: should be KNOB=VALUE with one of {', '.join(sorted(known))}"
-            )
-        if values.setdefault(name, value) != value:
-            raise ValueError(f"--set {name}={value}: already set to {values[name]}; set it once")
-    return values
 
 
 def gpus_per_engine(config: EngineConfig) -> int:

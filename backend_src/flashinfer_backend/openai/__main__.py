@@ -12,9 +12,9 @@ from typing import Any
 
 from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.config_tools.model_config import read_parameters
-from flashinfer_backend.config_tools.settings import check_parameters
+from flashinfer_backend.config_tools.settings import check_parameters, engine_parameters
 from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
-from flashinfer_backend.core.config import EngineConfig, read_assignments
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import Parent, metrics_dir
@@ -115,7 +115,9 @@ def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
     parameters = (
         _llm_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
     )
-    config = EngineConfig.from_parameters(parameters | read_assignments(options.set))
+    config = EngineConfig.from_parameters(
+        parameters | engine_parameters(options.set, {"model_dir": "--model"})
+    )
     visible_devices(config, os.environ)  # raises what is wrong before a process is started
     return config, run_dir(os.getpid(), "openai"), os.getpid()
 
