@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from client.arguments import integer
+from client.arguments import integer, integers
 from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -167,7 +167,7 @@ def offline(core: Core, lengths: list[tuple[int, int]], vocab: int) -> dict[str,
         "requests": len(lengths),
         "seconds": seconds,
         "cpu_seconds": time.thread_time() - cpu_began,
-        "output_tokens_per_s": sum(o for _, o in lengths) / seconds,
+        "output_tokens_per_s": driver.socket.output_tokens / seconds,
         "prompt_tokens": sum(p for p, _ in lengths),
         "steps": len(timeline),
         "timeline": timeline,
@@ -205,6 +205,11 @@ def parse_load(text: str) -> Load:
     return Load(*(int(number or 0) for number in found.groups()))
 
 
+def batch_sizes(text: str) -> list[int]:
+    """Whole numbers separated by commas, or none."""
+    return integers(1)(text) if text else []
+
+
 def at_once(core: Core, load: Load) -> int:
     """How many sequences of such lengths the engine runs at once."""
     config = core.config
@@ -231,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--batches",
+        type=batch_sizes,
         default="1,16,64,256",
         metavar="N,...",
         help='sequences of the decode steps to time; "": none (default: %(default)s)',
@@ -271,7 +277,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     began = time.perf_counter()
     core = start_on_gpu(parser, parameters)
-    batches = [int(number) for number in filter(None, options.batches.split(","))]
+    batches = options.batches
+    most = at_once(core, Load(CONTEXT, STEPS + SPARE, 0))
+    if max(batches, default=0) > most:  # the others would wait, and the steps be of fewer
+        parser.exit(1, f"{parser.prog}: --batches {max(batches)}: {most} run at once with these settings\n")
     if batches and core.runner.graphs is None:
         parser.exit(1, f"{parser.prog}: needs the decode graphs that these settings switch off\n")
     longest = [CONTEXT + STEPS + SPARE] * bool(batches) + [load.prompt + load.output for load in loads]
