@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -111,11 +112,13 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
         while not loaded.wait(SAMPLE_S):
             most.update({name: max(most[name], figure("status", name)) for name in names})
 
-    thread = threading.Thread(target=sample)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
-    load_weights(model, folder)
-    loaded.set()
-    thread.join()
+    try:
+        load_weights(model, folder)
+    finally:  # else it goes on for ever
+        loaded.set()
+        thread.join()
     found = {
         "file": path.stat().st_size,
         "share of the model": sum(parameter.nbytes for parameter in model.parameters()),
@@ -127,7 +130,7 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
     return {name: value / MB for name, value in found.items()}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf_configs.loading", description=__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint of one file, instead of a random one")
     parser.add_argument("--layers", type=integer(1), default=4)
@@ -136,7 +139,11 @@ def main() -> None:
     parser.add_argument("--rank", type=integer(0), default=0)
     parser.add_argument("--size", type=integer(1), default=1, help="number of ranks")
     parser.add_argument("--keep-cache", action="store_true", help="do not drop the file from the page cache")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if options.rank >= options.size:
+        parser.error(f"--rank {options.rank} should be below --size {options.size}: ranks count from 0")
+    if options.model is not None and not (options.model / "model.safetensors").is_file():
+        parser.error(f"--model {options.model}: there is no model.safetensors, the one file that is loaded")
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or Path(temporary)

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from client.metrics import RequestRecord, summarise
 from client.scenarios import Point, read_scenarios
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.engine.start import start
-from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
+from perf_configs import bench_engine, loading, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
 from perf_configs.servers import Running, StartError, read_servers
 
@@ -596,6 +597,23 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as caught:
             bench_engine.main([*command, "--batches", batches])
         assert caught.value.code == status and message in capsys.readouterr().err
+
+
+def test_loading_ends_where_weights_do_not_load(tmp_path, capsys):
+    """Its thread went on, and the program waited for that."""
+    make_checkpoint("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    before = threading.enumerate()
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        loading.main(["--model", str(tmp_path), "--keep-cache", "--dtype", "float32"])
+    assert threading.enumerate() == before
+    for arguments, message in (
+        (["--rank", "2", "--size", "2"], "--rank 2 should be below --size 2"),
+        (["--model", "/nowhere"], "--model /nowhere: there is no model.safetensors"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            loading.main(arguments)
+        assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
