@@ -270,6 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             print(line(steps, began, ended), flush=True)
         return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     finally:
         for process in (*readers, api):
             if process.pid is not None:

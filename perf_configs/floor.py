@@ -16,9 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from flashinfer_backend.core.arguments import require_cuda
 
 ROOT = Path(__file__).parent.parent
 TIME_LIMIT = 120.0  # seconds for the process that measures
@@ -108,7 +110,7 @@ def bytes_of_a_step(config_file: Path, rows: int, context: float) -> float:
     return 2.0 * (layers * (layer + cache) + vocabulary * hidden)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     parser = argparse.ArgumentParser(
@@ -117,7 +119,10 @@ def main() -> None:
     )  # fmt: skip
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=list(SIZES), default=found)
-    print(json.dumps(measure(parser.parse_args().device)))
+    device = parser.parse_args(argv).device
+    if device == "cuda":
+        require_cuda(parser)
+    print(json.dumps(measure(device)))
 
 
 if __name__ == "__main__":

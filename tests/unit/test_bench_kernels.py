@@ -30,6 +30,13 @@ def test_without_a_gpu_it_says_so(name, monkeypatch, capsys):
     assert (end.value.code, capsys.readouterr().err) == (1, said)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+def test_the_machines_floor_says_so_too(capsys):
+    with pytest.raises(SystemExit) as end:
+        floor.main(["--device", "cuda"])
+    assert end.value.code == 1 and "needs a CUDA device, and torch sees none" in capsys.readouterr().err
+
+
 def test_the_floor_of_a_step_counts_weights_as_they_are_stored():
     folder = resolve_model_dir("bundled")
     cpu = torch.device("cpu")
