@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from client import find_rate, machine, ready, results, scenarios
 from client.bench_options import OF_SCENARIO, SAMPLING, given_options, make_parser
-from client.datasets import DATASETS, Prompt, fingerprint, load_prompts, load_tokenizer
+from client.datasets import DATASETS, Prompt, TooFewError, fingerprint, load_prompts, load_tokenizer
 from client.device_log import DeviceLog, Devices, find_devices
 from client.load import Load, LoadResult, run_load
 from client.metrics import PERCENTILES, format_table, goodput, request_columns
@@ -166,7 +166,10 @@ class Bench:
         def attempt(rate: float) -> bool:
             count = max(2, math.ceil(rate * args.try_seconds))
             point = Point(rate, count, self.points[0].max_concurrency)
-            summary = self.measure(point, warm_up, note=f"try {rate:.3g} requests/s")
+            try:
+                summary = self.measure(point, warm_up, note=f"try {rate:.3g} requests/s")
+            except TooFewError as error:
+                raise find_rate.CannotTry(f"{error}; give a larger file, or shorter --try-seconds") from None
             if self.interrupted:
                 raise KeyboardInterrupt
             problem = find_rate.broken(summary, args.limit)

@@ -21,6 +21,10 @@ Range = tuple[int, int]  # lowest and highest, both included
 PART_SEEDS = 1_000_000_007  # from the seed of a part of mixed prompts to the next part's
 
 
+class TooFewError(ValueError):
+    """A file has fewer conversations than were asked for."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """text is sent; prompt_tokens is its length as a server counts it; output_tokens are asked for.
@@ -107,7 +111,7 @@ def load_sharegpt(
             prompts.append(Prompt(text, p, a))
             if len(prompts) == num_prompts:
                 return prompts
-    raise ValueError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
+    raise TooFewError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
 
 
 def _first_turns(row: Any) -> tuple[str, str] | None:
@@ -261,7 +265,7 @@ def load_conversations(
         prompts.append(_conversation([Prompt(*pair) for pair in pairs]))
         if len(prompts) == num_prompts:
             return prompts
-    raise ValueError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
+    raise TooFewError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
 
 
 def _conversation(turns: Sequence[Prompt]) -> Prompt:

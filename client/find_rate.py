@@ -74,6 +74,10 @@ def broken(summary: dict[str, Any], limits: list[Limit]) -> str | None:
     return None
 
 
+class CannotTry(Exception):
+    """There is no load of this rate: the search ends with what it has found."""
+
+
 @dataclass(frozen=True)
 class Search:
     """From low to high in requests/s, until the bounds are within `tolerance` of each other (a share) or
@@ -85,7 +89,8 @@ class Search:
     tolerance: float = 0.05
 
     def run(self, attempt: Callable[[float], bool], say: Callable[[str], None]) -> tuple[float | None, bool]:
-        """(the highest rate that attempt(rate) said True to, whether the search came to its end). The rate
+        """(the highest rate that attempt(rate) said True to, whether the search came to its end). attempt may
+        raise CannotTry. The rate
         doubles from low while it is good, then the span between good and bad is halved."""
         began = time.monotonic()
         longest = 0.0
@@ -97,10 +102,14 @@ class Search:
                 say(f"time is over: {self.seconds:g} s")
                 return good, False
             tried = time.monotonic()
-            if attempt(rate):
-                good = rate
-            else:
-                bad = rate
+            try:
+                if attempt(rate):
+                    good = rate
+                else:
+                    bad = rate
+            except CannotTry as error:
+                say(f"{rate:.4g} requests/s cannot be tried: {error}")
+                return good, False
             longest = max(longest, time.monotonic() - tried)
             if good is None:
                 say(f"even {self.low:g} requests/s is too much: begin lower")

@@ -88,6 +88,20 @@ def test_limits_may_write_a_percentile_in_any_way(run, capsys):
     assert f"highest rate: 20 requests/s with {wanted}" in capsys.readouterr().out
 
 
+def test_a_search_ends_with_what_it_has_where_a_file_has_no_more_conversations(
+    server, tokenizer_folder, tmp_path, capsys
+):
+    turns = [{"from": who, "value": "some words here"} for who in ("human", "gpt")]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"conversations": turns}] * 5))
+    place = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1", "--warm-up", "0"]
+    find = ["--find-rate", "20:40", "--limit", "p99_ttft=60000", "--try-seconds", "0.2"]
+    assert bench.main([*place, "--dataset", f"sharegpt:{file}", *find]) == 1
+    printed = capsys.readouterr().out
+    assert "40 requests/s cannot be tried" in printed and "5 usable conversations, 8 were asked" in printed
+    assert "highest rate: 20 requests/s at least (INCOMPLETE)" in printed
+
+
 def test_answers_that_end_early_need_a_count_of_their_tokens(server):
     """Otherwise the tokens asked for would be taken for those that came."""
     prompts = [Prompt("stopped uncounted", 4, 6), Prompt("stopped", 4, 6)]
