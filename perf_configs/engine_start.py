@@ -5,6 +5,7 @@ its start on a GPU."""
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 
 from flashinfer_backend.config_tools import settings
@@ -30,9 +31,10 @@ def engine_parameters(
 
 
 def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:
-    """The engine. Ends the program with a message where there is no GPU (status 1), or where the engine
-    refuses its parameters (2)."""
+    """The engine; stderr has its start, such as how fast weights were read. Ends the program with a message
+    where there is no GPU (status 1), or where the engine refuses its parameters (2)."""
     require_cuda(parser)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         return start(EngineConfig.from_parameters(parameters))
     except (OSError, ValueError) as error:
