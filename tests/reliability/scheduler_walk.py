@@ -274,7 +274,7 @@ class World:
         assert not self.wrong, self.wrong
         self.counts["waits for room"] += len(self.loop.logits)
         for request in self.scheduler.requests.values():
-            has_room = request.handle in self.loop.logits._places
+            has_room = request.handle in self.loop.logits.stages
             assert has_room or not request.params.asks_for_logits, f"request {request.handle} has no room"
         used = manager.num_blocks - manager.available
         assert used + manager.cached + len(manager._free) == manager.num_blocks

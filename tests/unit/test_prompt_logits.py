@@ -58,6 +58,14 @@ def test_who_waits_goes_in_by_priority_and_then_by_arrival() -> None:
     assert places.started[3:] == ["small"] and places.seen[-1] == (10, 0)
 
 
+def test_who_leaves_together_lets_in_none_of_themselves() -> None:
+    places = Places()
+    first, second, third = (places.enter(name, 100) for name in ("first", "second", "third"))
+    places.enter("last", 100)
+    places.gate.leave(first, second, third, Place(1, 0, lambda: None))
+    assert places.started == ["first", "last"] and places.seen[-1] == (100, 0) == (100, places.gate.waiting)
+
+
 def test_too_many_that_wait_are_refused() -> None:
     places = Places(most_waiting=2)
     for name in ("in", "one", "two"):

@@ -18,7 +18,7 @@ class Place:
 
     size: int
     priority: int
-    start: Callable[[], None]
+    start: Callable[[], object]
     waiting: bool = False
     inside: bool = False
 
@@ -38,6 +38,11 @@ class Gate:
         self.held = 0  # bytes
         self._waiting: list[Place] = []  # in their order
 
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
     def enter(self, place: Place) -> bool:
         """Takes a place, or a place in the line. False: too many wait already."""
         if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
@@ -47,13 +52,15 @@ class Gate:
         self._admit()
         return True
 
-    def leave(self, place: Place) -> None:
-        """Gives a place back, or its place in the line. May be called more than once."""
-        if place.waiting:
-            self._waiting.remove(place)
-        elif place.inside:
-            self.held -= place.size
-        place.waiting = place.inside = False
+    def leave(self, *places: Place) -> None:
+        """Gives places back, or places in the line: all of them before anybody else goes in. May be called
+        more than once, and of a place that never entered."""
+        for place in places:
+            if place.waiting:
+                self._waiting.remove(place)
+            elif place.inside:
+                self.held -= place.size
+            place.waiting = place.inside = False
         self._admit()
 
     def _admit(self) -> None:

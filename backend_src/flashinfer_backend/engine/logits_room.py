@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
 
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.request import Request
@@ -18,6 +20,28 @@ def step_tokens(vocab_size: int) -> int:
     return max(1, STEP_BYTES // (4 * vocab_size))
 
 
+# How far a request is. It only goes on to a later stage, and may be forgotten at each. The scheduler gets it
+# as COMPUTING, until all logits of its prompt are computed, or as HELD where it wants none of these.
+Stage = IntEnum("Stage", "WAITS_FOR_ROOM WAITS_FOR_TURN COMPUTING HELD")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request with its places at the two gates, which are its state."""
+
+    request: Request
+    room: Place
+    turn: Place  # only taken by one that wants the logits of its prompt
+
+    @property
+    def stage(self) -> Stage:
+        if self.room.waiting:
+            return Stage.WAITS_FOR_ROOM
+        if self.turn.waiting:
+            return Stage.WAITS_FOR_TURN
+        return Stage.COMPUTING if self.turn.inside else Stage.HELD
+
+
 class LogitsRoom:
     """Bounds the bytes of logits that this engine and the processes which it sends them to hold together. A
     request has its room before it has a slot, and keeps it until its stub has said `Freed`, or has ended:
@@ -25,84 +49,72 @@ class LogitsRoom:
     or as many as one step computes: others have steps between."""
 
     def __init__(self, most: int, vocab_size: int, admit: Callable[[Request], None]) -> None:
-        """most: bytes. admit: takes a request that has its room."""
-        self._gate = Gate(most)
+        """most: bytes. admit: takes a request that has its room and its turn."""
+        self._room = Gate(most)
         self._turns = Gate(STEP_BYTES)  # of the prompts' logits that the scheduler has and are not computed
-        self._turn: dict[int, Place] = {}  # by handle, of who has room and waits or is inside
         self._vocab_size, self._admit = vocab_size, admit
-        self._places: dict[int, Place] = {}  # by handle, of who waits or is inside
-        self._waiting: dict[int, Request] = {}  # by handle
+        self._entries: dict[int, Entry] = {}  # by handle, in order of arrival
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self._waiting)
+        return self._room.waiting + self._turns.waiting
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, in order of arrival."""
-        return iter(list(self._waiting.values()))
+        return iter([entry.request for entry in self._entries.values() if entry.stage < Stage.COMPUTING])
 
     @property
     def held(self) -> int:
-        """Bytes of those inside."""
-        return self._gate.held
+        """Bytes of those that have room."""
+        return self._room.held
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """Of all, by handle, in order of arrival."""
+        return {handle: entry.stage for handle, entry in self._entries.items()}
 
     def enter(self, request: Request) -> None:
         """Lets a request in, at once or when there is room: by priority, then by arrival. It must not want
         more than there is in all."""
-        rows = request.params.logits_rows(len(request.prompt), request.max_new)
-        self._waiting[request.handle] = request
-        place = Place(4 * rows * self._vocab_size, request.priority, lambda: self._start(request))
-        self._places[request.handle] = place
-        self._gate.enter(place)
-
-    def freed(self, handle: int) -> None:
-        """Nobody holds the sequence's logits any more. Nothing happens where they have no room."""
-        self._waiting.pop(handle, None)
-        self.computed(handle)
-        place = self._places.pop(handle, None)
-        if place is not None:
-            self._gate.leave(place)
+        row, prompt, params = 4 * self._vocab_size, len(request.prompt), request.params
+        turn = Place(row * prompt, request.priority, lambda: self._admit(request))
+        start = (lambda: self._turns.enter(turn)) if params.context_logits else turn.start
+        room = Place(row * params.logits_rows(prompt, request.max_new), request.priority, start)
+        self._entries[request.handle] = Entry(request, room, turn)
+        self._room.enter(room)
 
     def computed(self, handle: int) -> None:
         """All of the logits of a sequence's prompt are. May be said more than once."""
-        turn = self._turn.pop(handle, None)
-        if turn is not None:
-            self._turns.leave(turn)
+        entry = self._entries.get(handle)
+        if entry is not None:
+            self._turns.leave(entry.turn)
+
+    def freed(self, handle: int) -> None:
+        """Nobody holds the sequence's logits any more. Nothing happens where they have no room."""
+        self._forget([handle])
 
     def cancel(self, handle: int) -> Request | None:
-        """Forget a request that waits; None if there is no such one."""
-        request = self._waiting.get(handle)
-        if request is not None:
-            self.freed(handle)
-        return request
+        """Forget a request unless its stub has some of its logits, which it gives back itself. Returns the
+        request if it waits here."""
+        entry = self._entries.get(handle)
+        if entry is None or entry.request.first_token_ns:
+            return None
+        waits = entry.stage < Stage.COMPUTING
+        self._forget([handle])
+        return entry.request if waits else None
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Forget and return who waits and whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = [request for request in self._waiting.values() if 0 < request.deadline_ns <= now_ns]
-        self._forget([request.handle for request in late])
-        return late
+        late = [entry for entry in self._entries.values() if 0 < entry.request.deadline_ns <= now_ns]
+        return self._forget([entry.request.handle for entry in late if entry.stage < Stage.COMPUTING])
 
     def drop_stub(self, pid: int) -> None:
         """A stub holds nothing any more, and wants nothing."""
-        self._forget([handle for handle in self._places if handle >> 32 == pid])
+        self._forget([handle for handle in self._entries if handle >> 32 == pid])
 
-    def _forget(self, handles: list[int]) -> None:
-        # None of them waits any more when the first gives back its room, or its place in the line: one of the
-        # others that is let in by that goes no further.
-        for handle in handles:
-            self._waiting.pop(handle, None)
-        for handle in handles:
-            self.freed(handle)
-
-    def _start(self, request: Request) -> None:
-        if not request.params.context_logits:
-            self._submit(request)
-            return
-        size = 4 * len(request.prompt) * self._vocab_size
-        turn = Place(size, request.priority, lambda: self._submit(request))
-        self._turn[request.handle] = turn
-        self._turns.enter(turn)
-
-    def _submit(self, request: Request) -> None:
-        if self._waiting.pop(request.handle, None) is not None:
-            self._admit(request)
+    def _forget(self, handles: list[int]) -> list[Request]:
+        # All leave a gate at once: what one of them gives back lets in none of the others.
+        gone = [self._entries.pop(handle) for handle in handles if handle in self._entries]
+        self._turns.leave(*(entry.turn for entry in gone))
+        self._room.leave(*(entry.room for entry in gone))
+        return [entry.request for entry in gone]

@@ -126,13 +126,11 @@ class EngineLoop:
         if isinstance(message, protocol.Submit):
             self._submit(message)
         elif isinstance(message, protocol.Cancel):
+            waited = self.logits.cancel(message.handle) or self.grammars.cancel(message.handle)
             request = self.scheduler.requests.get(message.handle)
             if request is not None:
                 self.scheduler.release(request)
-                if not request.first_token_ns:  # nobody has any of its logits
-                    self.logits.freed(message.handle)
-            else:
-                request = self.grammars.cancel(message.handle) or self.logits.cancel(message.handle)
+            request = request or waited
             if request is not None:
                 self.cancellations += 1
                 self._send_end(request, protocol.FINISHED_CANCELLED)
