@@ -39,7 +39,7 @@ def no_log() -> Iterator[None]:
 def test_ten_thousand_random_steps() -> None:
     counts = walk(10_000, seed=1)
     happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
-    happened += ("waits for room", "links that were made anew")
+    happened += ("waits for room", "waits for a turn", "links that were made anew")
     assert all(counts[name] >= 10 for name in happened), counts
     assert counts["prompt tokens from the cache"] > 1000
 

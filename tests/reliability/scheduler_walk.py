@@ -25,6 +25,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -34,7 +35,8 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
 from flashinfer_backend.core.tuned import Scheduling
-from flashinfer_backend.engine.logits_room import LogitsRoom
+from flashinfer_backend.engine import logits_room
+from flashinfer_backend.engine.logits_room import LogitsRoom, Stage
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -43,6 +45,7 @@ from flashinfer_backend.transport import protocol
 from flashinfer_backend.worker.runner import Point
 
 VOCABULARY = 50
+ROW = 4 * VOCABULARY  # bytes of a token's logits
 END_IDS = (7, 11)
 STUBS = (101, 102)
 QUIET = 3000  # turns in which all requests must have ended once nothing new comes
@@ -186,15 +189,17 @@ class World:
         self.pid, self.closed = 1, False
         core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
         self.loop = EngineLoop(core, self)  # type: ignore[arg-type]
-        # Two of the longest prompts, of which one in ten asks for logits.
-        room = 2 * 4 * VOCABULARY * settings.longest
-        self.loop.logits = LogitsRoom(room, VOCABULARY, self.scheduler.submit)
+        # Two of the longest prompts, of which one in ten asks for logits, and one of these at a time.
+        self.room, self.turn = 2 * ROW * settings.longest, ROW * settings.longest
+        with mock.patch.object(logits_room, "STEP_BYTES", self.turn):
+            self.loop.logits = LogitsRoom(self.room, VOCABULARY, self.scheduler.submit)
         self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
         self.held: list[int] = []  # handles of those that have ended, whose logits the clients hold
         self.leaving: set[int] = set()  # whose stub has said goodbye, which the engine has not read
         self.lost: set[int] = set()  # whose stub has connected anew
+        self.sizes: dict[int, tuple[int, int]] = {}  # by handle: bytes of all logits, and of the prompt's
         self.timed: set[int] = set()  # handles of requests with a timeout
         self.next_id = 1
         self.named: dict[bytes, int] = {}  # by key of a block: what its last place should hold
@@ -225,6 +230,8 @@ class World:
             self.next_id += 1
             own = msgspec.structs.replace(params)
             self.asked[handle] = expected(prompt, own, self.settings.longest)
+            rows = own.logits_rows(len(prompt), self.asked[handle].room)
+            self.sizes[handle] = ROW * rows, ROW * len(prompt)
             share = first if sequences > 1 else 0
             self._name(self.asked[handle], share)
             self.timed |= {handle} if timed else set()
@@ -272,16 +279,41 @@ class World:
         manager = self.scheduler.kv_manager
         assert self.loop.step()
         assert not self.wrong, self.wrong
-        self.counts["waits for room"] += len(self.loop.logits)
-        for request in self.scheduler.requests.values():
-            has_room = request.handle in self.loop.logits.stages
-            assert has_room or not request.params.asks_for_logits, f"request {request.handle} has no room"
+        self._check_room()
         used = manager.num_blocks - manager.available
         assert used + manager.cached + len(manager._free) == manager.num_blocks
         for block, key in manager._key_of.items():
             found = self.named.get(key) == self.cache[block, -1]
             assert found, f"block {block} can be found by a key of other tokens than it holds"
         self.counts["steps"] += 1
+
+    def _check_room(self) -> None:
+        """What the scheduler has is counted, what waits it has not, and nobody waits where there is room."""
+        room, open_ = self.loop.logits, self.scheduler.requests
+        stages = room.stages
+        by_stage: dict[Stage, list[int]] = {stage: [] for stage in Stage}
+        for handle, stage in stages.items():
+            by_stage[stage].append(handle)
+        for request in open_.values():
+            right: set[Stage | None] = (
+                {Stage.HELD} if request.first_token_ns else {Stage.COMPUTING, Stage.HELD}
+            )
+            right = right if request.params.asks_for_logits else {None}
+            found = stages.get(request.handle)
+            assert found in right, f"request {request.handle} runs, and its logits have the stage {found!r}"
+        for_room, for_turn = by_stage[Stage.WAITS_FOR_ROOM], by_stage[Stage.WAITS_FOR_TURN]
+        waiting = {request.handle: request for request in room}
+        assert len(room) == len(waiting) and waiting.keys() == {*for_room, *for_turn} - open_.keys()
+        has = [*for_turn, *by_stage[Stage.COMPUTING], *by_stage[Stage.HELD]]
+        turns = sum(self.sizes[handle][1] for handle in by_stage[Stage.COMPUTING])
+        assert room.held == sum(self.sizes[handle][0] for handle in has) <= self.room
+        assert turns <= self.turn
+        for line, which, left in ((for_room, 0, self.room - room.held), (for_turn, 1, self.turn - turns)):
+            if line:
+                first = min(line, key=lambda handle: waiting[handle].priority)
+                assert self.sizes[first][which] > left, f"request {first} waits, and there is room"
+        self.counts["waits for room"] += len(for_room)
+        self.counts["waits for a turn"] += len(for_turn)
 
     def drain(self) -> None:
         """Until all has ended; then nothing may be held."""
@@ -296,7 +328,8 @@ class World:
         assert not scheduler.requests and not scheduler.running and not len(scheduler.queue)
         assert not scheduler.prefilling and not len(scheduler.decoding) and not scheduler.queue.tokens
         assert manager.available == manager.num_blocks and not scheduler.reserved_blocks
-        assert scheduler.table.free == self.settings.slots and not self.loop.logits.held
+        assert scheduler.table.free == self.settings.slots and not self.loop.logits.stages
+        assert not self.loop.logits.held
         self.counts["preemptions"] += scheduler.preemptions
         self.counts["prompt tokens"] += scheduler.prompt_tokens
         self.counts["prompt tokens from the cache"] += scheduler.prompt_tokens_reused
@@ -388,8 +421,11 @@ class World:
         if failing == "row":
             self.counts["failed rows"] += 1
             failed = [(self.rng.randrange(plan.num_rows), "the row fails as it was told to")]
+        logits = [
+            (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.context_rows.tolist()
+        ]
         return SimpleNamespace(
-            plan=plan, download=self, tokens=tokens.copy(), context_logits=[], failed=failed
+            plan=plan, download=self, tokens=tokens.copy(), context_logits=logits, failed=failed
         )
 
     @property
