@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -162,15 +164,26 @@ def test_engines_that_are_down_or_silent(tmp_path: Path) -> None:
 OTHER = """
 import sys
 from pathlib import Path
-from flashinfer_backend.transport.loads import LoadTable
-table = LoadTable(Path(sys.argv[1]), 2)
+from flashinfer_backend.transport import loads
+loads.LOOK_AGAIN_S = 0.0
+table = loads.LoadTable(Path(sys.argv[1]), 2)
 table.tell(0, 3, 500)
+table.of_others()
 print("told", flush=True)
 for line in sys.stdin:
+    table.of_others()
     table.tell(0, *map(int, line.split()))
     print("told", flush=True)
 table.close()
 """
+
+
+def own_name() -> str:
+    return f"load-{rundir.start_ticks(os.getpid())}-{os.getpid()}"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("load-*"))
 
 
 @pytest.fixture
@@ -203,10 +216,87 @@ def test_what_a_killed_process_had_open_counts_no_more(other: subprocess.Popen[s
     table = LoadTable(tmp_path, 2)
     other.kill()
     other.wait(30)
-    assert list(tmp_path.glob(f"load-{other.pid}"))
+    assert list(tmp_path.glob(f"load-*-{other.pid}"))
     assert table.of_others().tolist() == [[0, 0], [0, 0]]
-    rundir.forget_stubs(tmp_path)
-    assert [path.name for path in tmp_path.glob("load-*")] == [f"load-{os.getpid()}"]
+    assert names(tmp_path) == [own_name()]  # nor is it left behind
+
+
+def test_the_next_process_with_a_killed_one_s_pid_does_not_inherit_its_load(tmp_path: Path) -> None:
+    killed, living = "load-1", str(os.getppid())  # nobody whom this user sees started in the first tick
+    np.array([3, 500, 0, 0]).tofile(tmp_path / f"{killed}-{living}")
+    assert LoadTable(tmp_path, 2).of_others().tolist() == [[0, 0], [0, 0]]
+    assert names(tmp_path) == [own_name()]
+
+
+def test_a_file_that_somebody_removed_is_made_again(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert other.stdin is not None and other.stdout is not None
+    table = LoadTable(tmp_path, 2)
+    assert table.of_others().tolist() == [[3, 500], [0, 0]]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert table.of_others().tolist() == [[0, 0], [0, 0]]
+    print("4 40", file=other.stdin, flush=True)
+    other.stdout.readline()
+    assert table.of_others().tolist() == [[4, 40], [0, 0]]
+    table.close()
+    table.of_others()
+    assert own_name() not in names(tmp_path)
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """This process can write to no file meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_room_a_process_still_sees_the_others(
+    other: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "load-1-1").touch()
+    table = LoadTable(tmp_path, 2)
+    table.tell(1, 9, 90)
+    with no_room():
+        for _ in range(2):
+            assert table.of_others().tolist() == [[3, 500], [0, 0]]
+    assert own_name() not in names(tmp_path)
+    assert capsys.readouterr().err.count("others do not know what this process has open") == 1
+    table.of_others()  # there is room again
+    assert np.fromfile(tmp_path / own_name(), np.int64).tolist() == [0, 0, 9, 90]
+
+
+def test_files_of_other_sizes_harm_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that has no room, that is just making its file, or that knows of another number of
+    engines."""
+    monkeypatch.setattr(loads, "LOOK_AGAIN_S", 0.0)
+    table, parent = LoadTable(tmp_path, 2), os.getppid()
+    path = tmp_path / f"load-{rundir.start_ticks(parent)}-{parent}"
+    for held, seen in (
+        ([], [[0, 0], [0, 0]]),
+        ([1, 10], [[1, 10], [0, 0]]),
+        ([1], [[0, 0], [0, 0]]),
+        ([1, 10, 2, 20, 3, 30], [[1, 10], [2, 20]]),
+    ):
+        path.unlink(missing_ok=True)
+        np.array(held, np.int64).tofile(path)
+        assert table.of_others().tolist() == seen
+        assert path.stat().st_size == 8 * len(held)
+
+
+def test_an_engine_that_starts_again_leaves_the_load_where_others_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "LOOK_AGAIN_S", 0.0)
+    mine = router(tmp_path, Engine(7, open_sequences=1), Engine(8), reuse=False)
+    mine.choose(prompt(0, 100))
+    with (tmp_path / own_name()).open() as seen:
+        mine.engine_started()
+        mine.choose(prompt(0, 100))
+        assert os.fstat(seen.fileno()).st_nlink == 1
 
 
 def test_requests_go_where_other_processes_have_less_open(
@@ -219,7 +309,7 @@ def test_requests_go_where_other_processes_have_less_open(
         engines[1].open_sequences = open_sequences
         mine.load_changed(1)
         assert mine.choose(prompt(0, 100))[0][0] == best
-    assert np.fromfile(tmp_path / f"load-{os.getpid()}", np.int64).tolist() == [0, 0, 6, 0]
+    assert np.fromfile(tmp_path / own_name(), np.int64).tolist() == [0, 0, 6, 0]
     mine.close()
 
 

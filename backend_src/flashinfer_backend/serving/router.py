@@ -73,13 +73,13 @@ class Router:
         self._silent_s = max(SILENT_S, SILENT_PERIODS * period_s)
         self._hasher: PromptHasher | None = None
         self._table: PrefixTable | None = None
-        self._loads: LoadTable | None = None
+        self._loads: LoadTable | None = None  # once there is one it stays
         self._telling = threading.Lock()  # what is told last is what was looked up last
-        self._opened = False  # the tables, or what they said why not
+        self._opened = False  # the table of prefixes, or what it said why not
         self._first = os.getpid()  # processes take turns at different engines
 
     def engine_started(self) -> None:
-        """The run directory may be another one, with other tables."""
+        """The run directory may be another one, with another table of prefixes."""
         self._opened = False
 
     def load_changed(self, index: int) -> None:
@@ -100,8 +100,9 @@ class Router:
             self._open()
         keys, cached = self._keys(prompt), [0] * len(self._endpoints)
         table, now = self._table, time.monotonic()
-        nobody = [[0, 0]] * len(self._endpoints)
-        others = nobody if self._loads is None else self._loads.of_others().tolist()
+        others = [[0, 0]] * len(self._endpoints)
+        if self._loads is not None and any(endpoint.up for endpoint in self._endpoints):
+            others = self._loads.of_others().tolist()
         up, candidates = [], []
         for index, endpoint in enumerate(self._endpoints):
             status = endpoint.status
@@ -138,13 +139,11 @@ class Router:
         return self._hasher.keys(prompt)
 
     def _open(self) -> None:
-        self._opened, self._table, self._loads = True, None, None
-        try:
+        self._opened, self._table = True, None
+        if self._loads is None:
             self._loads = LoadTable(self._run_dir, len(self._endpoints))
-        except OSError as error:
-            print(f"of other processes' requests the load of engines is not known ({error})", file=sys.stderr)
-        for index in range(len(self._endpoints)):
-            self.load_changed(index)
+            for index in range(len(self._endpoints)):
+                self.load_changed(index)
         if not self._reuse:
             return
         try:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a model has open in each engine, in memory shared by all of them.
 
-`<run dir>/load-<pid>`: int64 [engines, 2], the process's open sequences in an engine, and the prompt tokens
-of those that have had no token yet. The process alone writes its file, and reads all. Engines report their
-load every 100 ms: by these reports alone all processes would send to the same engine for so long.
+`<run dir>/load-<start>-<pid>`: int64 [engines, 2], the process's open sequences in an engine, and the prompt
+tokens of those that have had no token yet. The process alone writes its file, and reads all. Engines report
+their load every 100 ms: by these reports alone all processes would send to the same engine for so long.
+<start>: when the process started, in clock ticks since boot. Else a killed process's load would count again
+for whoever gets its pid next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +22,7 @@ import numpy as np
 
 from flashinfer_backend.transport import rundir
 
-LOOK_AGAIN_S = 1.0  # how often a process looks which others there are
+LOOK_AGAIN_S = 1.0  # how often a process looks which others there are, and whether its own file is there
 
 
 class _Other(NamedTuple):
@@ -28,41 +33,81 @@ class _Other(NamedTuple):
 
 
 class LoadTable:
-    """One process's file, and its view of the others'. For one thread at a time, but for `tell`."""
+    """One process's file, and its view of the others'. `of_others` is for one thread at a time."""
 
     def __init__(self, run_dir: Path, engines: int) -> None:
-        """run_dir: the model's; it has to exist. Raises OSError where there is no room for the file."""
-        self._run_dir, self._engines = run_dir, engines
-        self._file = run_dir / f"load-{os.getpid()}"
-        self._file.unlink(missing_ok=True)  # a killed process with the same pid left it
-        self._own = rundir.shared_array(self._file, np.int64, (engines, 2))
+        """run_dir: the model's. The file is made by the first `of_others`; where there is no room for it that
+        is said once, and tried again with each look."""
+        pid = os.getpid()
+        self._run_dir = run_dir
+        self._file = run_dir / f"load-{rundir.start_ticks(pid)}-{pid}"
+        self._lock = threading.Lock()  # guards _own, _inode and _closed
+        self._own = np.zeros((engines, 2), np.int64)
+        self._inode = 0  # of the file that _own is; 0: of none yet
+        self._closed = self._complained = False
         self._others: dict[str, _Other] = {}  # by the file's name
         self._look_at = 0.0
 
     def tell(self, engine: int, sequences: int, prompt_tokens: int) -> None:
         """What this process has open in an engine now."""
-        self._own[engine] = sequences, prompt_tokens
+        with self._lock:
+            self._own[engine] = sequences, prompt_tokens
 
     def of_others(self) -> np.ndarray:
         """int64 [engines, 2]: open sequences and waiting prompt tokens of all other processes that live."""
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_AGAIN_S
+            self._keep_own()
             self._look()
-        return sum((other.load for other in self._others.values()), np.zeros((self._engines, 2), np.int64))
+        total = np.zeros_like(self._own)
+        for other in self._others.values():
+            total[: len(other.load)] += other.load
+        return total
 
     def close(self) -> None:
-        self._file.unlink(missing_ok=True)
+        """Removes the file; it is not made again."""
+        with self._lock:
+            self._closed = True
+            self._file.unlink(missing_ok=True)
+
+    def _keep_own(self) -> None:
+        """Makes the file where there is none: at first, or when somebody has removed it since."""
+        with self._lock:
+            if self._closed or (self._inode and self._inode == _inode(self._file)):
+                return
+            try:
+                own = rundir.shared_array(self._file, np.int64, self._own.shape)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._file.unlink()  # it is there, without its room
+                if not self._complained:
+                    self._complained = True
+                    print(f"others do not know what this process has open ({error})", file=sys.stderr)
+                return
+            own[:] = self._own
+            self._own, self._inode, self._complained = own, _inode(self._file), False
 
     def _look(self) -> None:
         found: dict[str, _Other] = {}
-        for path in self._run_dir.glob("load-*"):
-            try:
-                if path == self._file or not rundir.process_alive(int(path.name.rpartition("-")[2])):
+        for path in self._run_dir.glob("load-*-*"):
+            if path == self._file:
+                continue
+            # Neither made nor enlarged here: it may just have been removed, or there is no room for it.
+            with contextlib.suppress(OSError, ValueError):
+                _, started, pid = path.name.split("-")
+                if rundir.start_ticks(int(pid)) != int(started):
+                    path.unlink()  # its process has ended, and no other one can have this name
                     continue
-                inode, known = path.stat().st_ino, self._others.get(path.name)
-                if known is None or known.inode != inode:  # else: another process with the same pid
-                    known = _Other(inode, rundir.shared_array(path, np.int64, (self._engines, 2)))
+                known, inode = self._others.get(path.name), path.stat().st_ino
+                if known is None or known.inode != inode:
+                    load = np.asarray(np.memmap(path, np.int64, "r")).reshape(-1, 2)
+                    known = _Other(inode, load[: len(self._own)])  # it may know of more engines, or fewer
                 found[path.name] = known
-            except FileNotFoundError:
-                continue  # that process has just left
         self._others = found
+
+
+def _inode(path: Path) -> int:
+    """0 where there is no such file."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return 0
