@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
@@ -36,6 +37,7 @@ from watching import MIB, PARTS, SILENT_S, attempt, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.config_tools.knobs import BY_NAME  # noqa: E402
+from flashinfer_backend.transport import rundir  # noqa: E402
 
 PROMPT = "Once upon a time"
 BACK_S = 120.0  # when the server has not come back by then, the attack has won
@@ -96,6 +98,18 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     data = json.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
+
+
+def open_loads(server: BothDoors) -> dict[str, list[int]]:
+    """What living processes say that they have open in engines, by the file's name, where it is anything.
+    With one engine nobody says."""
+    found = {}
+    for path in server.run_dir.glob("load-*"):
+        with contextlib.suppress(FileNotFoundError):  # its process has just left
+            load = np.fromfile(path, np.int64).tolist()
+            if any(load) and rundir.process_alive(int(path.name.rpartition("-")[2])):
+                found[path.name] = load
+    return found
 
 
 class SlowClient:
@@ -238,6 +252,36 @@ class Attack:
             thread.join(SILENT_S + 5)
         return f"flood of {requests}"
 
+    def several(self, connections: int = 40) -> str:
+        """Requests of several sequences: some clients stay, some leave early, some requests are refused."""
+        asked = {"max_tokens": 60, "stream": True}
+        bodies: dict[str, dict[str, Any]] = {
+            "triton": {"text_input": PROMPT, "num_return_sequences": 3, **asked},
+            "openai": {"prompt": [PROMPT, "A king"], "n": 3, **asked},
+        }
+        refused = {
+            "triton": {"text_input": "a " * 9000, "num_return_sequences": 3, "max_tokens": 5},
+            "openai": {"prompt": ["a", "a " * 9000], "n": 3, "max_tokens": 5},
+        }
+        with contextlib.ExitStack() as staying:
+            for number, (door, port) in enumerate(
+                itertools.islice(itertools.cycle(self.ports.items()), connections)
+            ):
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    sock.sendall(request_bytes(STREAMED[door], bodies[door]))
+                    staying.enter_context(sock)
+                    if number % 3 == 0:
+                        sock.close()
+                self._count(door, attempt(port, PATHS[door], json.dumps(refused[door]).encode())[0])
+        return f"{connections} requests of several sequences"
+
+    def clean(self) -> str:
+        """What a cleaner of old files does to the processes' loads (there are none with one engine)."""
+        for path in self.server.run_dir.glob("load-*"):
+            path.unlink(missing_ok=True)
+        return "removed loads"
+
     def hostile(self) -> str:
         """Requests that are wrong in every way."""
         for body in HOSTILE:
@@ -366,17 +410,22 @@ def main() -> int:
                 attack.hostile,
                 attack.stall,
                 attack.hold,
+                attack.several,
+                attack.clean,
             ]
             try:
                 while time.monotonic() < end:
                     attack.round(attack.rng.choice(harms))
             finally:
                 attack.close()
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: not open_loads(server), "the end of what was open", SILENT_S)
+            drifted = [f"counts {load} and is idle: {name}" for name, load in open_loads(server).items()]
             text = report(attack, options.minutes, before, attack.memory())
             server.interrupt()
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: not server.leftovers(), "nothing to be left", 10)
-            failures = attack.failures() + [f"left behind: {name}" for name in server.leftovers()]
+            failures = attack.failures() + drifted + [f"left behind: {name}" for name in server.leftovers()]
     print(text, *failures, sep="\n")
     if options.report:
         options.report.write_text(text)
