@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from client.arguments import integer
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import engine_parameters, start_on_gpu
@@ -109,16 +110,17 @@ def parse_steps(text: str) -> list[tuple[int, int]]:
 
 
 def fitting_shapes(
-    shapes: Sequence[tuple[int, int]], max_seq_len: int, max_num_seqs: int, context: int = CONTEXT
+    shapes: Sequence[tuple[int, int]], config: EngineConfig, num_blocks: int, context: int = CONTEXT
 ) -> list[tuple[int, int]]:
-    """Those of the shapes for whose sequences the engine has positions and slots."""
-    longest = [max(context + OUTPUT if rows else 0, prompt + 1) for rows, prompt in shapes]
-    slots = [rows + bool(prompt) for rows, prompt in shapes]
-    return [
-        shape
-        for shape, tokens, slot in zip(shapes, longest, slots, strict=True)
-        if tokens <= max_seq_len and slot <= max_num_seqs
-    ]
+    """Those of the shapes for whose sequences the engine has positions, slots and blocks of the KV cache."""
+
+    def fits(rows: int, prompt: int) -> bool:
+        streams, other = context + OUTPUT if rows else 0, prompt + 1 if prompt else 0
+        blocks = rows * -(-streams // config.tokens_per_block) + -(-other // config.tokens_per_block)
+        has_slots = rows + bool(prompt) <= config.max_num_seqs
+        return max(streams, other) <= config.max_seq_len and has_slots and blocks <= num_blocks
+
+    return [shape for shape in shapes if fits(*shape)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -167,10 +169,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     core = start_on_gpu(parser, parameters)
     config, context = core.config, options.context
-    shapes = fitting_shapes(wanted, config.max_seq_len, config.max_num_seqs, context)
+    num_blocks = core.scheduler.kv_manager.num_blocks
+    shapes = fitting_shapes(wanted, config, num_blocks, context)
     if len(shapes) < len(wanted):
-        limits = f"max_seq_len {config.max_seq_len} and max_num_seqs {config.max_num_seqs}"
-        print(f"{limits} leave out {len(wanted) - len(shapes)} kinds of steps")
+        limits = f"max_seq_len {config.max_seq_len}, max_num_seqs {config.max_num_seqs} and a KV cache of"
+        tokens = num_blocks * config.tokens_per_block
+        print(f"{limits} {tokens} tokens leave out {len(wanted) - len(shapes)} kinds of steps")
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {core.model_config.num_layers} layers"
     ]

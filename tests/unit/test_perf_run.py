@@ -539,12 +539,20 @@ def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
     assert engine_parameters(folder, "dummy", small, ["max_seq_len=64"])["max_seq_len"] == "64"
     long = str(make_checkpoint("llama", tmp_path / "long", max_position_embeddings=131072))
     assert engine_parameters(long, "dummy", {})["max_seq_len"] == "8192"
-    fitting = partial(profile_steps.fitting_shapes, profile_steps.SHAPES)
+
+    def fitting(max_seq_len, max_num_seqs, blocks=10**6, **more):
+        config = EngineConfig(model_dir="", max_seq_len=max_seq_len, max_num_seqs=max_num_seqs)
+        return profile_steps.fitting_shapes(profile_steps.SHAPES, config, blocks, **more)
+
     assert fitting(8192, 256) == profile_steps.SHAPES
     assert fitting(8192, 64) == [(1, 0), (64, 0), (0, 2048), (8, 2048)]
     assert fitting(512, 256) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
     assert fitting(512, 256, context=400) == []
     assert fitting(256, 256) == []
+    each = -(-(profile_steps.CONTEXT + profile_steps.OUTPUT) // 16)  # blocks of a stream
+    assert fitting(512, 256, blocks=64 * each + 4) == [(1, 0), (64, 0)]
+    assert fitting(512, 256, blocks=64 * each + 5) == [(1, 0), (64, 0), (64, 64)]  # 65 tokens
+    assert fitting(512, 256, blocks=64 * each - 1) == [(1, 0)]
 
 
 def test_kinds_of_steps_are_read():
