@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_tokenizers
-from streaming_server import StreamingServer
 
 from client import bench, find_rate, grpc_wire, ready, report, report_plots, results
 from client.bench_options import make_parser
@@ -25,20 +24,6 @@ from client.scenarios import find_scenario, read_scenario, scenario_files
 from client.wire import BACKENDS
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def server():
-    running = StreamingServer()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    return str(folder)
 
 
 def record(index, ttft, latency, tokens=11, error=None, end=1.0):

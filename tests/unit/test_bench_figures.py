@@ -4,27 +4,12 @@
 import json
 
 import pytest
-import small_tokenizers
 from streaming_server import StreamingServer
 
 from client import bench, find_rate
 from client.datasets import Prompt, arrival_times
 from client.load import Load, run_load
 from client.metrics import format_table
-
-
-@pytest.fixture
-def server():
-    running = StreamingServer()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    return str(folder)
 
 
 @pytest.fixture

@@ -18,13 +18,6 @@ from client.metrics import RequestRecord, format_table, request_columns, summari
 BACKENDS = ("triton", "openai")
 
 
-@pytest.fixture
-def server():
-    running = StreamingServer()
-    yield running
-    running.close()
-
-
 def send(server, backend, words, tokens=6, **options):
     """One request per prompt word; two workers, so that the processes' common clock is in use."""
     prompts = [Prompt(f"{word} {i}", 2, tokens) for i, word in enumerate(words)]

@@ -26,21 +26,6 @@ NO_END = "stream ended without its last chunk (no finish_reason)"
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-@pytest.fixture
-def server():
-    running = StreamingServer()
-    yield running
-    running.close()
-
-
-@pytest.fixture
-def tokenizer_folder(tmp_path):
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
 def send(server, words, tokens=6, backend="triton", **options):
     prompts = [Prompt(f"{word} {i}", 2, tokens) for i, word in enumerate(words)]
     return run_load(Load(backend, server.url, **{"workers": 1, "time_limit": 30.0} | options), prompts)

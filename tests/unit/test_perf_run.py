@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import small_tokenizers
 import torch
-from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
 from client.load import LoadResult
@@ -43,13 +42,6 @@ def model_dir(tmp_path):
     (folder / "config.json").write_text("{}")
     small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
     return folder
-
-
-@pytest.fixture
-def server():
-    server = StreamingServer()
-    yield server
-    server.close()
 
 
 def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, model_dir, server, capsys):
