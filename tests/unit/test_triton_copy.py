@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel that copies blocks of an e4m3 cache in 16 bits, in Triton's interpreter, without a GPU;
+tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashinfer_backend.attention import copies
+from flashinfer_backend.kv_cache.cache import KVCacheFormat
+
+BLOCK_SIZE = 16
+SHAPES = [(1, 64), (5, 128), (8, 128)]  # key/value heads, dim; 5 heads divide into small pieces
+LLAMA_8B = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.float8_e4m3fn, ((1.0, 1.0),) * 32)
+
+
+def check(kv_heads: int, dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
+    """Blocks in the order of the list, some twice; all other copies as they were. Every number of e4m3 is
+    among the elements, but for NaN."""
+    from flashinfer_backend.attention import triton_copy
+
+    torch.manual_seed(0)
+    shape, rows = (9, BLOCK_SIZE, kv_heads, dim), len(lengths)
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[~every.view(torch.float8_e4m3fn).float().isnan()]
+    cache = tuple(every[torch.randint(len(every), shape)].view(torch.float8_e4m3fn) for _ in "kv")
+    kv_indptr = torch.tensor([0, *lengths, 999], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    blocks = int(kv_indptr[rows])
+    indices = torch.randint(9, (blocks + 5,), dtype=torch.int32)
+    copied = tuple(torch.full((blocks + 3, *shape[1:]), 7.0, dtype=dtype) for _ in "kv")
+    triton_copy.copy_blocks(cache, copied, indices, kv_indptr, rows)
+    for elements, copy in zip(cache, copied, strict=True):
+        assert torch.equal(copy[:blocks].float(), elements.float()[indices[:blocks].long()])
+        assert (copy[blocks:] == 7.0).all()
+
+
+def test_in_the_interpreter():
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("cache", "max_seq_len", "tokens"),
+    [
+        (LLAMA_8B, 4096, 65536 + 8192),  # several prompts behind prefixes
+        (LLAMA_8B, 131072, 131072 + 8192),
+        (LLAMA_8B, 1 << 20, (1 << 18) - copies.MAX_PROMPTS * BLOCK_SIZE),  # 1 GiB
+        (KVCacheFormat(1, 8, 128, 64, torch.float8_e4m3fn, ((1.0, 1.0),)), 100000, 100032 + 8192),
+    ],
+)
+def test_room_for_the_longest_sequence_up_to_a_bound(hopper, cache, max_seq_len, tokens):
+    blocks = copies.copied_blocks(cache, torch.bfloat16, max_seq_len, 8192, hopper)
+    assert blocks == tokens // cache.block_size
+    used = copies.copies_bytes(cache, torch.bfloat16, blocks)
+    assert used == (tokens + copies.MAX_PROMPTS * cache.block_size) * 2 * 8 * 128 * 2 <= 1 << 30
+
+
+def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
+    plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
+    assert copies.copied_blocks(plain, torch.bfloat16, 4096, 8192, hopper) == 0
+    assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, hopper) == 0
+    assert copies.copies_bytes(LLAMA_8B, torch.bfloat16, 0) == 0
+
+
+if __name__ == "__main__":
+    from flashinfer_backend.attention import triton_copy as kernels
+
+    kernels.device.sms = lambda: 1  # so that programs have more than one piece
+    for heads in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16):
+            check(*heads, dtype, [3, 1, 2])
+    check(*SHAPES[0], torch.bfloat16, [1])
