@@ -41,6 +41,7 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds() == common | {"fa3", "gated_linear"}
     assert kinds((10, 0)) == kinds((12, 0)) == common
     assert kinds(attention_backend="xqa") == kinds() | {"xqa"}
+    assert kinds(kv_cache_dtype="fp8_e4m3") == kinds()  # FA3 over copies
     assert kinds(tensor_parallel_size=2) == kinds() | {"all_reduce"}
     assert kinds(attention_backend="torch") == kinds(dtype=torch.float32) == {"sampling"}
     odd = dataclasses.replace(MODEL, intermediate_size=96)  # which gated_linear does not take

@@ -101,7 +101,7 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
 
 def test_a_cache_in_fp8_has_kernels_of_its_own():
     """Which any number of rows, and both kinds of scales, share."""
-    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_rope import rope_and_store
 
     config = EngineConfig(model_dir="", max_seq_len=8192, kv_cache_dtype="fp8_e4m3")
@@ -109,10 +109,11 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
         which: prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
         for which, c in (("auto", CONFIG), ("fp8", config))
     }
-    touched = {"_rope_and_store", "_decode"}
+    touched = {"_rope_and_store", "_decode", "_copy_blocks"}
     ours = {variant for variant in ahead["fp8"] if variant[0].__name__ in touched}
     assert {kernel.__name__ for kernel, _ in ours} == touched
     assert not ours & set(ahead["auto"])
+    assert names(ahead["fp8"])["_copy_blocks"] == 1 and names(ahead["auto"])["_copy_blocks"] == 0
 
     def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -129,6 +130,8 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
             workspace = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
             work, q = empty(items, split.ITEM_WORDS, of=torch.int32), empty(rows, 32, 128)
             triton_decode.decode(q, cache, q, work, table, workspace, 128**-0.5, scales)
+            scratch = empty(99, 16, 8, 128), empty(99, 16, 8, 128)
+            triton_copy.copy_blocks(cache, scratch, words, empty(rows + 1, of=torch.int32), rows)
 
     assert set(prebuild_triton.collect(calls)) <= ours
 

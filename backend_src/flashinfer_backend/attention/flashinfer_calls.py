@@ -47,10 +47,11 @@ class Call(NamedTuple):
 
 
 def batch_spec(backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> Any:
-    """FlashInfer's description of how the module "fa2" or "fa3" is built. kv_dtype: of the cache, e4m3 for
-    "fa2" only."""
+    """FlashInfer's description of how the module "fa2" or "fa3" is built. kv_dtype: of the cache; over one of
+    e4m3, "fa3" reads copies in the type of queries."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
+    kv_dtype = dtype if backend == "fa3" else kv_dtype
     plain = (0, False, False, False)  # no rope, sliding window, soft cap or float16 reduction
     return gen_batch_prefill_module(backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *plain)
 

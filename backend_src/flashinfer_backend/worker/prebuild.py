@@ -85,7 +85,7 @@ def needed(
     if config.attention_backend == "torch" or dtype == torch.float32:
         return ["sampling"]  # top-k and top-p; all else is plain torch
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
-    if capability[0] == 9 and config.kv_cache_dtype == "auto":
+    if capability[0] == 9:
         kinds.add("fa3")
     formats = model.weight_formats()["gate_up"]
     if capability == (9, 0) and model.intermediate_size % 64 == 0:

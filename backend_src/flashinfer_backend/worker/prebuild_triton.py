@@ -95,7 +95,7 @@ def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
 
 def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows."""
-    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_inputs import decode_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import sample
@@ -121,6 +121,9 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, words(4))
     sample(empty(4, model.vocab_size), heat, seed, words(4), words(4), record)
     sample(empty(4, model.vocab_size, of=torch.float32), heat, seed, words(4), None, record)
+    if stored == E4M3:
+        copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
+        triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)
     if config.attention_backend in ("auto", "triton"):
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         entries = device.active().decode_entries(fp8_cache)
