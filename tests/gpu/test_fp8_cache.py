@@ -30,6 +30,7 @@ pytestmark = [
 
 HEADS = [(32, 8), (28, 4), (16, 16)]
 DIM, BLOCK_SIZE, MAX_SEQS = 128, 16, 64
+ROOM = 600  # blocks that prompts may copy
 SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
 # Heads and widths that FlashInfer has.
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
@@ -52,7 +53,7 @@ class Setup:
     """Random caches of e4m3, a random block table over distinct blocks, the kernels, and plain torch in
     float64 over what the elements mean."""
 
-    def __init__(self, heads: int, kv_heads: int, backend: str = "auto") -> None:
+    def __init__(self, heads: int, kv_heads: int, backend: str = "auto", copied_blocks: int = ROOM) -> None:
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
         self.rng = np.random.default_rng(0)
@@ -65,7 +66,13 @@ class Setup:
         # The last row is the slot of padded rows: all of its blocks are block 0.
         self.table = torch.zeros(MAX_SEQS + 1, self.columns, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
-            cache, heads, MAX_SEQS, self.columns, backend, dtype=torch.bfloat16
+            cache,
+            heads,
+            MAX_SEQS,
+            self.columns,
+            backend,
+            dtype=torch.bfloat16,
+            copied_blocks=copied_blocks,
         )
         self._caches = caches
 
@@ -108,7 +115,11 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
     "chunked prefill": ([512, 300], [1536, 4000]),
     "short chunk over a long prefix": ([5], [4000]),
     "mixed": ([1] * 9 + [300, 700, 2], [60, 900, 1, 16, 17, 3000, 5, 128, 129, 300, 1700, 34]),
+    "all of the room": ([300, 200, 100], [4000, 4000, 1600]),
+    "more than the room": ([300, 200, 100], [4000, 4000, 1601]),
+    "few queries over long prefixes": ([60] * 3, [3000] * 3),
 }
+BY_FA2 = {"short chunk over a long prefix", "more than the room", "few queries over long prefixes"}
 
 
 def test_every_number_is_read_exactly():
@@ -130,13 +141,40 @@ def test_every_number_is_read_exactly():
     assert torch.equal(out.float(), (values * 0.25).view(2, 1, DIM).expand(2, 4, DIM))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_are_exact(dtype):
+    """Every number of e4m3, of blocks in any order; and no block more than there are."""
+    from flashinfer_backend.attention.triton_copy import Copies
+
+    every = torch.arange(256, dtype=torch.uint8, device="cuda")
+    every = every[~every.view(fp8.E4M3).float().isnan()]
+    shape = (50, BLOCK_SIZE, 8, DIM)
+    cache = tuple(
+        every[torch.randint(len(every), shape, device="cuda")].view(fp8.E4M3).contiguous() for _ in "kv"
+    )
+    copies = Copies(KVCache.over([cache], ((1.0, 1.0),)).format, dtype, 900, cache[0].device)
+    for lengths in ([1], [3, 40, 1], [700, 200], [1] * 64):
+        for copy in copies.layer:
+            copy.fill_(7.0)
+        kv_indptr = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        blocks = sum(lengths)
+        indices = torch.randint(50, (blocks,), dtype=torch.int32, device="cuda")
+        copies.write(cache, indices, kv_indptr, len(lengths))
+        for elements, copy in zip(cache, copies.layer, strict=True):
+            assert torch.equal(copy[:blocks].float(), elements.float()[indices.long()])
+            assert (copy[blocks:] == 7.0).all()
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("backend", ["auto", "fa2"])
-def test_steps_are_those_of_float64(backend, heads, kv_heads):
-    setup = Setup(heads, kv_heads, backend)
+@pytest.mark.parametrize(("backend", "room"), [("auto", ROOM), ("auto", 0), ("fa2", ROOM)])
+def test_steps_are_those_of_float64(backend, room, heads, kv_heads):
+    setup = Setup(heads, kv_heads, backend, room)
     for name, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
         setup.attention.plan(batch)
+        if max(q_lens) > 1 and heads == 32:
+            expected = "fa2" if name in BY_FA2 or not room else "fa3"
+            assert setup.attention._prefill_call.backend == expected, name
         for layer in range(len(SCALES)):
             q = setup.query(sum(q_lens))
             out = torch.full_like(q, float("nan"))
@@ -145,6 +183,23 @@ def test_steps_are_those_of_float64(backend, heads, kv_heads):
                 assert_close(out, setup.expected(batch, layer, q))
             except AssertionError as error:
                 raise AssertionError(f"{name}, layer {layer}: {error}") from None
+
+
+def test_prompts_share_blocks():
+    """Each row has a copy of its own."""
+    setup = Setup(32, 8)
+    q_lens, kv_lens = [200, 150, 300], [1000, 900, 1300]
+    batch = setup.batch(q_lens, kv_lens)
+    first, second, third = batch.slots.tolist()
+    for slot, columns in ((second, 40), (third, 25)):
+        setup.table[slot, :columns] = setup.table[first, :columns]
+    setup.attention.plan(batch)
+    assert setup.attention._prefill_call.backend == "fa3"
+    for layer in range(len(SCALES)):
+        q = setup.query(sum(q_lens))
+        out = torch.full_like(q, float("nan"))
+        setup.attention.run(layer, q, out)
+        assert_close(out, setup.expected(batch, layer, q))
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
@@ -219,7 +274,7 @@ def test_stored_elements_are_those_of_plain_torch(scales, normed):
 CONTEXT, NEEDLES = 32768, 64
 
 
-@pytest.mark.parametrize("kind", ["decode", "prompt"])
+@pytest.mark.parametrize("kind", ["decode", "prompt by FA2", "prompt by FA3"])
 def test_needles_are_found_in_32k_tokens(kind):
     """One key of 32 768 answers a query; exactly, it has some 0.8 of the weight. In every head the value that
     comes back is the nearest to the needle's own, with a cache of e4m3 as with one of bfloat16."""
@@ -249,7 +304,11 @@ def test_needles_are_found_in_32k_tokens(kind):
     batch = AttentionBatch(*lens, np.arange(len(lens[0]), dtype=np.int32), table)
 
     def attend(cache: KVCache) -> torch.Tensor:
-        attention = FlashInferAttention(cache, heads, NEEDLES, blocks, dtype=torch.bfloat16)
+        attention = FlashInferAttention(
+            cache, heads, NEEDLES, blocks, dtype=torch.bfloat16, copied_blocks=blocks
+        )
+        if kind == "prompt by FA3":  # which few queries would not take
+            attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
         attention.plan(batch)
         out = torch.full_like(q, float("nan"))
         attention.run(0, q, out)
@@ -293,6 +352,10 @@ def test_engine(layout, kind, tmp_path):
         with watch() as found:
             core = start_core(checkpoint.folder, **SETTINGS, attention_backend=backend)
             assert core.runner.state.kv_cache.layers[0][0].dtype == fp8.E4M3
+            if backend == "auto" and torch.cuda.get_device_capability()[0] == 9:
+                # Prompts take FA3 over copies, and steps with prompts are whole graphs.
+                attention, graphs = core.runner.state.attention, core.runner.mixed_graphs
+                assert attention._copies is not None and graphs is not None and graphs._full
             found.clear()
             with serve(core, tmp_path / backend) as client:
                 produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
@@ -339,14 +402,22 @@ def microseconds(work: Callable[[int], object], calls: int) -> float:
 
 DECODE = ((1, 256), (1, 8192), (16, 1024), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024))
 PROMPTS = ((1, 200), (16, 200), (4, 512), (1, 2048), (1, 8192))
+# About where copies begin to pay: few queries, and few tokens.
+CHUNKS = ((20, 20), (64, 64), (64, 1024), (256, 4096), (256, 32768))
+MORE_CHUNKS = ((4, 32, 256), (4, 32, 1024), (4, 64, 4096), (4, 96, 4096), (4, 128, 4096))
 SHAPES: dict[str, tuple[list[int], list[int]]] = {
     **{f"decode {rows} x {length}": ([1] * rows, [length] * rows) for rows, length in DECODE},
     **{f"prompt {count} x {length}": ([length] * count, [length] * count) for count, length in PROMPTS},
     "chunk 2048 of 32768": ([2048], [32768]),
+    **{f"chunk {queries} of {length}": ([queries], [length]) for queries, length in CHUNKS},
+    **{
+        f"{count} chunks {queries} of {length}": ([queries] * count, [length] * count)
+        for count, queries, length in MORE_CHUNKS
+    },
 }
 
 
-def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int]) -> float:
+def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int], copied_blocks: int = 0) -> float:
     """Microseconds of a layer's attention. Four layers take turns, so that decode reads from memory."""
     from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
@@ -358,7 +429,11 @@ def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int]) -> flo
     ]
     scales = ((1.0, 1.0),) * layers if dtype == fp8.E4M3 else ()
     cache = KVCache.over(caches, scales)
-    attention = FlashInferAttention(cache, 32, 256, columns, dtype=torch.bfloat16)
+    attention = FlashInferAttention(
+        cache, 32, 256, columns, dtype=torch.bfloat16, copied_blocks=copied_blocks
+    )
+    if copied_blocks:  # also where it would not pay
+        attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
     table = torch.randint(1, blocks, (len(q_lens), columns), device="cuda", dtype=torch.int32)
     slots = np.arange(len(q_lens), dtype=np.int32)
     attention.plan(AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, table))
@@ -370,7 +445,11 @@ def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int]) -> flo
 @pytest.mark.timeout(600)
 def test_times() -> None:
     """Prints microseconds of one layer's attention, 32 query heads to 8; asserts nothing."""
-    print("\nattention of one layer, us: cache of bfloat16 | of e4m3")
-    for name, lens in SHAPES.items():
-        dense, ours = layer_time(torch.bfloat16, *lens), layer_time(fp8.E4M3, *lens)
-        print(f"{name:22} {dense:9.1f} | {ours:9.1f}")
+    print("\nattention of one layer, us: cache of bfloat16 | of e4m3, prompts by FA2 | by FA3 over copies")
+    for name, (q_lens, kv_lens) in SHAPES.items():
+        dense, ours = (layer_time(dtype, q_lens, kv_lens) for dtype in (torch.bfloat16, fp8.E4M3))
+        line = f"{name:22} {dense:9.1f} | {ours:9.1f}"
+        if max(q_lens) > 1:
+            blocks = sum(-(-length // BLOCK_SIZE) for length in kv_lens)
+            line += f" | {layer_time(fp8.E4M3, q_lens, kv_lens, blocks):9.1f}"
+        print(line)

@@ -6,11 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from test_attention import HEADS, LAYERS, Setup, assert_close
+from test_fp8_cache import Setup as Fp8Setup
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+CACHES = {"16 bits": Setup, "e4m3": Fp8Setup}
 
 # Prompts that FA3 takes, whatever the number of heads here: enough tiles, or not much to read.
 STEPS = {
@@ -26,7 +29,7 @@ STEPS = {
 
 
 class Captured:
-    def __init__(self, setup: Setup, tokens: int, decode_rows: int):
+    def __init__(self, setup: Setup | Fp8Setup, tokens: int, decode_rows: int):
         self.setup, self.tokens = setup, tokens
         self.state = setup.attention.step_graph_state(tokens, decode_rows, setup.table)
         self.q, self.out = (torch.zeros(LAYERS, *setup.query(tokens).shape).cuda().bfloat16() for _ in "qo")
@@ -45,8 +48,9 @@ class Captured:
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("tokens", [64, 320])
-def test_one_graph_for_steps_of_any_shape(heads, kv_heads, tokens):
-    setup = Setup(heads, kv_heads)
+@pytest.mark.parametrize("cache", CACHES)
+def test_one_graph_for_steps_of_any_shape(cache, heads, kv_heads, tokens):
+    setup = CACHES[cache](heads, kv_heads)
     captured = Captured(setup, tokens, 40)
     ran = 0
     for name, (q_lens, kv_lens) in list(STEPS.items()) * 2:
@@ -70,8 +74,9 @@ def test_one_graph_for_steps_of_any_shape(heads, kv_heads, tokens):
     assert ran >= (14 if tokens == 320 else 2)
 
 
-def test_refuses_what_it_cannot_do_and_goes_on():
-    setup = Setup(32, 8)
+@pytest.mark.parametrize("cache", CACHES)
+def test_refuses_what_it_cannot_do_and_goes_on(cache):
+    setup = CACHES[cache](32, 8)
     captured = Captured(setup, 320, 40)
     refused = {
         "no prompts": ([1] * 5, [600] * 5),
@@ -79,6 +84,9 @@ def test_refuses_what_it_cannot_do_and_goes_on():
         "more decode rows": ([1] * 41 + [100], [9] * 41 + [100]),
         "a short chunk over a long prefix, which FA2 splits": ([5], [4000]),
     }
+    if cache == "e4m3":
+        refused["more blocks than there is room for copies"] = ([100] * 3, [4000, 4000, 1700])
+        refused["too few queries for what would be copied"] = ([60] * 2, [3000] * 2)
     for name, (q_lens, kv_lens) in refused.items():
         assert not captured.state.plan(setup.batch(q_lens, kv_lens)), name
     batch = setup.batch([1] * 3 + [90], [50, 60, 70, 90])
@@ -91,3 +99,33 @@ def test_refuses_what_it_cannot_do_and_goes_on():
 def test_there_is_none_for_a_forced_decode_backend():
     setup = Setup(32, 8, "fa2")
     assert setup.attention.step_graph_state(64, 40, setup.table) is None
+
+
+def test_over_e4m3_there_is_none_without_room_for_copies():
+    setup = Fp8Setup(32, 8, copied_blocks=0)
+    assert setup.attention.step_graph_state(64, 40, setup.table) is None
+
+
+def test_eager_steps_and_graphs_share_the_copies():
+    """Each step reads what it has copied itself."""
+    setup = Fp8Setup(32, 8)
+    captured = Captured(setup, 320, 40)
+    batch = setup.batch([1] * 3 + [250], [50, 60, 70, 900])
+    assert captured.state.plan(batch)
+    captured.q.normal_()
+    captured.graph.replay()
+    in_graph = captured.out[:, :253].clone()
+    expected = [setup.expected(batch, layer, captured.q[layer, :253]) for layer in range(LAYERS)]
+    other = setup.batch([700, 300], [3000, 2000])
+    setup.attention.plan(other)
+    q = setup.query(1000)
+    eager = torch.full_like(q, float("nan"))
+    setup.attention.run(1, q, eager)
+    assert_close(eager, setup.expected(other, 1, q))
+    for layer in range(LAYERS):
+        assert_close(in_graph[layer], expected[layer])
+    last = setup.batch([1] * 2 + [200], [40, 90, 500])
+    assert captured.state.plan(last)
+    captured.graph.replay()
+    for layer in range(LAYERS):
+        assert_close(captured.out[layer, :202], setup.expected(last, layer, captured.q[layer, :202]))

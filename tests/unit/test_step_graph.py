@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -18,9 +18,11 @@ import flashinfer_backend.attention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import DecodeAttention
-from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.ops import device
+from flashinfer_backend.worker.device_state import DeviceState
 
 DECODE_ROWS = 40
 
@@ -51,9 +53,10 @@ class FakeAttention:
 def step_graph(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, where Triton is not installed, too."""
     name = "flashinfer_backend.attention.flashinfer_paged"
-    for kernels in ("triton_decode", "metadata"):
+    for kernels in ("triton_copy", "triton_decode", "metadata"):
         stand_in = ModuleType(kernels)
         stand_in.PagedMetadata = stand_in.PinnedEntry = stand_in.PinnedRing = object
+        stand_in.Copies = object
         monkeypatch.setitem(sys.modules, f"flashinfer_backend.attention.{kernels}", stand_in)
         monkeypatch.setattr(flashinfer_backend.attention, kernels, stand_in, raising=False)
     monkeypatch.delitem(sys.modules, "flashinfer_backend.attention.flashinfer_calls", raising=False)
@@ -119,6 +122,171 @@ class Ring:
         pass
 
 
+class Metadata:
+    """One row's, on the CPU."""
+
+    def __init__(self, _ring: Ring, _rows: int, _blocks: int, block_size: int, _device: torch.device) -> None:
+        self.block_size = block_size
+        self.indices, self._indptr = torch.tensor([3, 1]), torch.tensor([0, 2])
+
+    def kv_indptr(self, rows: int) -> torch.Tensor:
+        return self._indptr[: rows + 1]
+
+
+class Copies:
+    """Notes what is copied."""
+
+    def __init__(self, _cache: Any, _dtype: torch.dtype, blocks: int, _where: torch.device) -> None:
+        self.blocks = blocks
+        self.layer, self.indices = (torch.ones(1), torch.ones(1)), torch.arange(2)
+        self.written: list[tuple[Any, ...]] = []
+
+    def write(self, *arguments: Any) -> None:
+        self.written.append(arguments)
+
+
+def make_attention(
+    step_graph: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    scales: tuple[tuple[float, float], ...] = (),
+    copied_blocks: int = 0,
+    decode_backend: str = "auto",
+    workspace: Any = None,
+) -> Any:
+    """The real one, of 32 heads and 8 of keys and values, on a Hopper GPU that launches nothing."""
+    for name, stand_in in (("PagedCalls", MagicMock()), ("PagedMetadata", Metadata), ("PinnedRing", Ring)):
+        monkeypatch.setattr(step_graph, name, stand_in)
+    monkeypatch.setattr(step_graph.triton_decode, "DecodeWorkspace", workspace or MagicMock(), raising=False)
+    monkeypatch.setattr(step_graph.triton_copy, "Copies", Copies)
+    monkeypatch.setattr(step_graph, "has_fa3", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    cache = tuple(torch.zeros(2, 16, 8, 128, dtype=torch.bfloat16).to(dtype) for _ in "kv")
+    return step_graph.FlashInferAttention(
+        KVCache.over([cache] * max(1, len(scales)), scales),
+        32,
+        DECODE_ROWS,
+        4,
+        decode_backend,
+        dtype=torch.bfloat16,
+        copied_blocks=copied_blocks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "taken"),
+    [
+        ([400] * 4, [400] * 4, "fa3"),
+        ([20], [20], "fa3"),  # so few tokens that copying costs nothing
+        ([300], [1600], "fa3"),  # all of the room
+        ([300], [1601], "fa2"),
+        ([300, 100], [1584, 1], "fa3"),
+        ([300, 100], [1584, 17], "fa2"),  # a block more
+        ([20] * 3, [510] * 3, "fa2"),  # too few queries for what they read
+        ([20, 240], [100, 1400], "fa3"),  # most of what is read has many queries
+        ([240, 20], [100, 1400], "fa2"),
+        ([5], [1500], "fa2"),  # as with 16 bits
+    ],
+)
+def test_prompts_over_e4m3_take_fa3_where_copies_have_room_and_pay(
+    q_lens: list[int], kv_lens: list[int], taken: str, step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 100 blocks of 16 tokens."""
+    attention = make_attention(step_graph, monkeypatch, torch.float8_e4m3fn, ((1.0, 1.0),), 100)
+    with device.use(tuned.fallback()):
+        assert attention.choose_prefill(np.array(q_lens, np.int32), np.array(kv_lens, np.int32)) == taken
+    none = make_attention(step_graph, monkeypatch, torch.float8_e4m3fn, ((1.0, 1.0),))
+    plain = make_attention(step_graph, monkeypatch, torch.bfloat16)
+    with device.use(tuned.fallback()):
+        lens = np.array([300], np.int32), np.array([16000], np.int32)
+        assert none.choose_prefill(*lens) == "fa2" and plain.choose_prefill(*lens) == "fa3"
+
+
+def test_a_long_context_does_not_overflow(step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 768 queries of 131 072 tokens are more than an int32."""
+    attention = make_attention(step_graph, monkeypatch, torch.float8_e4m3fn, ((1.0, 1.0),), 10000)
+    with device.use(tuned.fallback()):
+        assert attention.choose_prefill(np.array([32768], np.int32), np.array([131072], np.int32)) == "fa3"
+
+
+def test_fa3_reads_the_copies_and_fa2_the_cache(
+    step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = ((0.5, 0.25), (2.0, 4.0))
+    attention = make_attention(step_graph, monkeypatch, torch.float8_e4m3fn, scales, 10)
+    run, copies, q = attention._calls.run, attention._copies, torch.zeros(9, 32, 128)
+    attention.run_prompts("fa3", "plan", 1, q, q, 1)
+    (written,) = copies.written
+    assert written[0] is attention.layers[1] and written[1] is attention._prefill.indices
+    assert written[2].tolist() == [0, 2] and written[3] == 1
+    arguments = run.call_args.args
+    assert arguments[4] is copies.layer and arguments[-1] is copies.indices and arguments[-2] == scales[1]
+    attention.run_prompts("fa2", "plan", 1, q, q, 1)
+    assert len(copies.written) == 1
+    assert run.call_args.args[4] is attention.layers[1] and run.call_args.args[-1] is None
+    plain = make_attention(step_graph, monkeypatch, torch.bfloat16)
+    plain.run_prompts("fa3", "plan", 0, q, q, 1)
+    assert plain._copies is None and plain._calls.run.call_args.args[4] is plain.layers[0]
+
+
+def test_modules_apply_scales_each_in_its_place(
+    step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FA3 inside, as rows of others lie beside its own in `out`; and in its order of arguments."""
+    calls = importlib.import_module("flashinfer_backend.attention.flashinfer_calls")
+    shape = calls.Shape(32, 8, 64, 16, torch.bfloat16, torch.float8_e4m3fn)
+    for name in ("FLOAT_WORKSPACE", "INT_WORKSPACE", "_XQA_SEMAPHORES"):
+        monkeypatch.setattr(calls, name, 8)
+    paged, module, metadata = calls.PagedCalls(shape, torch.device("cpu")), MagicMock(), MagicMock()
+    monkeypatch.setattr(paged, "_module", lambda _: module)
+    q, cache, own = torch.zeros(3, 32, 64), (torch.zeros(1), torch.zeros(1)), torch.arange(4)
+    for backend, index, out_scale in (("fa2", None, 0.25), ("fa3", own, 1.0)):
+        out = torch.ones(3, 32, 64)
+        paged.run(backend, True, "plan", q, cache, out, metadata, 2, (0.5, 0.25), index)
+        arguments = module.paged_run.call_args.args
+        assert arguments[8] is (metadata.indices if index is None else index)
+        assert (out == out_scale).all()
+        behind = list(arguments[16:])
+        if backend == "fa3":
+            # prefix_len, token_pos, max_item_len, scale_v; soft cap, sm_scale, scale_v_scalar, item length
+            assert behind == [None, None, None, None, 0.0, 0.125 * 0.5, 0.25, 0]
+        else:
+            assert behind == [None] * 8 + [0.0, 0.125 * 0.5, 1.0, 1.0, 0]
+
+
+@pytest.mark.parametrize("decode_backend", ["auto", "triton", "fa2"])
+def test_steps_over_e4m3_are_graphs_where_there_is_room_for_copies(
+    decode_backend: str, step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graph, "StepGraphState", MagicMock())
+    for blocks in (0, 10):
+        attention = make_attention(
+            step_graph, monkeypatch, torch.float8_e4m3fn, ((1.0, 1.0),), blocks, decode_backend
+        )
+        state = attention.step_graph_state(512, DECODE_ROWS, torch.empty(0))
+        assert (state is not None) is (blocks > 0 and decode_backend != "fa2")
+
+
+def test_an_engine_has_room_for_its_longest_sequence(
+    step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = MagicMock()
+    monkeypatch.setattr(step_graph, "FlashInferAttention", attention)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = EngineConfig(model_dir="", max_seq_len=100000, max_num_tokens=8192)
+    model = SimpleNamespace(config=SimpleNamespace(num_heads=32), dtype=torch.bfloat16)
+    for stored, scales, blocks in (
+        (torch.float8_e4m3fn, ((1.0, 1.0),), (100000 + 8192) // 16),
+        (torch.bfloat16, (), 0),
+    ):
+        cache = SimpleNamespace(format=KVCacheFormat(1, 8, 128, 16, stored, scales))
+        state: Any = SimpleNamespace(
+            model=model, kv_cache=cache, device=torch.device("cuda"), max_blocks=6250
+        )
+        DeviceState._make_attention(state, config)
+        assert attention.call_args.kwargs["copied_blocks"] == blocks
+
+
 @pytest.mark.parametrize(("dtype", "programs"), [(torch.bfloat16, (2, 2)), (torch.float8_e4m3fn, (16, 4))])
 def test_room_for_decode_work_is_that_of_the_cache(
     dtype: torch.dtype, programs: tuple[int, int], step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -132,19 +300,10 @@ def test_room_for_decode_work_is_that_of_the_cache(
     def workspace(rows: int, items: int, *_: Any) -> None:
         room.append(items)
 
-    for name in ("PagedCalls", "PagedMetadata"):
-        monkeypatch.setattr(step_graph, name, MagicMock())
-    monkeypatch.setattr(step_graph, "PinnedRing", Ring)
-    monkeypatch.setattr(step_graph.triton_decode, "DecodeWorkspace", workspace, raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    cache = tuple(torch.zeros(2, 16, 8, 128, dtype=torch.bfloat16).to(dtype) for _ in "kv")
     scales = ((1.0, 1.0),) if dtype != torch.bfloat16 else ()
     numbers = replace(tuned.fallback(), decode_attention=plain, fp8_decode_attention=(few, many))
     with device.use(numbers):
-        attention = step_graph.FlashInferAttention(
-            KVCache.over([cache], scales), 32, DECODE_ROWS, 4, dtype=torch.bfloat16
-        )
+        attention = make_attention(step_graph, monkeypatch, dtype, scales, workspace=workspace)
         counts = zip((16, 40), programs, strict=True)
         each = {rows: rows + -(-count * device.sms() // 8) for rows, count in counts}
         most = max(each.values())

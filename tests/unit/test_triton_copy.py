@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashinfer_backend.attention import copies
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.kv_cache.cache import KVCacheFormat
+from flashinfer_backend.worker import start
 
 BLOCK_SIZE = 16
 SHAPES = [(1, 64), (5, 128), (8, 128)]  # key/value heads, dim; 5 heads divide into small pieces
@@ -77,6 +80,28 @@ def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, hopper) == 0
     assert copies.copies_bytes(LLAMA_8B, torch.bfloat16, 0) == 0
+
+
+def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
+    free = 20 << 30
+    monkeypatch.setattr(start, "_free_memory_after_largest_step", lambda *_: free)
+    model = SimpleNamespace(device=hopper, dtype=torch.bfloat16)
+
+    def tokens(backend: str, cache: KVCacheFormat) -> int:
+        config = EngineConfig(
+            model_dir="",
+            max_seq_len=131072,
+            max_num_tokens=8192,
+            attention_backend=backend,
+            kv_cache_free_gpu_mem_fraction=1.0,
+        )
+        return (start._num_blocks(config, model, cache) - 1) * cache.block_size
+
+    scratch = (131072 + 8192 + 256) * 2 * 8 * 128 * 2
+    assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16
+    plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
+    assert tokens("auto", plain) == free // (plain.bytes_per_token * 16) * 16
+    assert tokens("torch", LLAMA_8B) == free // (LLAMA_8B.bytes_per_token * 16) * 16
 
 
 if __name__ == "__main__":

@@ -112,11 +112,14 @@ class PagedCalls:
         metadata: PagedMetadata,
         rows: int,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        indices: Tensor | None = None,
     ) -> None:
         """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]. kv_scales: what the
-        elements of a cache of e4m3 are multiplied by."""
+        elements of a cache of e4m3 are multiplied by. indices: the rows' blocks in (K, V), if they are others
+        than the metadata's."""
         k_scale, v_scale = kv_scales
-        more: list[Any] = [None, 0.0, self._sm_scale, 1.0, 0]  # scale of V, soft cap, scale, scale of V, -
+        # Scales of V by head, soft cap, scale, scale of V, -.
+        more: list[Any] = [None, 0.0, self._sm_scale * k_scale, v_scale, 0]
         unused = [None] * 3
         if backend == "fa2":
             # Block scales, soft cap, scale, rope, -. FlashInfer's own wrapper applies both scales this way.
@@ -130,7 +133,7 @@ class PagedCalls:
             *cache,
             metadata.qo_indptr(rows),
             metadata.kv_indptr(rows),
-            metadata.indices,
+            metadata.indices if indices is None else indices,
             metadata.last_page_len(rows),
             out,
             None,  # no log-sum-exp
@@ -141,7 +144,7 @@ class PagedCalls:
             *unused,
             *more,
         )
-        if v_scale != 1.0:
+        if backend == "fa2" and v_scale != 1.0:
             out.mul_(v_scale)
 
     def xqa(

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.attention import split, triton_decode
+from flashinfer_backend.attention import split, triton_copy, triton_decode
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.copies import MAX_PROMPTS, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
-MAX_PROMPTS = 16  # of a step
 LARGEST_GRAPH = (
     1024  # tokens of a graph: FlashInfer lays out its plan for so many, and so alike for all graphs
 )
@@ -37,11 +37,12 @@ class FlashInferAttention:
     """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
 
     cache: of bfloat16, float16 or e4m3, on a CUDA device; num_heads: query heads. dtype: of queries, if the
-    cache's is another. Prompts over a cache of e4m3 take FA2: FA3 would want queries of e4m3 as well, and
-    loses accuracy over long contexts with them (docs/formats.md).
+    cache's is another.
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
     beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
+    copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads
+    copies in the type of queries (attention/copies.py); prompts that read more take FA2.
     All calls must come from one thread with one current stream.
     Raises ValueError for shapes that these kernels do not have.
     """
@@ -54,6 +55,7 @@ class FlashInferAttention:
         max_blocks_per_seq: int,
         decode_backend: str = "auto",
         dtype: torch.dtype | None = None,
+        copied_blocks: int = 0,
     ) -> None:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
@@ -83,8 +85,10 @@ class FlashInferAttention:
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream = torch.cuda.Stream(where)
-        # FA3 is for Hopper alone.
-        self._fa3 = torch.cuda.get_device_capability(where)[0] == 9 and shape.dtype == dtype
+        self._fa3 = has_fa3(where) and (copied_blocks > 0 or not self._fp8_cache)
+        self._copies: triton_copy.Copies | None = None
+        if self._fa3 and self._fp8_cache:
+            self._copies = triton_copy.Copies(shape, dtype, copied_blocks, where)
         self._calls.load(["fa2", "fa3"] if self._fa3 else ["fa2"])
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -129,7 +133,7 @@ class FlashInferAttention:
 
     def step_graph_state(self, tokens: int, decode_rows: int, block_table: Tensor) -> StepGraphState | None:
         """State for a CUDA graph of steps with prompts, see StepGraphState; None where a decode backend was
-        forced, which plans every step anew, and where there is no FA3, as with a cache of e4m3."""
+        forced, which plans every step anew, and where there is no FA3."""
         if self.decode_backend != "triton" or not self._fa3:
             return None
         return StepGraphState(self, tokens, decode_rows, block_table)
@@ -226,17 +230,36 @@ class FlashInferAttention:
 
     def run_prompts(self, backend: str, info: Any, layer: int, q: Tensor, out: Tensor, rows: int) -> None:
         """q, out [T, Hq, D] of planned prompts."""
-        cache, scales = self.layers[layer], self._scales[layer]
-        self._calls.run(backend, True, info, q, cache, out, self._prefill, rows, scales)
+        cache, scales, metadata = self.layers[layer], self._scales[layer], self._prefill
+        indices = None
+        if backend == "fa3" and self._copies is not None:
+            # On the stream of FA3, which has read the last layer's copies when these are written.
+            self._copies.write(cache, metadata.indices, metadata.kv_indptr(rows), rows)
+            cache, indices = self._copies.layer, self._copies.indices
+        self._calls.run(backend, True, info, q, cache, out, metadata, rows, scales, indices)
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
-        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them (core/tuned)."""
+        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them, or copies would
+        cost more than they bring (core/tuned), or there is no room for them."""
         # A program of FA3 takes 128 queries of one head over the whole length: short rows waste the tile,
         # and few tiles over a long prefix leave SMs idle where FA2 splits the sequence.
         numbers, tiles = device.active().prompt_attention, int(((q_lens + 127) // 128).sum()) * self.num_heads
         wasteful = tiles > device.sms() and int(q_lens.sum()) < numbers.short_queries * len(q_lens)
         idle = tiles < numbers.few_tiles and int(kv_lens.max()) > numbers.long_prefix
-        return "fa2" if wasteful or idle or not self._fa3 else "fa3"
+        return "fa3" if self._fa3 and not (wasteful or idle) and self._can_copy(q_lens, kv_lens) else "fa2"
+
+    def _can_copy(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> bool:
+        """Whether the copies that FA3 reads have room, and pay; yes where it needs none."""
+        if self._copies is None:
+            return True
+        numbers, block_size = device.active().prompt_attention, self._prefill.block_size
+        tokens = int(kv_lens.sum(dtype=np.int64))
+        if int(((kv_lens + (block_size - 1)) // block_size).sum()) > self._copies.blocks:
+            return False
+        # A copy takes a token's time once; each query that reads it saves a part of FA2's.
+        return tokens <= numbers.copied_freely or int(np.dot(q_lens.astype(np.int64), kv_lens)) >= (
+            numbers.copied_queries * tokens
+        )
 
 
 class DecodeGraphState:
@@ -292,10 +315,10 @@ class DecodeGraphState:
 class StepGraphState:
     """Attention of a step of up to `tokens` tokens: decode rows first, at most `decode_rows`, then prompts.
 
-    Decode rows take the Triton kernel, prompts FA3: both read what is different from step to step from the
-    device, so one capture serves every step that `plan` accepts. Capture `run` for every layer with q and
-    out of exactly `tokens` rows (at most LARGEST_GRAPH); before each replay call plan(batch) on the stream of
-    the replay. Rows beyond the batch's are left alone.
+    Decode rows take the Triton kernel, prompts FA3, over copies where the cache is of e4m3: all of them read
+    what is different from step to step from the device, so one capture serves every step that `plan` accepts.
+    Capture `run` for every layer with q and out of exactly `tokens` rows (at most LARGEST_GRAPH); before each
+    replay call plan(batch) on the stream of the replay. Rows beyond the batch's are left alone.
     """
 
     def __init__(

@@ -43,8 +43,10 @@ class DeviceState:
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
             return TorchPagedAttention(self.kv_cache, num_heads)
+        from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
+        lengths = config.max_seq_len, config.max_num_tokens
         return FlashInferAttention(
             self.kv_cache,
             num_heads,
@@ -52,6 +54,7 @@ class DeviceState:
             max_blocks_per_seq=self.max_blocks,
             decode_backend=config.attention_backend,
             dtype=self.model.dtype,
+            copied_blocks=copied_blocks(self.kv_cache.format, self.model.dtype, *lengths, self.device),
         )
 
     def update_block_table(self, plan: StepPlan) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.progress import telling
@@ -195,13 +196,22 @@ def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheF
         most = -(-config.max_seq_len // block) * config.max_num_seqs
         blocks = min(most, CPU_KV_BYTES // bytes_per_block)
     else:
-        free = _free_memory_after_largest_step(config, model)
+        free = _free_memory_after_largest_step(config, model) - _copies_bytes(config, model, cache_format)
         blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // bytes_per_block
     if config.max_tokens_in_paged_kv_cache:
         blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // block))
     if blocks < 1:
         raise ValueError("no memory is left for the KV cache; use a smaller model or max_num_tokens")
     return blocks + 1
+
+
+def _copies_bytes(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
+    """Of what attention of prompts copies; the plain torch one copies nothing."""
+    if config.attention_backend == "torch":
+        return 0
+    lengths = config.max_seq_len, config.max_num_tokens
+    blocks = copied_blocks(cache_format, model.dtype, *lengths, model.device)
+    return copies_bytes(cache_format, model.dtype, blocks)
 
 
 def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) -> int:

@@ -188,12 +188,18 @@ class PromptAttention(_Data, frozen=True):
     there are more tiles than SMs. few_tiles, long_prefix: fewer tiles over more tokens leave SMs idle, so FA2
     splits them. serial_tokens: a step of more has its decode rows beside its prompts; up to so many, products
     start before the kernel before them has ended, which works along one stream only.
+
+    Over a cache of e4m3, FA3 reads copies in 16 bits. copied_queries: the fewest queries, on average over the
+    tokens that they read, that make up for copying these tokens; for fewer FA2, which reads e4m3.
+    copied_freely: tokens up to which copying takes next to nothing, whatever the queries.
     """
 
     short_queries: int
     few_tiles: int
     long_prefix: int
     serial_tokens: int
+    copied_queries: int = 80
+    copied_freely: int = 1024
 
 
 class Scheduling(_Data, frozen=True):
