@@ -254,6 +254,21 @@ def test_modules_apply_scales_each_in_its_place(
             assert behind == [None] * 8 + [0.0, 0.125 * 0.5, 1.0, 1.0, 0]
 
 
+def test_fa3_is_built_for_16_bits_whatever_the_cache(
+    step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules: Any = ModuleType("modules")
+    modules.gen_batch_prefill_module = MagicMock()
+    for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.attention.modules", modules)
+    calls = importlib.import_module("flashinfer_backend.attention.flashinfer_calls")
+    query, stored = torch.float16, torch.float8_e4m3fn
+    for backend, expected in (("fa2", stored), ("fa3", query)):
+        calls.batch_spec(backend, query, stored, 128)
+        assert modules.gen_batch_prefill_module.call_args.args[:4] == (backend, query, expected, query)
+
+
 @pytest.mark.parametrize("decode_backend", ["auto", "triton", "fa2"])
 def test_steps_over_e4m3_are_graphs_where_there_is_room_for_copies(
     decode_backend: str, step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
