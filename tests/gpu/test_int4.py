@@ -6,14 +6,17 @@ perf_configs/kernels/bench_int4.py measures them.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from compilations import watch
+from msgspec.structs import replace
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.tuned import Tiling
-from flashinfer_backend.ops import int4, torch_ops
+from flashinfer_backend.core.tuned import Int4Tile, Tiling
+from flashinfer_backend.ops import device, int4, int4_linear, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from int4_checkpoints import make_int4
 
@@ -41,6 +44,25 @@ BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # x is exact: only the res
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def kernel(request, monkeypatch):
+    """Which one takes few tokens, by the rules for a GPU that nobody has measured."""
+    monkeypatch.setattr(tilings, "MOST_BY_CUDA", 64 if request.param == "cuda" else 0)
+    with device.use(replace(device.active(), int4={})):
+        yield request.param
+    device._forget()
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """The CUDA kernel's modules, compiled together."""
+    from flashinfer.jit import build_jit_specs
+
+    kinds = [(torch.bfloat16, 1, True), (torch.bfloat16, 1, False), (torch.bfloat16, 2, True)]
+    kinds += [(torch.bfloat16, 4, True), (torch.float16, 1, True)]
+    build_jit_specs([int4_linear.spec(*kind) for kind in kinds], verbose=False)
 
 
 def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -78,7 +100,7 @@ def test_weights_are_written_out_bit_for_bit(format, dtype):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("role", SHAPES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_products_are_those_of_the_format(format, role, tokens, dtype):
+def test_products_are_those_of_the_format(format, role, tokens, dtype, kernel, built):
     """300 tokens take the weight written out, which rounds it to 16 bits."""
     from flashinfer_backend.ops import cuda_int4
 
@@ -96,6 +118,74 @@ def test_products_are_those_of_the_format(format, role, tokens, dtype):
         expected = expected + residual.float()
     found = cuda_int4.product(x, weight, None, 0.0, bias, residual, gated=role == "gate_up")
     assert_close(found, expected, BOUNDS[dtype])
+    tile = tilings.choose_int4_tile(role, tokens, *weight.shape)
+    if kernel == "cuda" and tokens <= 64:
+        stored = weight.data, weight.scale, weight.zero
+        assert tile is not None and int4_linear.takes(*stored, tile), "it was Triton's"
+
+
+def cuda_expected(weight: Weight, x, bias, residual, gated: bool):
+    expected = weight.format.product(x.float(), weight, bias)
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    return expected if residual is None else expected + residual.float()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", int4_linear.TILES)
+def test_every_tile_of_the_cuda_kernel(shape, format, gated, built):
+    """With every number of teams and stages that fits, and splits that divide the inner dimension or not."""
+    size, warp_rows, row_warps = shape
+    weight = make_weight("gate_up" if gated else "o", format, (2 * warp_rows * row_warps, 11 * 128))
+    stored, rows = (weight.data, weight.scale, weight.zero), weight.shape[0] // (2 if gated else 1)
+    tried = 0
+    for tokens in {1, size // 2 + 1, size - 1, size, 2 * size + 3}:
+        x, bias, residual = randn(tokens, weight.shape[1]), randn(rows), randn(tokens, rows)
+        more = (None, None) if gated else (bias, residual)
+        expected = cuda_expected(weight, x, *more, gated)
+        for teams, split, stages in itertools.product(range(1, 9), (1, 2, 8), range(2, 6)):
+            tile = Int4Tile(*shape, teams, split, stages)
+            if int4_linear.takes(*stored, tile):
+                found = int4_linear.linear(x, *stored, tile, *more, gated)
+                assert_close(found, expected, BOUNDS[x.dtype])
+                tried += 1
+    assert tried >= 5 * 3 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_tokens_by_the_cuda_kernel(dtype, built):
+    """The sum does not depend on timing."""
+    weight = make_weight("o", "int4_awq_128", SHAPES["o"], dtype)
+    stored = weight.data, weight.scale, weight.zero
+    for tokens in range(1, 65):
+        x, residual = randn(tokens, 4096, dtype=dtype), randn(tokens, 4096, dtype=dtype)
+        tile = tilings.untuned_int4_tile(tokens, *weight.shape)
+        assert tile is not None and int4_linear.takes(*stored, tile)
+        found = int4_linear.linear(x, *stored, tile, residual=residual)
+        assert_close(found, cuda_expected(weight, x, None, residual, False), BOUNDS[dtype])
+        assert torch.equal(found, int4_linear.linear(x, *stored, tile, residual=residual))
+
+
+def test_what_the_cuda_kernel_does_not_take(built):
+    weight = make_weight("o", "int4_awq_128", (256, 512))
+    stored, tile = (weight.data, weight.scale, weight.zero), Int4Tile(8, 64, 1, 4, 1, 3)
+    assert int4_linear.takes(*stored, tile)
+    for wrong in (
+        Int4Tile(8, 48, 1, 4, 1, 3),  # there is none
+        Int4Tile(8, 64, 1, 9, 1, 3),  # too many warps
+        Int4Tile(64, 32, 2, 4, 1, 5),  # too much memory
+        Int4Tile(8, 64, 1, 4, 5, 3),  # more parts than blocks
+    ):
+        assert not int4_linear.takes(*stored, wrong)
+    assert not int4_linear.takes(weight.data[:200], weight.scale[:, :200], weight.zero[:, :200], tile)
+    module = int4_linear.module(torch.bfloat16, 1, True, weight.data.device)
+    x = randn(1, 512)
+    with pytest.raises(RuntimeError, match="a split of 5"):
+        module.int4_linear(randn(1, 256), x, *stored, None, None, False, 8, 64, 1, 4, 5, 3)
+    with pytest.raises(RuntimeError, match="zero points"):
+        module.int4_linear(randn(1, 256), x, *stored[:2], None, None, None, False, 8, 64, 1, 4, 1, 3)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -133,7 +223,7 @@ def test_a_fused_norm(tokens, gated):
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 300])
-def test_operations_of_a_layer(tokens, ordered):
+def test_operations_of_a_layer(tokens, ordered, kernel):
     """The norm's bfloat16 may differ in its last bit. ordered: as with GPTQ's desc_act."""
     from flashinfer_backend.ops import cuda_ops
 
@@ -158,7 +248,7 @@ def test_operations_of_a_layer(tokens, ordered):
 
 
 @pytest.mark.parametrize("tokens", [16, 300])
-def test_products_in_a_graph(tokens):
+def test_products_in_a_graph(tokens, kernel):
     """Captured and replayed with other values, bit for bit what is launched one by one."""
     from flashinfer_backend.ops import cuda_int4
 
@@ -181,7 +271,7 @@ def test_products_in_a_graph(tokens):
     [("awq", "llama"), ("awq", "qwen2"), ("gptq-ordered", "llama"), ("gptq-v2", "llama"),
      ("packed", "qwen3"), ("packed-zeros", "llama"), ("packed-rows", "mistral")],
 )  # fmt: skip
-def test_engine(layout, kind, tmp_path):
+def test_engine(layout, kind, tmp_path, kernel):
     """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
     those of the same engine in plain torch."""
     checkpoint = make_int4(layout, kind, tmp_path / "model", **SIZES)

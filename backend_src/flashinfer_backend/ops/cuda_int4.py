@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights of 4 bits on Hopper, x in bfloat16 or float16.
 
-Few tokens take the Triton product, which reads 4 bits an element. For many the weight is written out in 16
-bits first, and cuBLAS or gated_linear multiplies: then reading weights no longer is what takes time. From how
-many tokens on, and which tiles, core/tuned says; where it has no numbers, tilings.untuned_int4 does.
+Few tokens take the CUDA kernel of int4_linear.py or the Triton product, which read 4 bits an element. For
+many the weight is written out in 16 bits first, and cuBLAS or gated_linear multiplies: then reading weights
+no longer is what takes time. From how many tokens on, and which tiles, core/tuned says; where it has no
+numbers, the rules in tilings.py do.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import flashinfer
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, gated_linear, triton_int4
-from flashinfer_backend.ops.tilings import choose_int4
+from flashinfer_backend.ops import cublas, gated_linear, int4_linear, triton_int4
+from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile
 from flashinfer_backend.ops.weight import Weight
 
 
@@ -30,18 +31,22 @@ def product(
     gated: silu of the first half of the columns times the second, [T, N / 2]. x[T, K] is contiguous, T > 0.
     May overwrite residual. See the format's product.
     """
-    tiling = choose_int4(weight.role, x.shape[0], *weight.shape)
+    stored = weight.data, weight.scale, weight.zero
+    tile = choose_int4_tile(weight.role, x.shape[0], *weight.shape)
+    if tile is not None and not int4_linear.takes(*stored, tile):
+        tile = None
+    tiling = choose_int4(weight.role, x.shape[0], *weight.shape) if tile is None else None
     fused = norm_weight is not None and tiling is not None and tiling.fuse_norm and weight.order is None
     if norm_weight is not None and not fused:
         x = flashinfer.rmsnorm(x, norm_weight, eps, enable_pdl=True)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
+    if tile is not None:
+        return int4_linear.linear(x, *stored, tile, bias, residual, gated)
     if tiling is not None:
         norm = (norm_weight, eps) if fused else (None, 0.0)
-        return triton_int4.linear(
-            x, weight.data, weight.scale, weight.zero, tiling, *norm, bias, residual, gated
-        )
-    matrix = triton_int4.dequantise(weight.data, weight.scale, weight.zero, x.dtype)
+        return triton_int4.linear(x, *stored, tiling, *norm, bias, residual, gated)
+    matrix = triton_int4.dequantise(*stored, x.dtype)
     if gated and gated_linear.pays(x.shape[0]) and gated_linear.takes(matrix):
         return gated_linear.gated_linear(x, matrix)
     with cublas.library(matrix, x.shape[0]):

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import BlockTile, Role, Tiling
+from flashinfer_backend.core.tuned import BlockTile, Int4Tile, Role, Tiling
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
-MANY_TOKENS = 128  # beyond, where nobody has measured it, weights of 4 bits are written out in 16
+# Where nobody has measured it: beyond so many tokens, weights of 4 bits are written out in 16; up to so many,
+# the CUDA kernel multiplies them rather than Triton's (64 is the most that a tile of it has).
+MANY_TOKENS = 128
+MOST_BY_CUDA = 0
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -53,6 +56,33 @@ def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None
         return untuned_int4(tokens, rows, inner, gated)
     tiling = next((step.tiling for step in steps if tokens <= step.tokens), None)
     return tiling if tiling and tiling.fits(shape, gated, tokens) else None
+
+
+@device.cached
+def choose_int4_tile(role: Role, tokens: int, rows: int, inner: int) -> Int4Tile | None:
+    """The CUDA kernel's tile for a weight [rows, inner], or None where choose_int4 chooses."""
+    shape = (rows, inner)
+    steps = device.active().int4_steps(role, shape)
+    if not steps:
+        return untuned_int4_tile(tokens, rows, inner) if tokens <= MOST_BY_CUDA else None
+    tile = next((step.tile for step in steps if tokens <= step.tokens), None)
+    return tile if tile and tile.fits(shape) else None
+
+
+def untuned_int4_tile(tokens: int, rows: int, inner: int) -> Int4Tile | None:
+    """A tile of which each SM has two or more, where the inner dimension can be split so often. Not
+    measured."""
+    size = min(64, max(8, 1 << (tokens - 1).bit_length()))
+    for warp_rows, row_warps in ((64, 1), (32, 1)) if size <= 16 else ((32, 4), (32, 2)):
+        split, teams = 1, 4 if size <= 16 else 64 // size
+        while split < 8 and inner // BLOCK >= 4 * split * teams:
+            if rows // (warp_rows * row_warps) * split >= 2 * device.sms():
+                break
+            split *= 2
+        tile = Int4Tile(size, warp_rows, row_warps, teams, split, stages=3)
+        if tile.fits((rows, inner)):
+            return tile
+    return None
 
 
 def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | None:

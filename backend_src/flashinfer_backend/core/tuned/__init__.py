@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ FOLDER = Path(__file__).parent
 FALLBACK = "fallback"
 PARTIAL_SUMS = 16 << 20  # float32 sums of a split product's parts, at most
 SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
+LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
 LINE = 130  # characters of a line in a file, at most, where values share one
 
 # What a product is for: queries, keys and values; attention's output; gate and up projections; down
@@ -86,6 +88,32 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
     warps: int = 4
 
 
+class Int4Tile(_Data, frozen=True):
+    """How ops.int4_linear cuts up one product.
+
+    tokens: rows of x in a tile, 8, 16, 32 or 64. warp_rows: weight rows of a warp, 32 or 64; row_warps: warps
+    with other rows that share the copies of x. teams: groups of such warps in a block of threads, which share
+    the inner dimension; split: blocks of a cluster, 1 to 8, which share it, too. stages: depth of the load
+    pipeline, 2 to 5. ops.int4_linear.TILES lists which tokens, warp_rows and row_warps there are together.
+    """
+
+    tokens: int
+    warp_rows: int
+    row_warps: int
+    teams: int
+    split: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.split <= LARGEST_CLUSTER:
+            raise ValueError(f"split of a tile should be 1 to {LARGEST_CLUSTER}, not {self.split}")
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether weight[N, K] divides into such tiles."""
+        rows, inner = shape
+        return not (rows % (self.warp_rows * self.row_warps) or inner % 128) and self.split * 128 <= inner
+
+
 # For weights that nobody has measured.
 BLOCK_TILES = (
     BlockTile(16, 16, 64),
@@ -102,12 +130,31 @@ class Step(_Data, frozen=True):
     tiling: Tiling | None
 
 
+S = TypeVar("S", bound=Step)
+
+
 class Product(_Data, frozen=True):
     """Steps of one role, by rising tokens; beyond the last, cuBLAS. shape: of the weight, or None for all
     that no other entry names."""
 
     shape: Shape | None
     steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        _rising("steps", [step.tokens for step in self.steps])
+
+
+class Int4Step(Step, frozen=True, omit_defaults=True):
+    """With weights of 4 bits. tile: ops.int4_linear takes these tokens; `tiling` is for where it cannot."""
+
+    tile: Int4Tile | None = None
+
+
+class Int4Product(_Data, frozen=True):
+    """As Product, with weights of 4 bits; without a tiling or a tile they are written out in 16."""
+
+    shape: Shape | None
+    steps: tuple[Int4Step, ...]
 
     def __post_init__(self) -> None:
         _rising("steps", [step.tokens for step in self.steps])
@@ -253,7 +300,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_gated_linear: GatedLinear | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
     fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
-    int4: dict[Role, tuple[Product, ...]] = {}
+    int4: dict[Role, tuple[Int4Product, ...]] = {}
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
@@ -261,7 +308,9 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
         for role, tiles in self.fp8_blocks.items():
             _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
-        by_name = {"products": self.products, "fp8_products": self.fp8_products, "int4": self.int4}
+        by_name: dict[str, Mapping[Role, tuple[Product | Int4Product, ...]]] = {
+            "products": self.products, "fp8_products": self.fp8_products, "int4": self.int4
+        }  # fmt: skip
         for name, by_role in by_name.items():
             for role, products in by_role.items():
                 shapes = [product.shape for product in products]
@@ -270,11 +319,12 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
 
     def steps(self, role: Role, shape: Shape, fp8: bool = False) -> tuple[Step, ...]:
         """The steps of a product with weight[N, K] = shape, of 16 bits or of e4m3."""
-        return _steps(self.fp8_products if fp8 else self.products, role, shape)
+        products = (self.fp8_products if fp8 else self.products).get(role, ())
+        return _of_shape({product.shape: product.steps for product in products}, shape)
 
-    def int4_steps(self, role: Role, shape: Shape) -> tuple[Step, ...]:
+    def int4_steps(self, role: Role, shape: Shape) -> tuple[Int4Step, ...]:
         """The same of 4 bits."""
-        return _steps(self.int4, role, shape)
+        return _of_shape({product.shape: product.steps for product in self.int4.get(role, ())}, shape)
 
     def tiling(self, role: Role, tokens: int, shape: Shape, fp8: bool = False) -> Tiling | None:
         """The tiling for weight[N, K] = shape, or None where cuBLAS is faster or the shape does not fit."""
@@ -321,9 +371,8 @@ def _upwards(name: str, key: str, limits: list[int | None]) -> None:
     _rising(f"{key} of {name}", [0 if limit is None else limit for limit in limits[:-1]])
 
 
-def _steps(products: dict[Role, tuple[Product, ...]], role: Role, shape: Shape) -> tuple[Step, ...]:
-    by_shape = {product.shape: product.steps for product in products.get(role, ())}
-    return by_shape.get(shape, by_shape.get(None, ()))
+def _of_shape(steps: dict[Shape | None, tuple[S, ...]], shape: Shape) -> tuple[S, ...]:
+    return steps.get(shape, steps.get(None, ()))
 
 
 def _rising(name: str, numbers: list[int]) -> None:
