@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 4 bits: which tiling is the fastest, and from how many tokens on writing the
-weight out in 16 bits is.
+"""Products with weights of 4 bits: which tiling of the Triton kernel and which tile of the CUDA kernel is the
+fastest, and from how many tokens on writing the weight out in 16 bits is.
 
     python perf_configs/kernels/bench_int4.py [--shapes qkv=6144x4096,...] [--group 128] [--symmetric]
 
 Per role and number of tokens: microseconds in a CUDA graph over different weights of bfloat16 by cuBLAS, of 4
-bits as they are cut up without measured numbers, by the fastest tiling, and written out first; and how long
-reading the 4 bits takes at 4.8 TB/s. What follows a product (residual, activation) is part of each; a norm is
-part of the tilings that fuse it, and run before the others. At the end it prints "int4" for the device's file
-in core/tuned.
+bits as Triton cuts them up without measured numbers, by its fastest tiling, by the fastest tile of the CUDA
+kernel, and written out first; and how long reading the 4 bits takes at 4.8 TB/s. What follows a product
+(residual, activation) is part of each; a norm is part of the tilings that fuse it, and run before the others.
+At the end it prints what a layer's products take, and "int4" for the device's file in core/tuned.
+
+--kernel cuda: of Triton's tilings only the one without measured numbers, which takes less long to compile.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ import torch.nn.functional as F
 
 from client.arguments import integer
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.core.tuned import Product, Role, Shape, Step, Tiling
+from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Role, Shape, Tiling
+from flashinfer_backend.ops.int4_linear import TILES
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.ops.weight import Weight
 from flashinfer_backend.tune.measure import capture, microseconds
 from flashinfer_backend.worker.prebuild_triton import collect
 
 SHAPES = "qkv=6144x4096,o=4096x4096,gate_up=28672x4096,down=4096x14336"  # of an 8B Llama
-TOKENS = (1, 16, 32, 64, 128, 256)
+TOKENS = (1, 8, 16, 32, 64, 128, 256)
 QUICK = (1, 16, 64)
+SMS = 132
 BYTES = 160 << 20  # of weights that a graph goes through: three times an H200's L2
 BANDWIDTH = 4.8e12
+AGREES = 2e-2  # most relative error beside the weight written out; rounding that is 3e-3
 
 
 def candidates(role: Role, tokens: int, shape: Shape) -> list[Tiling]:
@@ -57,6 +62,24 @@ def candidates(role: Role, tokens: int, shape: Shape) -> list[Tiling]:
                 )  # fmt: skip
                 if tiling.fits(shape, gated, tokens):
                     found.append(tiling)
+    return found
+
+
+def cuda_candidates(tokens: int, shape: Shape) -> list[Int4Tile]:
+    """Tiles of the CUDA kernel worth a try: 2 to 8 warps a block, of which an SM gets 4 to 32."""
+    found = []
+    size = min(64, max(8, 1 << (tokens - 1).bit_length()))
+    for (tile_tokens, warp_rows, row_warps), warps, split, stages in itertools.product(
+        TILES, (2, 4, 8), (1, 2, 4, 8), (2, 3, 4) if size < 64 else (2, 3)
+    ):
+        teams = max(1, warps // row_warps)
+        tile = Int4Tile(tile_tokens, warp_rows, row_warps, teams, split, stages)
+        programs = shape[0] // (warp_rows * row_warps) * -(-tokens // size) * split
+        steps = shape[1] // 128 // split // teams
+        if tile_tokens != size or not tile.fits(shape) or teams * row_warps != warps:
+            continue
+        if steps > 1 and 4 <= programs * warps / SMS <= 32:
+            found.append(tile)
     return found
 
 
@@ -89,6 +112,25 @@ class Bench:
         stored = weight.data, weight.scale, weight.zero
         return triton_int4.linear(x, *stored, tiling, norm, eps, None, out if adds else None, gated)
 
+    def by_cuda(self, x: torch.Tensor, out: torch.Tensor, weight: Weight, tile: Int4Tile) -> torch.Tensor:
+        """The CUDA kernel's product of one layer."""
+        import flashinfer
+
+        from flashinfer_backend.ops import int4_linear
+
+        adds = self.role in ("o", "down")
+        if not adds:
+            x = flashinfer.rmsnorm(x, self.norm, 1e-5, enable_pdl=True)
+        stored, gated = (weight.data, weight.scale, weight.zero), self.role == "gate_up"
+        return int4_linear.linear(x, *stored, tile, residual=out if adds else None, gated=gated)
+
+    def takes(self, tile: Int4Tile) -> bool:
+        """Whether the CUDA kernel has this tile here."""
+        from flashinfer_backend.ops import int4_linear
+
+        weight = self.weights[0]
+        return int4_linear.takes(weight.data, weight.scale, weight.zero, tile)
+
     def dense(self, x: torch.Tensor, out: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """cuBLAS's product of one layer."""
         if self.role in ("o", "down"):
@@ -98,8 +140,9 @@ class Bench:
         product = F.linear(flashinfer.rmsnorm(x, self.norm, 1e-5, enable_pdl=True), matrix)
         return flashinfer.silu_and_mul(product, enable_pdl=True) if self.role == "gate_up" else product
 
-    def times(self, tokens: int, tilings: list[Tiling | None]) -> list[float]:
-        """Microseconds of a product: by each tiling (None: inf), written out in 16 bits, in bfloat16."""
+    def times(self, tokens: int, tilings: list[Tiling | Int4Tile | None]) -> list[float]:
+        """Microseconds of a product: by each tiling or tile (None, and what fails or gives something else:
+        inf), written out in 16 bits, in bfloat16."""
         from flashinfer_backend.ops import triton_int4
 
         rows, inner = self.shape
@@ -111,9 +154,21 @@ class Bench:
             stored = weight.data, weight.scale, weight.zero
             return self.dense(x, out, triton_int4.dequantise(*stored, x.dtype))
 
-        def of(tiling: Tiling) -> Callable[[], object]:
-            return lambda: [self.fused(x, out, weight, tiling) for weight in self.weights]
+        expected = written(self.weights[0]).float()
+        out.zero_()
 
+        def agrees(tile: Int4Tile) -> bool:
+            error = (self.by_cuda(x, out, self.weights[0], tile).float() - expected).norm() / expected.norm()
+            if not error <= AGREES:
+                print(f"  WRONG by {error:.2g}: {tile}", flush=True)
+            return bool(error <= AGREES)
+
+        def of(tiling: Tiling | Int4Tile) -> Callable[[], object]:
+            if isinstance(tiling, Tiling):
+                return lambda: [self.fused(x, out, weight, tiling) for weight in self.weights]
+            return lambda: [self.by_cuda(x, out, weight, tiling) for weight in self.weights]
+
+        tilings = [None if isinstance(each, Int4Tile) and not agrees(each) else each for each in tilings]
         works = [of(tiling) for tiling in tilings if tiling is not None]
         works += [
             lambda: [written(weight) for weight in self.weights],
@@ -152,6 +207,10 @@ def compile_all(benches: list[Bench], sizes: tuple[int, ...]) -> None:
         list(threads.map(lambda variant: variant[0].preload(variant[1]), variants))
 
 
+def line(tokens: int, row: list[float]) -> str:
+    return f"  {tokens:4d} " + " | ".join(f"{us:7.1f}" for us in row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,6 +222,9 @@ def main() -> None:
         "--subtract-from", type=integer(1), metavar="TOKENS",
         help="of a tile from which on zero points are subtracted from the elements (default: as served)",
     )  # fmt: skip
+    parser.add_argument(
+        "--kernel", choices=["both", "cuda"], default="both", help="cuda: no other tilings of Triton's"
+    )
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} tokens")
     options = parser.parse_args()
     require_cuda(parser)
@@ -177,26 +239,36 @@ def main() -> None:
         rows, inner = map(int, shape.split("x"))
         shapes[role] = rows, inner  # type: ignore[index]
     kind = options.group, options.symmetric
-    compile_all([Bench(role, shape, *kind, "meta") for role, shape in shapes.items()], sizes)
-    products: dict[str, list[Product]] = {}
+    if options.kernel == "both":
+        compile_all([Bench(role, shape, *kind, "meta") for role, shape in shapes.items()], sizes)
+    products: dict[str, list[Int4Product]] = {}
+    totals = {tokens: [0.0] * 5 for tokens in sizes}
     for role, shape in shapes.items():
         bench, steps = Bench(role, shape, *kind, "cuda"), []
         floor = shape[0] * shape[1] / 2 / BANDWIDTH * 1e6
-        print(f"{role} {list(shape)}: tokens, us of bfloat16 | unmeasured tiling | fastest | written out; "
-              f"floor {floor:.1f}")  # fmt: skip
+        print(f"{role} {list(shape)}: tokens, us of bfloat16 | unmeasured tiling | fastest | fastest tile | "
+              f"written out; floor {floor:.1f}")  # fmt: skip
         for tokens in sizes:
-            tried = candidates(role, tokens, shape)
             plain = untuned_int4(tokens, *shape, role == "gate_up")
-            *each, unmeasured, written, dense = bench.times(tokens, [*tried, plain])
-            best = min(range(len(tried)), key=each.__getitem__)
-            print(f"  {tokens:4d} {dense:7.1f} | {unmeasured:7.1f} | {each[best]:7.1f} | {written:7.1f}  "
-                  f"{tried[best]}", flush=True)  # fmt: skip
-            steps.append(Step(tokens, tried[best] if each[best] < written else None))
-        while steps and steps[-1].tiling is None:
+            tilings = [plain, *(candidates(role, tokens, shape) if options.kernel == "both" else ())]
+            tiles = [tile for tile in cuda_candidates(tokens, shape) if bench.takes(tile)]
+            *each, written, dense = bench.times(tokens, [*tilings, *tiles])
+            of_tilings, of_tiles = each[: len(tilings)], [*each[len(tilings) :], float("inf")]
+            by_triton, by_cuda = min(of_tilings), min(of_tiles)
+            tiling = tilings[of_tilings.index(by_triton)] if by_triton < written else None
+            tile = tiles[of_tiles.index(by_cuda)] if by_cuda < min(by_triton, written) else None
+            row = [dense, of_tilings[0], by_triton, by_cuda, written]
+            print(line(tokens, row), tiling, tile, flush=True)
+            totals[tokens] = [a + b for a, b in zip(totals[tokens], row, strict=True)]
+            steps.append(Int4Step(tokens, tiling, tile))
+        while steps and steps[-1].tiling is None and steps[-1].tile is None:
             steps.pop()
-        products[role] = [Product(shape, tuple(steps))]
+        products[role] = [Int4Product(shape, tuple(steps))]
         del bench
         torch.cuda.empty_cache()
+    print("all together, of the same:")
+    for tokens, row in totals.items():
+        print(line(tokens, row))
     print(msgspec.json.encode({"int4": products}).decode())
 
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When products with weights of 4 bits take the CUDA kernel, and with which tiles, without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tiling, Tuned
+from flashinfer_backend.ops import device, int4_linear, tilings
+from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile, untuned_int4_tile
+from flashinfer_backend.ops.weight import FORMATS, Int4, Weight
+from perf_configs.kernels import bench_int4
+
+LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
+    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+}  # fmt: skip
+SMALL, LARGE = Int4Tile(8, 64, 1, 4, 4, 3), Int4Tile(64, 32, 4, 1, 8, 3)
+TILING = Tiling(16, 64, 128, split=2)
+
+
+def kind(tile: Int4Tile) -> tuple[int, int, int]:
+    return tile.tokens, tile.warp_rows, tile.row_warps
+
+
+def test_the_lists_of_tiles_agree():
+    found = re.findall(r"TILE\((\d+), (\d+), (\d+)\)", int4_linear._SOURCE.read_text())
+    assert tuple(tuple(map(int, tile)) for tile in found) == int4_linear.TILES
+
+
+def test_numbers_of_a_device_name_tiles():
+    """Beside the tilings for where the kernel cannot be compiled."""
+    steps = (Int4Step(8, TILING, SMALL), Int4Step(32, TILING), Int4Step(64, None, LARGE))
+    numbers = replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)})
+    read = msgspec.json.decode(msgspec.json.encode(numbers), type=Tuned)
+    assert read == numbers
+    with device.use(read):
+        chosen = [choose_int4_tile("o", tokens, 4096, 4096) for tokens in (1, 8, 9, 32, 33, 64, 65)]
+        assert chosen == [SMALL, SMALL, None, None, LARGE, LARGE, None]
+        tilings_chosen = [choose_int4("o", tokens, 4096, 4096) for tokens in (1, 9, 33, 65)]
+        assert tilings_chosen == [TILING, TILING, None, None]
+        assert choose_int4_tile("o", 8, 4096 + 32, 4096) is None  # rows that it does not divide
+        assert choose_int4_tile("o", 8, 4096, 256) is None  # more parts than blocks of columns
+        assert choose_int4_tile("qkv", 8, 6144, 4096) is None and choose_int4("qkv", 8, 6144, 4096)
+
+
+def test_without_numbers_it_is_tritons(monkeypatch):
+    with device.use(replace(device.active(), int4={})):
+        assert all(choose_int4_tile("o", tokens, 4096, 4096) is None for tokens in (1, 64, 128))
+    monkeypatch.setattr(tilings, "MOST_BY_CUDA", 64)
+    with device.use(replace(device.active(), int4={})):
+        for tokens in (1, 64):
+            assert choose_int4_tile("o", tokens, 4096, 4096) == untuned_int4_tile(tokens, 4096, 4096)
+        assert choose_int4_tile("o", 65, 4096, 4096) is None
+
+
+@pytest.mark.parametrize("shape", [*LLAMA_8B.values(), (1536, 512), (96, 128), (64, 8 * 128)])
+def test_the_rules_tiles_exist_and_divide_the_weight(shape):
+    for tokens in range(1, 65):
+        tile = untuned_int4_tile(tokens, *shape)
+        if tile is None:  # fewer rows than four warps have
+            assert tokens > 16 and shape[0] % 64
+            continue
+        assert kind(tile) in int4_linear.TILES and tile.fits(shape) and tile.tokens >= tokens
+
+
+def test_what_is_measured_exists_and_divides_the_weight():
+    for shape in LLAMA_8B.values():
+        for tokens in bench_int4.TOKENS:
+            tiles = bench_int4.cuda_candidates(tokens, shape)
+            assert tiles and len(tiles) == len(set(tiles)) < 100
+            for tile in tiles:
+                assert kind(tile) in int4_linear.TILES and tile.fits(shape)
+                assert tile.tokens >= min(tokens, 64)
+
+
+def test_a_tile_of_more_blocks_than_a_cluster_has_is_refused():
+    steps = (Int4Step(8, None, SMALL),)
+    text = msgspec.json.encode(replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)}))
+    with pytest.raises(msgspec.ValidationError, match="split of a tile should be 1 to 8, not 9"):
+        msgspec.json.decode(text.replace(b'"split":4', b'"split":9'), type=Tuned)
+
+
+def test_every_group_has_a_kernel():
+    found = {format.group: int4_linear.parts_of(format.group) for format in FORMATS.values()
+             if isinstance(format, Int4)}  # fmt: skip
+    assert found == {32: 4, 64: 2, 128: 1, 0: 1}
+
+
+def test_there_is_none_without_a_hopper_gpu():
+    weight = Weight.empty("o", (256, 512), "int4_awq_128", torch.bfloat16, torch.device("cpu"))
+    assert SMALL.fits(weight.shape)
+    assert not int4_linear.takes(weight.data, weight.scale, weight.zero, SMALL)
