@@ -24,6 +24,7 @@ from flashinfer_backend.core import progress
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.prebuild import main
 from flashinfer_backend.worker import prebuild
 
@@ -47,6 +48,8 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     odd = dataclasses.replace(MODEL, intermediate_size=96)  # which gated_linear does not take
     assert kinds(model=odd) == common | {"fa3"}
     assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
+    int4 = dataclasses.replace(MODEL, quantization=Quantization("int4_awq_128"))
+    assert kinds(model=int4) == common | {"fa3", "int4_linear"} and kinds((10, 0), model=int4) == common
     odd = dataclasses.replace(MODEL, hidden_size=MODEL.hidden_size + 64)
     assert kinds(model=odd.quantised_on_load()) == common | {"fa3"}
 
@@ -63,6 +66,22 @@ def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():
     assert flags(EXTRA_CUDAFLAGS="-isystem /a/include -I/b -I /c", EXTRA_LDFLAGS="-L/d -L /e") == []
     assert flags(EXTRA_CUDAFLAGS="-I /c -lineinfo", EXTRA_CFLAGS="-g") == ["-g", "-lineinfo"]
     assert flags(JIT_DEBUG="1") != flags(JIT_DEBUG="0") == []
+
+
+@pytest.mark.parametrize(
+    ("format", "named"),
+    [
+        ("int4_awq_128", "_1_zeros_"),
+        ("int4_packed_row", "_1_middle_"),
+        ("int4_gptq_64", "_2_zeros_"),
+        ("int4_packed_32", "_4_middle_"),
+    ],
+)
+def test_the_kernel_of_4_bits_is_compiled_for_the_checkpoints_groups(format, named):
+    pytest.importorskip("flashinfer")
+    model = dataclasses.replace(MODEL, quantization=Quantization(format))
+    found = prebuild._spec("int4_linear", model, EngineConfig(model_dir=""), torch.float16)
+    assert named in found.name and "nv_half" in found.name
 
 
 def test_estimate_follows_from_how_fast_files_come():

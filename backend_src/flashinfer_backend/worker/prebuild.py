@@ -40,7 +40,16 @@ log = logging.getLogger(__name__)
 
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
 Kind = Literal[
-    "fa3", "gated_linear", "gated_linear_fp8", "sampling", "fa2", "norm", "xqa", "silu", "all_reduce"
+    "fa3",
+    "gated_linear",
+    "gated_linear_fp8",
+    "int4_linear",
+    "sampling",
+    "fa2",
+    "norm",
+    "xqa",
+    "silu",
+    "all_reduce",
 ]
 # Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
 FILE_SECONDS: dict[Kind, float] = {
@@ -49,6 +58,7 @@ FILE_SECONDS: dict[Kind, float] = {
     "fa3": 57.0,
     "gated_linear": 40.0,
     "gated_linear_fp8": 25.0,
+    "int4_linear": 33.0,
     "norm": 28.0,
     "fa2": 10.0,
     "silu": 4.0,
@@ -93,11 +103,19 @@ def needed(
             kinds.add("gated_linear")
         if model.hidden_size % 128 == 0 and formats & {"fp8_token", "fp8_on_load", "fp8_static"}:
             kinds.add("gated_linear_fp8")
+    if capability == (9, 0) and _int4_format(model):
+        kinds.add("int4_linear")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
     return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
+
+
+def _int4_format(model: ModelConfig) -> str | None:
+    """That of a checkpoint's weights of 4 bits, or None without. There is one: what else it has is dense."""
+    formats = set().union(*model.weight_formats().values())
+    return next((format for format in formats if format.startswith("int4")), None)
 
 
 def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -199,6 +217,13 @@ def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dty
         from flashinfer_backend.ops import gated_linear
 
         return gated_linear.spec(dtype if kind == "gated_linear" else torch.float8_e4m3fn)
+    if kind == "int4_linear":
+        from flashinfer_backend.ops import int4_linear
+        from flashinfer_backend.ops.weight import FORMATS, Int4
+
+        format = FORMATS[_int4_format(model) or ""]
+        assert isinstance(format, Int4)
+        return int4_linear.spec(dtype, int4_linear.parts_of(format.group), format.zeros)
     if kind == "xqa":
         group = model.num_heads // model.num_kv_heads
         return gen_xqa_module(dtype, dtype, config.tokens_per_block, model.head_dim, group, False, dtype)
