@@ -245,7 +245,7 @@ class PromptAttention(_Data, frozen=True):
     few_tiles: int
     long_prefix: int
     serial_tokens: int
-    copied_queries: int = 80
+    copied_queries: int = 64
     copied_freely: int = 1024
 
 
