@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tiling, Tuned
-from flashinfer_backend.ops import device, int4_linear, tilings
+from flashinfer_backend.ops import device, int4_linear
 from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile, untuned_int4_tile
 from flashinfer_backend.ops.weight import FORMATS, Int4, Weight
 from perf_configs.kernels import bench_int4
@@ -46,13 +46,11 @@ def test_numbers_of_a_device_name_tiles():
         assert tilings_chosen == [TILING, TILING, None, None]
         assert choose_int4_tile("o", 8, 4096 + 32, 4096) is None  # rows that it does not divide
         assert choose_int4_tile("o", 8, 4096, 256) is None  # more parts than blocks of columns
-        assert choose_int4_tile("qkv", 8, 6144, 4096) is None and choose_int4("qkv", 8, 6144, 4096)
+        assert choose_int4_tile("qkv", 8, 6144, 4096) == untuned_int4_tile(8, 6144, 4096)
+        assert choose_int4("qkv", 8, 6144, 4096)
 
 
-def test_without_numbers_it_is_tritons(monkeypatch):
-    with device.use(replace(device.active(), int4={})):
-        assert all(choose_int4_tile("o", tokens, 4096, 4096) is None for tokens in (1, 64, 128))
-    monkeypatch.setattr(tilings, "MOST_BY_CUDA", 64)
+def test_without_numbers_it_is_a_tile_of_the_rule():
     with device.use(replace(device.active(), int4={})):
         for tokens in (1, 64):
             assert choose_int4_tile("o", tokens, 4096, 4096) == untuned_int4_tile(tokens, 4096, 4096)

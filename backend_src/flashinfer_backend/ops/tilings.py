@@ -12,7 +12,7 @@ from flashinfer_backend.ops.int4 import BLOCK
 # Where nobody has measured it: beyond so many tokens, weights of 4 bits are written out in 16; up to so many,
 # the CUDA kernel multiplies them rather than Triton's (64 is the most that a tile of it has).
 MANY_TOKENS = 128
-MOST_BY_CUDA = 0
+MOST_BY_CUDA = 64
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
