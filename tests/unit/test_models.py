@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +22,9 @@ from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.kv_cache.cache import KVCache
-from flashinfer_backend.models import upload
+from flashinfer_backend.models import upload, weights
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.safetensors_file import SafetensorsFile
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
@@ -42,7 +47,7 @@ def attention_batch(q_lens, kv_lens, slots, table) -> AttentionBatch:
 def test_tensors_arrive_in_chunks_as_they_are(chunk, monkeypatch, tmp_path):
     """Whole ones and slices of rows and columns, as ranks read them; the buffers take turns."""
     monkeypatch.setattr(upload, "CHUNK", chunk)
-    monkeypatch.setattr(upload, "SMALL", 16)
+    monkeypatch.setattr(upload, "PART", 100)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "matrix": torch.randn(70, 129, generator=generator),
@@ -50,15 +55,39 @@ def test_tensors_arrive_in_chunks_as_they_are(chunk, monkeypatch, tmp_path):
         "vector": torch.randint(0, 1 << 30, (5000,), generator=generator),
         "scalar": torch.tensor(3.0),
     }
-    save_file(tensors, tmp_path / "some.safetensors")
-    send = upload.Uploader(torch.device("cpu"))
-    with safe_open(tmp_path / "some.safetensors", framework="pt") as file:
-        for name, whole in tensors.items():
-            found = send(file.get_tensor(name))
-            assert found.dtype == whole.dtype and torch.equal(found.float(), whole.float())
-            if whole.dim() == 2:
-                for cut in ((slice(3, 50), slice(None)), (slice(None), slice(16, 48))):
-                    assert torch.equal(send(file.get_slice(name)[cut]).float(), whole[cut].float())
+    path = tmp_path / "some.safetensors"
+    save_file(tensors, path)
+    whole, rows, columns = slice(None), slice(3, 50), slice(16, 48)
+    read = []
+    with (
+        closing(upload.Uploader(torch.device("cpu"))) as uploader,
+        safe_open(path, framework="pt") as mapped,
+        SafetensorsFile(path) as file,
+    ):
+        monkeypatch.setattr(uploader, "read", spy(uploader.read, read))
+        for name, tensor in tensors.items():
+            cuts = {0: [()], 1: [(whole,), (rows,)], 2: [(whole, whole), (rows, whole), (whole, columns)]}
+            for cut in cuts[tensor.dim()]:
+                found = weights._value(mapped, file, name, cut, uploader)
+                assert found.dtype == tensor.dtype and found.shape == tensor[cut].shape
+                assert torch.equal(found.float(), tensor[cut].float())
+    assert len(read) == 6  # all but columns and the scalar
+
+
+def spy(call: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    return lambda *args: (calls.append(args), call(*args))[1]
+
+
+def test_a_file_that_ends_early_is_named_as_such(tmp_path):
+    save_file({"some": torch.ones(1000)}, tmp_path / "some.safetensors")
+    with (
+        closing(upload.Uploader(torch.device("cpu"))) as uploader,
+        SafetensorsFile(tmp_path / "some.safetensors") as file,
+    ):
+        start, shape = file.find("some", (slice(None),))
+        os.truncate(tmp_path / "some.safetensors", start + 3996)
+        with pytest.raises(ValueError, match=rf"ends in the file after {start + 3996} bytes: is its"):
+            uploader.read(file.fileno(), start, shape, torch.float32)
 
 
 class Paged:

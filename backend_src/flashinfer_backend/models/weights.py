@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.config import ADAPTER_CONFIG
+from flashinfer_backend.models.safetensors_file import SafetensorsFile
 from flashinfer_backend.models.transformer import Layer, Transformer
-from flashinfer_backend.models.upload import Uploader
+from flashinfer_backend.models.upload import SMALL, Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
@@ -233,25 +235,25 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     tensors = _find(model, model_dir, optional | targets)
     tied_head: Tensor | None = None
     done, total, began = 0, sum(tensor.nbytes for tensor in tensors), time.monotonic()
-    # On a CPU a tensor of the file is copied where it belongs.
-    upload = Uploader(model.device) if model.device.type == "cuda" else None
 
     def how_far() -> str:
         return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
 
-    with telling(how_far, lambda: done):
+    with telling(how_far, lambda: done), ExitStack() as stack:
+        upload = None  # on a CPU a tensor of the mapped file is copied where it belongs
+        if model.device.type == "cuda":
+            upload = stack.enter_context(closing(Uploader(model.device)))
         for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
-            with _opened(path) as file:
+            with _opened(path) as mapped, SafetensorsFile(path) as file:
                 for _, name, target, cut, nbytes in of_file:
-                    # get_slice takes no tensor of no dimensions
-                    value = file.get_slice(name)[cut] if cut else file.get_tensor(name)
-                    if name not in targets and name not in optional:
-                        tied_head = value
-                    else:
-                        try:
-                            target.take(upload(value) if upload else value)
-                        except ValueError as error:
-                            raise WeightsError(f"{path}: {name} {error}") from None
+                    try:
+                        value = _value(mapped, file, name, cut, upload if nbytes > SMALL else None)
+                        if name not in targets and name not in optional:
+                            tied_head = value
+                        else:
+                            target.take(value)
+                    except ValueError as error:
+                        raise WeightsError(f"{path}: {name} {error}") from None
                     done += nbytes
         if model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -266,6 +268,21 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"
         )
+
+
+def _value(
+    mapped: Any, file: SafetensorsFile, name: str, cut: tuple[slice, ...], upload: Uploader | None
+) -> Tensor:
+    """A part of a tensor: on upload's device, or in the mapped file."""
+    if not cut:  # get_slice takes no tensor of no dimensions
+        return mapped.get_tensor(name)
+    part = mapped.get_slice(name)
+    if upload is None:
+        return part[cut]
+    if found := file.find(name, cut):
+        start, shape = found
+        return upload.read(file.fileno(), start, shape, part[:0].dtype)
+    return upload.copy(part[cut])
 
 
 def _finish(model: Transformer, model_dir: Path) -> None:
