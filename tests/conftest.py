@@ -20,7 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers: checkpoints.py, engin
 sys.path.insert(0, str(Path(__file__).parent.parent))  # build.py, client/
 
 
-SHARED_SERVERS = ("contract", "unary", "server", "door", "metered")  # session fixtures of tests/server
+# Session fixtures of tests/server, by the group of tests for which they run. A test takes those of one group.
+SHARED_SERVERS = {
+    "contract": "contract",
+    "unary": "contract",  # some tests compare the two
+    "server": "server",
+    "door": "door",
+    "metered": "metered",
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -45,9 +52,10 @@ def worker_group(item: pytest.Item) -> str | None:
     if folder == "gpu" or "gpu" in item.keywords:
         return "gpu"
     if folder == "server":
-        for name in SHARED_SERVERS:
-            if name in getattr(item, "fixturenames", ()):
-                return name
+        taken = {SHARED_SERVERS[name] for name in getattr(item, "fixturenames", ()) if name in SHARED_SERVERS}
+        assert len(taken) < 2, f"{item.nodeid} takes servers of several groups, which have ended: {taken}"
+        if taken:
+            return taken.pop()
         if file == "test_recovery":
             return None
     return f"{folder}/{file}"

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import openai
 import pytest
@@ -16,6 +19,30 @@ from metering import BLOCKS, metrics_port_open
 from openai_server import LOGITS_MIB, OpenAiServer, model_with_template, openai_running
 from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, build_repository, running, wait_for
 
+Started = TypeVar("Started")
+SHARED = contextlib.ExitStack()  # ends the servers of the group that runs
+
+
+@contextlib.contextmanager
+def shared(server: AbstractContextManager[Started]) -> Iterator[Started]:
+    """The server, until the last test of its group has run or the session ends. An idle one takes some 6 % of
+    a core."""
+    with contextlib.ExitStack() as stack:
+        SHARED.callback(stack.close)
+        yield stack.enter_context(server)
+
+
+@pytest.hookimpl(trylast=True)  # after the test's own fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A worker of pytest-xdist runs all tests of a group one after the other."""
+    if item.config.getoption("loadgroup", False) and (nextitem is None or _group(nextitem) != _group(item)):
+        SHARED.close()
+
+
+def _group(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("xdist_group")
+    return marker and marker.args[0]
+
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -24,7 +51,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(repository, tmp_path_factory.mktemp("server")) as started:
+    with shared(running(repository, tmp_path_factory.mktemp("server"))) as started:
         yield started
 
 
@@ -36,7 +63,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     knobs = ["tensorrt_llm_bls=true", f"max_logits_mib={LLM_LOGITS_MIB}"]
     knobs += [f"max_json_logits_mib={JSON_LOGITS_MIB}"]
     repository = build_repository(folder, *knobs, "--llm-name", "tensorrt_llm")
-    with running(repository, folder) as started:
+    with shared(running(repository, folder)) as started:
         yield started
 
 
@@ -47,7 +74,7 @@ def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("unary")
     knobs = ["decoupled_mode=false", "max_num_seqs=2", "max_queue_size=4", "llm_instance_count=1"]
     knobs += ["fold_input_ids=true", "max_json_logits_mib=1"]
-    with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
+    with shared(running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder)) as started:
         yield started
 
 
@@ -57,7 +84,7 @@ def bare(contract: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     special tokens. It runs beside `contract`, as some tests compare the two."""
     folder = tmp_path_factory.mktemp("bare")
     knobs = ["ensemble_report_outputs=false", "skip_special_tokens=false", "llm_instance_count=1"]
-    with running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder) as started:
+    with shared(running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder)) as started:
         yield started
 
 
@@ -65,7 +92,9 @@ def bare(contract: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server for tests of the metrics, which look at what they change."""
     folder = tmp_path_factory.mktemp("metered")
-    with running(build_repository(folder, "max_seq_len=512", kv_tokens=16 * BLOCKS), folder) as started:
+    with shared(
+        running(build_repository(folder, "max_seq_len=512", kv_tokens=16 * BLOCKS), folder)
+    ) as started:
         # The metrics port opens after the one that says ready.
         wait_for(lambda: metrics_port_open(started), "the metrics port")
         yield started
@@ -103,7 +132,7 @@ def door(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The OpenAI API with an engine of its own, for tests that leave it as it was. LOGITS_MIB is little, so
     that few prompts fill it."""
     room = ["--prompt-logits-mib", str(LOGITS_MIB)]
-    with openai_running(chat_model, tmp_path_factory.mktemp("openai"), *room) as started:
+    with shared(openai_running(chat_model, tmp_path_factory.mktemp("openai"), *room)) as started:
         yield started
 
 
