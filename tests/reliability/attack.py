@@ -150,10 +150,12 @@ class SlowClient:
 class Attack:
     """One server under load at both doors, and what it has suffered."""
 
-    def __init__(self, server: BothDoors, seed: int, streams: int, exact: bool = True) -> None:
+    def __init__(
+        self, server: BothDoors, seed: int, streams: int, exact: bool = True, pause_s: float = 0.0
+    ) -> None:
         """exact: every stream's text is compared with what the server said before the attack. In 16 bits on a
-        GPU it can depend on what else is in the batch."""
-        self.server, self.rng, self._exact = server, random.Random(seed), exact
+        GPU it can depend on what else is in the batch. pause_s: of a client between two streams."""
+        self.server, self.rng, self._exact, self._pause_s = server, random.Random(seed), exact, pause_s
         self.ports = ports(server)
         self.slow: list[SlowClient] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
@@ -183,8 +185,7 @@ class Attack:
             if outcome in ("silent", "wrong"):
                 took = time.monotonic() - began
                 print(f"{outcome} after {took:.1f} s: {STREAMED[door]} {text[-300:]!r}", file=sys.stderr)
-            if outcome != "whole":
-                self._ending.wait(0.2)  # as a client that tries again
+            self._ending.wait(self._pause_s if outcome == "whole" else 0.2)  # as a client that tries again
 
     def answers(self) -> bool:
         """Whether both doors answer as they should."""
