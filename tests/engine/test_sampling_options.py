@@ -7,8 +7,10 @@ logits processors (or a plain definition) applied before each of its tokens.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -81,14 +83,23 @@ def choose(row: torch.Tensor, ids: list[int], prompt_len: int, p: SamplingParams
     return int(torch_ops.sample(row, heat, seed, torch.tensor([len(ids)], dtype=torch.int32)))
 
 
+@functools.cache  # the same whichever way a request is served
+def chosen(
+    model: PreTrainedModel, ids: tuple[int, ...], start: int, asked: bytes
+) -> tuple[torch.Tensor, list[int]]:
+    """The logits of ids, and what is chosen behind each of ids[start - 1 : -1]."""
+    p = msgspec.msgpack.decode(asked, type=SamplingParams)
+    logits = forward(model, list(ids))
+    return logits, [choose(logits[n - 1], list(ids[:n]), start, p) for n in range(start, len(ids))]
+
+
 def check(
     model: PreTrainedModel, client: Client, local_id: int, prompt: list[int], p: SamplingParams
 ) -> None:
     """Everything the engine sent for a request is what the reference gives."""
     produced, code = client.tokens[local_id], client.code[local_id]
     ids, start = prompt + produced, len(prompt)
-    logits = forward(model, ids)
-    expected = [choose(logits[n - 1], ids[:n], start, p) for n in range(start, len(ids))]
+    logits, expected = chosen(model, tuple(ids), start, msgspec.msgpack.encode(p))
     assert produced == expected
     if code == protocol.FINISHED_END_ID:
         assert choose(logits[-1], ids, start, p) == p.end_id
