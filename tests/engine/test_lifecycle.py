@@ -251,14 +251,13 @@ def test_engine_ends_with_its_server_while_it_still_loads(checkpoint, tmp_path):
     (tmp_path / "engine.json").write_text(f'{{"model_dir": "{checkpoint}", "device": "cpu"}}')
     server = subprocess.Popen(["sleep", "60"])
     # Stands for a load of minutes: the process is stopped before its loop.
-    slow = (
-        "import time, runpy, flashinfer_backend.engine.start as s; s.start = lambda *a, **b: time.sleep(60)"
-    )
-    code = f"{slow}; runpy.run_module('flashinfer_backend.engine', run_name='__main__')"
+    code = "import sys, time; from flashinfer_backend.engine import __main__ as engine\n"
+    code += "engine.start = lambda *a, **b: print('loads', flush=True) or time.sleep(60)\n"
+    code += "engine.GRACE_S = 0.1; sys.exit(engine.main())"
     arguments = ["--run-dir", tmp_path, "--server-pid", str(server.pid), "--config", tmp_path / "engine.json"]
-    engine = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)])
+    engine = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE)
     try:
-        time.sleep(4)
+        assert engine.stdout is not None and engine.stdout.readline() == b"loads\n"
         assert engine.poll() is None
         server.kill()
         server.wait()
