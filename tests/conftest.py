@@ -56,7 +56,7 @@ def worker_group(item: pytest.Item) -> str | None:
         assert len(taken) < 2, f"{item.nodeid} takes servers of several groups, which have ended: {taken}"
         if taken:
             return taken.pop()
-        if file == "test_recovery":
+        if file == "test_recovery" and "harmed" not in getattr(item, "fixturenames", ()):
             return None
     return f"{folder}/{file}"
 

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ def wait_gone(server: Server) -> None:
         raise AssertionError(f"{error}: {server.leftovers()}\n{server.log[-3000:]}") from None
 
 
+def times_ready_again(server: Server) -> int:
+    """How often serve has said so."""
+    return server.log.count("serve: ready again")
+
+
 def wait_again(server: Server, times: int) -> None:
     """Until serve has said for the so many-th time that the server is ready again."""
-    wait_for(lambda: server.log.count("serve: ready again") >= times, "readiness", 120)
+    wait_for(lambda: times_ready_again(server) >= times, "readiness", 120)
     assert server.ready() and server.ready("models/ensemble")
 
 
@@ -85,49 +91,66 @@ WORDED = "The engine process (ended unexpectedly|is not available)|A process of 
 CUT = (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError, urllib.error.URLError)
 
 
-@pytest.mark.timeout(400)
-def test_killed_engine_is_replaced_and_ctrl_c_leaves_nothing(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path) as server:
-        expected = server.text(PROMPT, 16)
-        streams = start_streams(server, 12)
-        killed = kill_engine(server)
-        wait_for(lambda: not server.ready("models/ensemble"), "the ensemble to report not ready")
-        assert not server.ready() and not server.ready("models/llm")
-        status, answer = server.post({"text_input": PROMPT, "max_tokens": 4})
-        assert status == 503 and answer == {"error": RESTARTING}
-        for events in streams.join():
-            assert re.search(WORDED, str(events)), events
-        wait_again(server, 1)
-        assert server.engine_pid() != killed
-        assert server.text(PROMPT, 16) == expected
-        assert len(server.matching("/llm/1/model.py")) == 2
-
-        streams = start_streams(server, 4)
-        assert server.interrupt() == 0
-        wait_gone(server)
-        streams.join()
+@pytest.fixture(scope="module")
+def harmed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Parts of it are killed or stopped, one after the other; the last test that takes it ends it."""
+    drain = ["--drain-seconds", "1"]
+    with running(repository, tmp_path_factory.mktemp("harmed"), options=drain) as started:
+        yield started
 
 
 @pytest.mark.timeout(400)
-def test_whatever_dies_is_replaced_and_the_engine_stays(repository: Path, tmp_path: Path) -> None:
+def test_killed_engine_is_replaced(harmed: Server) -> None:
+    expected, times = harmed.text(PROMPT, 16), times_ready_again(harmed)
+    streams = start_streams(harmed, 12)
+    killed = kill_engine(harmed)
+    wait_for(lambda: not harmed.ready("models/ensemble"), "the ensemble to report not ready")
+    assert not harmed.ready() and not harmed.ready("models/llm")
+    status, answer = harmed.post({"text_input": PROMPT, "max_tokens": 4})
+    assert status == 503 and answer == {"error": RESTARTING}
+    for events in streams.join():
+        assert re.search(WORDED, str(events)), events
+    wait_again(harmed, times + 1)
+    assert harmed.engine_pid() != killed
+    assert harmed.text(PROMPT, 16) == expected
+    assert len(harmed.matching("/llm/1/model.py")) == 2
+
+
+@pytest.mark.timeout(400)
+def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
     """One after the other, so the same engine has to outlive them all."""
     parts = ("/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver")
-    with running(repository, tmp_path) as server:
-        expected, engine = server.text(PROMPT, 16), server.engine_pid()
-        for times, part in enumerate(parts, 1):
-            streams = start_streams(server, 12)
-            server.matching(part)[0].kill()
-            wait_for(lambda: not server.ready(), f"the server to report not ready without {part}", 10)
-            for answer in streams.join():  # worded where a process is left that can say it
-                assert isinstance(answer, CUT) or re.search(WORDED, str(answer)), (part, answer)
-            wait_again(server, times)
-            assert server.text(PROMPT, 16) == expected, part
-            assert server.engine_pid() == engine and server.engine_status().requests_active == 0, part
-            stubs = server.matching("python_backend_stub")
-            regions = list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
-            assert len(stubs) == len(regions) == 5, part
-        assert server.interrupt() == 0
-        wait_gone(server)
+    expected, engine, before = harmed.text(PROMPT, 16), harmed.engine_pid(), times_ready_again(harmed)
+    for times, part in enumerate(parts, before + 1):
+        streams = start_streams(harmed, 12)
+        harmed.matching(part)[0].kill()
+        wait_for(lambda: not harmed.ready(), f"the server to report not ready without {part}", 10)
+        for answer in streams.join():  # worded where a process is left that can say it
+            assert isinstance(answer, CUT) or re.search(WORDED, str(answer)), (part, answer)
+        wait_again(harmed, times)
+        assert harmed.text(PROMPT, 16) == expected, part
+        assert harmed.engine_pid() == engine and harmed.engine_status().requests_active == 0, part
+        stubs = harmed.matching("python_backend_stub")
+        regions = list(Path("/dev/shm").glob(f"{harmed.shm_prefix}*"))
+        assert len(stubs) == len(regions) == 5, part
+
+
+@pytest.mark.timeout(400)
+def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harmed: Server) -> None:
+    streams = start_streams(harmed, 12)
+    for victim in harmed.matching("/postprocessing/1/"):
+        victim.suspend()
+    wait_for(lambda: "has been stopped for" in harmed.log, "serve to notice")
+    streams.join()
+    wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
+
+
+def test_ctrl_c_leaves_nothing_though_streams_are_open(harmed: Server) -> None:
+    """And nothing of what has died before. The last of these tests: it leaves no server."""
+    streams = start_streams(harmed, 4)
+    assert harmed.interrupt() == 0
+    wait_gone(harmed)
+    streams.join()
 
 
 @pytest.mark.timeout(600)
@@ -154,35 +177,29 @@ def test_storm_of_deaths_ends_in_answers(repository: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seconds", [1.5, 60.0])
-def test_stopped_postprocessing_does_not_stop_the_service_which_ends_with_its_launcher(
-    repository: Path, tmp_path: Path, seconds: float
+def test_a_moment_without_postprocessing_does_not_stop_the_service_which_ends_with_its_launcher(
+    repository: Path, tmp_path: Path
 ) -> None:
-    """For a moment, after which this tritonserver mostly aborts under load, and for good."""
+    """After it this tritonserver mostly aborts under load."""
     with running(repository, tmp_path) as server:
-        streams = start_streams(server, 12, 400 if seconds < 2 else 1900)  # which it may stream to their end
+        streams = start_streams(server, 12, 400)  # which it may stream to their end
         victims = server.matching("/postprocessing/1/")
         for victim in victims:
             victim.suspend()
-        if seconds < 2:
-            time.sleep(seconds)
-            for victim in victims:
-                with contextlib.suppress(psutil.Error):
-                    victim.resume()
-        else:
-            wait_for(lambda: "has been stopped for" in server.log, "serve to notice")
+        time.sleep(1.5)
+        for victim in victims:
+            with contextlib.suppress(psutil.Error):
+                victim.resume()
         streams.join()
         wait_for(lambda: server.ready() and server.answers(PROMPT), "an answer", 120)
-        if seconds < 2:
-            server.launcher.kill()
-        else:
-            assert server.interrupt() == 0
+        server.launcher.kill()
         wait_gone(server)
 
 
 @pytest.mark.timeout(400)
 def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_path: Path) -> None:
-    """By what a gRPC client has asked for and does not read. What is open has its time; the engine stays."""
+    """By what a gRPC client has asked for and does not read. What is open has its time; the engine stays.
+    And a server that is stopped while it starts again leaves nothing."""
     options = ["--restart-after-growth", "40", "--drain-seconds", "6"]
     with (
         running(repository, tmp_path, options=options) as server,
@@ -206,6 +223,9 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
         wait_again(server, 1)
         assert server.answers(PROMPT)
         assert server.engine_pid() == engine and server.matching("bin/tritonserver") != servers
+        kill_engine(server)
+        wait_for(lambda: not server.ready("models/ensemble"), "the restart")
+        time.sleep(1.0)
         assert server.interrupt() == 0
         wait_gone(server)
 
@@ -243,17 +263,6 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
         for events in streams.join():
             assert "shutting down" in str(events[-1]), events[-1]
         assert server.launcher.wait(60) == 0
-        wait_gone(server)
-
-
-def test_server_that_is_stopped_while_it_starts_again_leaves_nothing(
-    repository: Path, tmp_path: Path
-) -> None:
-    with running(repository, tmp_path) as server:
-        kill_engine(server)
-        wait_for(lambda: not server.ready("models/ensemble"), "the restart")
-        time.sleep(1.0)
-        assert server.interrupt() == 0
         wait_gone(server)
 
 
