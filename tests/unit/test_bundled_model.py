@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -138,18 +139,29 @@ def test_answers_through_the_chat_template(model, tokenizer):
     assert tokenizer.decode(ids).startswith(" The capital of France is Paris.")
 
 
-def train(output, seed):
-    """Run the script in miniature and return the bytes of the files that it writes."""
-    record = output / "record.json"
-    command = [sys.executable, TOOLS / "train.py", *MINIATURE.split(), "--seed", str(seed)]
-    done = subprocess.run([*command, "--output", output, "--record", record], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def arguments(output):
+    """Of the script, in miniature."""
+    words = [str(TOOLS / "train.py"), *MINIATURE.split(), "--seed", "1", "--output", str(output)]
+    return [*words, "--record", str(output / "record.json")]
+
+
+def written(output):
     return {p.name: p.read_bytes() for p in output.iterdir()}
 
 
 @pytest.mark.timeout(300)
-def test_training_is_repeatable(tmp_path):
-    first, again = (train(tmp_path / name, seed=1) for name in "ab")
+def test_training_is_repeatable(tmp_path, monkeypatch):
+    """In a process of its own, and in this one, which hashes words otherwise."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    done = subprocess.run([sys.executable, *arguments(a)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", arguments(b))
+    monkeypatch.syspath_prepend(str(TOOLS))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    first, again = written(a), written(b)
     assert set(first) >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert first == again
     AutoModelForCausalLM.from_pretrained(tmp_path / "a")
