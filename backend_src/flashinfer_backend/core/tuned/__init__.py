@@ -91,8 +91,8 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
 class Int4Tile(_Data, frozen=True):
     """How ops.int4_linear cuts up one product.
 
-    tokens: rows of x in a tile, 8, 16, 32 or 64. warp_rows: weight rows of a warp, 32 or 64; row_warps: warps
-    with other rows that share the copies of x. teams: groups of such warps in a block of threads, which share
+    tokens: rows of x in a tile, 8 to 64. warp_rows: weight rows of a warp, 32 or 64; row_warps: warps with
+    other rows that share the copies of x. teams: groups of such warps in a block of threads, which share
     the inner dimension; split: blocks of a cluster, 1 to 8, which share it, too. stages: depth of the load
     pipeline, 2 to 5. ops.int4_linear.TILES lists which tokens, warp_rows and row_warps there are together.
     """

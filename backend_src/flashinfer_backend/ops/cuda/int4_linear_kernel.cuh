@@ -169,13 +169,14 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated> struct Copies {
   using L = Layout<kTokens, kTiles, kRowWarps>;
   static constexpr int kHalfRows = kGated ? 8 * kTiles : 16 * kTiles;  // rows of a warp beside each other
   static constexpr int kOwn = kHalfRows / 8;                           // a lane's of them
+  static_assert(4 % kRowWarps == 0 || kRowWarps % 4 == 0 && kTokens / 2 % kRowWarps == 0);
 
   uint8_t const *words, *other_words, *group;  // other: the rows of up
   int row_bytes;
   int64_t group_bytes;
-  Element const* x;
-  int64_t x_octet;  // elements between token t and token t + 8
-  int tokens;       // of the tile, less the lane's first one
+  Element const* x;  // the lane's first piece in the first block of columns
+  int64_t x_octet;   // elements between token t and token t + 8
+  int tokens;        // of the tile, less the lane's first one
   int row_warp, lane;
 
   // row: the tile's first one; token: likewise.
@@ -190,8 +191,8 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated> struct Copies {
     int column = first + piece % kHalfRows + (piece >= kHalfRows ? p.rows : 0);
     group = is_zero ? p.zero + column : reinterpret_cast<uint8_t const*>(p.scale + column);
     group_bytes = int64_t(columns) * (is_zero ? 1 : sizeof(Element));
-    x = p.x + int64_t(token + g) * p.blocks * 128 + c * 8;
-    tokens = p.tokens - token - g;
+    x = p.x + int64_t(token + g) * p.blocks * 128 + row_warp / 4 * x_octet + row_warp % 4 * 32 + c * 8;
+    tokens = p.tokens - token - g - row_warp / 4 * 8;
   }
 
   // Of the lane's row j.
@@ -214,13 +215,13 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated> struct Copies {
              lane < (kZero ? 3 : 2) * kTiles);
   }
 
-  // to: the team's place for x in a stage. Tokens that are not there keep what lies there: a product's column for one
-  // token has no part in another's.
+  // to: the team's place for x in a stage. Warps take turns at its pieces, of eight tokens and a quarter of the columns.
+  // Tokens that are not there keep what lies there: a product's column for one token has no part in another's.
   __device__ __forceinline__ void inputs(uint32_t to, int block) const {
 #pragma unroll
-    for (int n = 0; n < kTokens / 2 / kRowWarps; ++n) {
-      int octet = n * kRowWarps / 4, quarter = n * kRowWarps % 4 + row_warp;
-      copy16(to + (octet * 4 + quarter) * 512 + lane * 16, x + octet * x_octet + block * 128 + quarter * 32,
+    for (int piece = 0; piece < kTokens / 2; piece += kRowWarps) {
+      int octet = piece / 4, quarter = piece % 4;  // beyond the lane's first
+      copy16(to + (piece + row_warp) * 512 + lane * 16, x + octet * x_octet + block * 128 + quarter * 32,
              octet * 8 < tokens);
     }
   }
@@ -230,7 +231,7 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated>
 __global__ void __launch_bounds__(32 * kMostWarps) int4_linear_kernel(__grid_constant__ Params const p) {
   using L = Layout<kTokens, kTiles, kRowWarps>;
   using C = Copies<kTokens, kTiles, kRowWarps, kGated>;
-  static_assert(kTiles % 2 == 0 && 4 % kRowWarps == 0);
+  static_assert(kTiles % 2 == 0);
   constexpr int kOctets = kTokens / 8;
   extern __shared__ __align__(128) uint8_t shared[];
   uint32_t memory = shared_address(shared);
