@@ -27,7 +27,15 @@ import torch.nn.functional as F
 
 from client.arguments import integer
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Role, Shape, Tiling
+from flashinfer_backend.core.tuned import (
+    LARGEST_CLUSTER,
+    Int4Product,
+    Int4Step,
+    Int4Tile,
+    Role,
+    Shape,
+    Tiling,
+)
 from flashinfer_backend.ops.int4_linear import TILES
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.ops.weight import Weight
@@ -35,7 +43,7 @@ from flashinfer_backend.tune.measure import capture, microseconds
 from flashinfer_backend.worker.prebuild_triton import collect
 
 SHAPES = "qkv=6144x4096,o=4096x4096,gate_up=28672x4096,down=4096x14336"  # of an 8B Llama
-TOKENS = (1, 8, 16, 32, 64, 128, 256)
+TOKENS = (1, 8, 16, 32, 48, 64, 128, 256)
 QUICK = (1, 16, 64)
 SMS = 132
 BYTES = 160 << 20  # of weights that a graph goes through: three times an H200's L2
@@ -66,11 +74,14 @@ def candidates(role: Role, tokens: int, shape: Shape) -> list[Tiling]:
 
 
 def cuda_candidates(tokens: int, shape: Shape) -> list[Int4Tile]:
-    """Tiles of the CUDA kernel worth a try: 2 to 8 warps a block, of which an SM gets 4 to 32."""
+    """Tiles of the CUDA kernel worth a try: 2 to 8 warps a block, of which an SM gets 4 to 32. From 48 tokens
+    on with every split: few of the large tiles fill the SMs."""
     found = []
-    size = min(64, max(8, 1 << (tokens - 1).bit_length()))
+    sizes = [tile_tokens for tile_tokens, *_ in TILES]
+    size = min((each for each in sizes if each >= tokens), default=max(sizes))
+    splits, depths = ((1, 2, 4, 8), (2, 3, 4)) if size <= 32 else (range(1, LARGEST_CLUSTER + 1), (2, 3))
     for (tile_tokens, warp_rows, row_warps), warps, split, stages in itertools.product(
-        TILES, (2, 4, 8), (1, 2, 4, 8), (2, 3, 4) if size < 64 else (2, 3)
+        TILES, (2, 4, 8), splits, depths
     ):
         teams = max(1, warps // row_warps)
         tile = Int4Tile(tile_tokens, warp_rows, row_warps, teams, split, stages)
