@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_a_file_that_ends_early_is_named_as_such(tmp_path):
         os.truncate(tmp_path / "some.safetensors", start + 3996)
         with pytest.raises(ValueError, match=rf"ends in the file after {start + 3996} bytes: is its"):
             uploader.read(file.fileno(), start, shape, torch.float32)
+
+
+def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, monkeypatch):
+    """A GPU that its weights fill has no room for two."""
+    path, read, last = make_checkpoint("llama", tmp_path), weights._value, []
+
+    def value(*arguments):
+        assert not last or last[-1]() is None, "the one before is still there"
+        found = read(*arguments)
+        last.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(weights, "_value", value)
+    load(path)
+    assert len(last) > 10
 
 
 class Paged:

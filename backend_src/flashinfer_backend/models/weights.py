@@ -252,6 +252,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                             tied_head = value
                         else:
                             target.take(value)
+                        del value  # its memory is for the next one
                     except ValueError as error:
                         raise WeightsError(f"{path}: {name} {error}") from None
                     done += nbytes
