@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -89,6 +90,25 @@ def test_a_file_that_ends_early_is_named_as_such(tmp_path):
         os.truncate(tmp_path / "some.safetensors", start + 3996)
         with pytest.raises(ValueError, match=rf"ends in the file after {start + 3996} bytes: is its"):
             uploader.read(file.fileno(), start, shape, torch.float32)
+
+
+def test_no_thread_reads_on_when_one_has_failed(monkeypatch):
+    """The buffer is written to and the file is open until all have ended."""
+    monkeypatch.setattr(upload, "CHUNK", 1000)
+    monkeypatch.setattr(upload, "PART", 100)
+    ended = []
+
+    def read(file, into, start):
+        if not start:
+            raise ValueError("is too short")
+        time.sleep(0.2)
+        ended.append(start)
+
+    monkeypatch.setattr(upload, "_read", read)
+    with closing(upload.Uploader(torch.device("cpu"))) as uploader:
+        with pytest.raises(ValueError, match="is too short"):
+            uploader.read(0, 0, (800,), torch.uint8)
+        assert sorted(ended) == list(range(100, 800, 100))
 
 
 def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, monkeypatch):

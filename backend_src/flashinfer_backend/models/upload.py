@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -77,9 +77,13 @@ class Uploader:
     def _fill(self, buffer: Tensor, file: int, start: int) -> None:
         size = max(PART, math.ceil(len(buffer) / THREADS))
         view = buffer.numpy().data
-        parts = [(file, view[first : first + size], start + first) for first in range(0, len(view), size)]
-        for _ in self._threads.map(_read, *zip(*parts, strict=True)):
-            pass
+        firsts = range(0, len(view), size)
+        parts = [
+            self._threads.submit(_read, file, view[first : first + size], start + first) for first in firsts
+        ]
+        wait(parts)  # all of them: none may read on from a file that is closed
+        for part in parts:
+            part.result()
 
     def _send(self, buffer: Tensor, target: Tensor) -> None:
         target.copy_(buffer, non_blocking=True)
