@@ -111,6 +111,20 @@ def test_no_thread_reads_on_when_one_has_failed(monkeypatch):
         assert sorted(ended) == list(range(100, 800, 100))
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path, read = make_checkpoint("llama", tmp_path), weights._value
+
+    def value(mapped, file, name, *more):
+        if name == "model.norm.weight":
+            raise OSError(5, "Input/output error")
+        return read(mapped, file, name, *more)
+
+    monkeypatch.setattr(weights, "_value", value)
+    named = r"model\.safetensors: model\.norm\.weight cannot be read: .*Input/output error"
+    with pytest.raises(WeightsError, match=named):
+        load(path)
+
+
 def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, monkeypatch):
     """A GPU that its weights fill has no room for two."""
     path, read, last = make_checkpoint("llama", tmp_path), weights._value, []

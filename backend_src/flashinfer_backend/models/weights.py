@@ -42,7 +42,7 @@ def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "
     names, one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
     weight's format says so; before, it looks at the names, shapes and types of all. "dummy" draws them from
     N(0, initializer_range) keyed by seed and rank (norms 1, biases 0) and does not look at model_dir.
-    Raises FileNotFoundError for a missing file and WeightsError for tensors that are missing,
+    Raises FileNotFoundError for a missing file and WeightsError for tensors that cannot be read, are missing,
     unexpected, of another shape or of another type than the format of their weight has.
     """
     if load_format == "dummy":
@@ -255,6 +255,8 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                         del value  # its memory is for the next one
                     except ValueError as error:
                         raise WeightsError(f"{path}: {name} {error}") from None
+                    except OSError as error:
+                        raise WeightsError(f"{path}: {name} cannot be read: {error}") from None
                     done += nbytes
         if model.device.type == "cuda":
             torch.cuda.synchronize()
