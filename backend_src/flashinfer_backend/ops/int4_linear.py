@@ -3,7 +3,8 @@
 
 cuda/int4_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine, for each
 number of groups in a block of columns, with and without zero points. Without a compiler, or on another GPU,
-`takes` says no and the caller uses Triton. Where it is the faster one, and with which tiles, core/tuned says.
+`takes` says no and the caller uses Triton; an engine has it compiled before (worker/prebuild.py), or does not
+start. Where it is the faster one, and with which tiles, core/tuned says.
 """
 
 from __future__ import annotations
