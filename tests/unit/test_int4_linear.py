@@ -50,6 +50,21 @@ def test_numbers_of_a_device_name_tiles():
         assert choose_int4("qkv", 8, 6144, 4096)
 
 
+@pytest.mark.parametrize("path", sorted(tuned.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_the_tiles_of_a_devices_numbers_exist(path):
+    """One that does not would leave its tokens to Triton without a word. With the most that groups bring: of
+    32 columns, with zero points; in the memory that a block on Hopper may have."""
+    for products in tuned.read(path).int4.values():
+        for product in products:
+            for tile in [step.tile for step in product.steps if step.tile]:
+                assert kind(tile) in int4_linear.TILES and tile.fits(product.shape)
+                assert 2 <= tile.stages <= 5 and 1 <= tile.teams * tile.row_warps <= 8
+                rows = tile.warp_rows * tile.row_warps
+                stage = rows * (64 + 4 * 3) + tile.tokens * 256
+                sums = tile.tokens * (rows + 2) * 4
+                assert tile.teams * max(tile.stages * stage, sums) <= 227 << 10
+
+
 def test_without_numbers_it_is_a_tile_of_the_rule():
     with device.use(replace(device.active(), int4={})):
         for tokens in (1, 64):
