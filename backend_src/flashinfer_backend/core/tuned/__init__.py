@@ -283,7 +283,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
     fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
     not named: never.
-    int4: as products, of weights of 4 bits; without, ops.tilings.untuned_int4 says how they are cut up.
+    int4: as products, of weights of 4 bits; without, ops.tilings' rules say how they are cut up, and by which
+    kernel.
     """
 
     device: str
