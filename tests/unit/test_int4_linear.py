@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tiling, Tuned
-from flashinfer_backend.ops import device, int4_linear
+from flashinfer_backend.ops import cuda_module, device, int4_linear
 from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile, untuned_int4_tile
 from flashinfer_backend.ops.weight import FORMATS, Int4, Weight
 from perf_configs.kernels import bench_int4
@@ -29,7 +29,7 @@ def kind(tile: Int4Tile) -> tuple[int, int, int]:
 
 
 def test_the_lists_of_tiles_agree():
-    found = re.findall(r"TILE\((\d+), (\d+), (\d+)\)", int4_linear._SOURCE.read_text())
+    found = re.findall(r"TILE\((\d+), (\d+), (\d+)\)", (cuda_module.CUDA / "int4_linear.cu").read_text())
     assert tuple(tuple(map(int, tile)) for tile in found) == int4_linear.TILES
 
 

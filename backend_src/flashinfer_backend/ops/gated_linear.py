@@ -10,37 +10,23 @@ one, and how long its tiles take, was measured (core/tuned).
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import GatedLinear
-from flashinfer_backend.ops import device
+from flashinfer_backend.ops import cuda_module, device
 from flashinfer_backend.ops.fp8 import E4M3
 
-logger = logging.getLogger(__name__)
-
-_CUDA = Path(__file__).parent / "cuda"
-_SOURCE, _KERNEL = _CUDA / "gated_linear.cu", _CUDA / "gated_linear_kernel.cuh"
 _ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half", E4M3: "__nv_fp8_e4m3"}
 TILES = tuple(range(64, 257, 16))  # tokens of a tile that the kernel can have
 
 
 def spec(dtype: torch.dtype) -> Any:
     """FlashInfer's description of how the module for `dtype` is built; its name changes with the source."""
-    from flashinfer.jit import gen_jit_spec
-
-    digest = hashlib.sha256(_SOURCE.read_bytes() + _KERNEL.read_bytes()).hexdigest()[:8]
     element = _ELEMENTS[dtype]
-    return gen_jit_spec(
-        f"flashinfer_backend_gated_linear_{element.strip('_')}_{digest}",
-        [_SOURCE],
-        extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", f"-DGATED_LINEAR_TYPE={element}"],
-    )
+    return cuda_module.spec("gated_linear", element.strip("_"), [f"GATED_LINEAR_TYPE={element}"])
 
 
 @device.cached
@@ -105,16 +91,6 @@ def tile_tokens(tokens: int, rows: int, sms: int, fp8: bool = False) -> int:
 @functools.cache
 def module(dtype: torch.dtype, place: torch.device) -> Any:
     """The compiled module, or None where there is none."""
-    if place.type != "cuda" or torch.cuda.get_device_capability(place) != (9, 0):
-        return None
-    try:
-        return spec(dtype).build_and_load()
-    except Exception as error:  # FlashInfer's builder raises what its tools raise
-        reason = str(error).strip().splitlines()
-        logger.warning(
-            "the gate and up products use cuBLAS: their own kernel could not be built (%s: %s); it needs "
-            "nvcc and ninja, as FlashInfer's kernels do",
-            type(error).__name__,
-            reason[-1] if reason else "no message",
-        )
-        return None
+    return cuda_module.load(
+        lambda: spec(dtype).build_and_load(), place, "the gate and up products use cuBLAS"
+    )

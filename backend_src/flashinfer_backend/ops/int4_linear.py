@@ -10,21 +10,15 @@ start. Where it is the faster one, and with which tiles, core/tuned says.
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import Int4Tile
+from flashinfer_backend.ops import cuda_module
 from flashinfer_backend.ops.int4 import BLOCK
 
-logger = logging.getLogger(__name__)
-
-_CUDA = Path(__file__).parent / "cuda"
-_SOURCE, _KERNEL = _CUDA / "int4_linear.cu", _CUDA / "int4_linear_kernel.cuh"
 _ELEMENTS = {torch.bfloat16: "nv_bfloat16", torch.float16: "nv_half"}
 # Tokens of a tile, weight rows of a warp, warps that share x.
 TILES = (
@@ -44,18 +38,14 @@ def parts_of(group: int) -> int:
 def spec(dtype: torch.dtype, parts: int, zeros: bool) -> Any:
     """FlashInfer's description of how the module is built; its name changes with the source. parts: see
     parts_of."""
-    from flashinfer.jit import gen_jit_spec
-
-    digest = hashlib.sha256(_SOURCE.read_bytes() + _KERNEL.read_bytes()).hexdigest()[:8]
     element = _ELEMENTS[dtype]
-    return gen_jit_spec(
-        f"flashinfer_backend_int4_linear_{element}_{parts}_{'zeros' if zeros else 'middle'}_{digest}",
-        [_SOURCE],
-        extra_cuda_cflags=[
-            "-gencode=arch=compute_90a,code=sm_90a",
-            f"-DINT4_LINEAR_TYPE={element}",
-            f"-DINT4_LINEAR_PARTS={parts}",
-            f"-DINT4_LINEAR_ZERO={int(zeros)}",
+    return cuda_module.spec(
+        "int4_linear",
+        f"{element}_{parts}_{'zeros' if zeros else 'middle'}",
+        [
+            f"INT4_LINEAR_TYPE={element}",
+            f"INT4_LINEAR_PARTS={parts}",
+            f"INT4_LINEAR_ZERO={int(zeros)}",
         ],
     )
 
@@ -111,20 +101,12 @@ def _fits(tile: Int4Tile, dtype: torch.dtype, parts: int, zeros: bool, place: to
 @functools.cache
 def module(dtype: torch.dtype, parts: int, zeros: bool, place: torch.device) -> Any:
     """The compiled module with all its kernels loaded, or None where there is none."""
-    if place.type != "cuda" or torch.cuda.get_device_capability(place) != (9, 0):
-        return None
-    try:
+
+    def build() -> Any:
         found = spec(dtype, parts, zeros).build_and_load()
         with torch.cuda.device(place):
             for tile in TILES:
                 found.prepare(*tile)
         return found
-    except Exception as error:  # FlashInfer's builder raises what its tools raise
-        reason = str(error).strip().splitlines()
-        logger.warning(
-            "products with weights of 4 bits use Triton: their own kernel could not be built (%s: %s); it "
-            "needs nvcc and ninja, as FlashInfer's kernels do",
-            type(error).__name__,
-            reason[-1] if reason else "no message",
-        )
-        return None
+
+    return cuda_module.load(build, place, "products with weights of 4 bits use Triton")
