@@ -12,7 +12,6 @@ from torch import Tensor
 
 CHUNK = 64 << 20  # bytes of a buffer: as long to copy as to fill
 BUFFERS = 2
-SMALL = 1 << 16  # bytes: norms and scales, of which some are looked at on the host
 THREADS = 8  # that read the parts of a chunk, of PART bytes or more
 PART = 1 << 20
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 import time
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.config import ADAPTER_CONFIG
 from flashinfer_backend.models.safetensors_file import SafetensorsFile
 from flashinfer_backend.models.transformer import Layer, Transformer
-from flashinfer_backend.models.upload import SMALL, Uploader
+from flashinfer_backend.models.upload import Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+SMALL = 1 << 16  # bytes: norms and scales, of which some are looked at on the host
 # Of keys' and values' scales: compressed-tensors', ModelOpt's, and older ones of compressed-tensors.
 KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 
@@ -239,10 +240,11 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     def how_far() -> str:
         return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
 
-    with telling(how_far, lambda: done), ExitStack() as stack:
-        upload = None  # on a CPU a tensor of the mapped file is copied where it belongs
-        if model.device.type == "cuda":
-            upload = stack.enter_context(closing(Uploader(model.device)))
+    # On a CPU a tensor of the mapped file is copied where it belongs.
+    uploader: AbstractContextManager[Uploader | None] = nullcontext()
+    if model.device.type == "cuda":
+        uploader = closing(Uploader(model.device))
+    with telling(how_far, lambda: done), uploader as upload:
         for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
             with _opened(path) as mapped, SafetensorsFile(path) as file:
                 for _, name, target, cut, nbytes in of_file:
