@@ -30,7 +30,8 @@ def copied_blocks(
     0 where FA3 needs none, and where there is no FA3. dtype: of queries.
 
     Room for all that a step of max_num_tokens tokens has behind a sequence of max_seq_len tokens, or behind
-    shorter ones of 65536 together; at most 1 GiB.
+    shorter ones of 65536 together; at most 1 GiB. A block that a prompt does not fill counts as a whole
+    one, so many such prompts may want a little more.
     """
     if cache.dtype != E4M3 or not has_fa3(device):
         return 0
