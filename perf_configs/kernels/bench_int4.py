@@ -169,7 +169,12 @@ class Bench:
         out.zero_()
 
         def agrees(tile: Int4Tile) -> bool:
-            error = (self.by_cuda(x, out, self.weights[0], tile).float() - expected).norm() / expected.norm()
+            try:
+                product = self.by_cuda(x, out, self.weights[0], tile)
+            except RuntimeError as refused:  # a launch: clusters of this size, or its shared memory
+                print(f"  left out: {refused}: {tile}", flush=True)
+                return False
+            error = (product.float() - expected).norm() / expected.norm()
             if not error <= AGREES:
                 print(f"  WRONG by {error:.2g}: {tile}", flush=True)
             return bool(error <= AGREES)
