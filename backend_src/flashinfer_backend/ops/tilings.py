@@ -73,7 +73,11 @@ def untuned_int4_tile(tokens: int, rows: int, inner: int) -> Int4Tile | None:
     """A tile of which each SM has two or more, where the inner dimension can be split so often. Not
     measured."""
     size = min(64, max(8, 1 << (tokens - 1).bit_length()))
-    for warp_rows, row_warps in ((64, 1), (32, 1)) if size <= 16 else ((32, 4), (32, 2)):
+    if size <= 16:
+        kinds = [(size, 64, 1), (size, 32, 1)]
+    else:
+        kinds = [(48 if 32 < tokens <= 48 else size, 32, 4), (size, 32, 2)]
+    for size, warp_rows, row_warps in kinds:
         split, teams = 1, 4 if size <= 16 else 64 // size
         while split < 8 and inner // BLOCK >= 4 * split * teams:
             if rows // (warp_rows * row_warps) * split >= 2 * device.sms():

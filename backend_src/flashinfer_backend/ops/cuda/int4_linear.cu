@@ -28,9 +28,8 @@ Kernel find(int64_t tokens, int64_t warp_rows, int64_t row_warps, bool gated) {
   if (tokens == T && warp_rows == ROWS && row_warps == WARPS) return kernel<T, ROWS / 16, WARPS>(gated);
   TILE(8, 64, 1) TILE(8, 64, 2) TILE(8, 32, 1) TILE(8, 32, 2)
   TILE(16, 64, 1) TILE(16, 64, 2) TILE(16, 32, 1) TILE(16, 32, 2)
-  TILE(32, 64, 2) TILE(32, 64, 4) TILE(32, 32, 2) TILE(32, 32, 4) TILE(32, 32, 8)
-  TILE(48, 32, 4) TILE(48, 32, 8)
-  TILE(64, 32, 2) TILE(64, 32, 4) TILE(64, 32, 8)
+  TILE(32, 64, 2) TILE(32, 32, 2) TILE(32, 32, 4)
+  TILE(48, 32, 4) TILE(64, 32, 2) TILE(64, 32, 4)
 #undef TILE
   return {};
 }

@@ -169,7 +169,7 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated> struct Copies {
   using L = Layout<kTokens, kTiles, kRowWarps>;
   static constexpr int kHalfRows = kGated ? 8 * kTiles : 16 * kTiles;  // rows of a warp beside each other
   static constexpr int kOwn = kHalfRows / 8;                           // a lane's of them
-  static_assert(4 % kRowWarps == 0 || kRowWarps % 4 == 0 && kTokens / 2 % kRowWarps == 0);
+  static_assert(4 % kRowWarps == 0);
 
   uint8_t const *words, *other_words, *group;  // other: the rows of up
   int row_bytes;
@@ -191,8 +191,8 @@ template <int kTokens, int kTiles, int kRowWarps, bool kGated> struct Copies {
     int column = first + piece % kHalfRows + (piece >= kHalfRows ? p.rows : 0);
     group = is_zero ? p.zero + column : reinterpret_cast<uint8_t const*>(p.scale + column);
     group_bytes = int64_t(columns) * (is_zero ? 1 : sizeof(Element));
-    x = p.x + int64_t(token + g) * p.blocks * 128 + row_warp / 4 * x_octet + row_warp % 4 * 32 + c * 8;
-    tokens = p.tokens - token - g - row_warp / 4 * 8;
+    x = p.x + int64_t(token + g) * p.blocks * 128 + row_warp * 32 + c * 8;
+    tokens = p.tokens - token - g;
   }
 
   // Of the lane's row j.
