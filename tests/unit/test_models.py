@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,11 +23,13 @@ from checkpoints import KINDS, make_checkpoint, make_model
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models import upload, weights
 from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.models.safetensors_file import SafetensorsFile
+from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 
@@ -45,79 +47,144 @@ def attention_batch(q_lens, kv_lens, slots, table) -> AttentionBatch:
     return AttentionBatch(*host, table)
 
 
-@pytest.mark.parametrize("chunk", [1 << 10, 1 << 20])
-def test_tensors_arrive_in_chunks_as_they_are(chunk, monkeypatch, tmp_path):
-    """Whole ones and slices of rows and columns, as ranks read them; the buffers take turns."""
+@pytest.fixture
+def uploads(monkeypatch):
+    """Weights reach the CPU as they would a GPU, in chunks of 1000 bytes; gives the Uploaders."""
+    found = []
+
+    def uploader(device, tensors):
+        found.append(Uploader(device, [tensor.place for tensor in tensors if tensor.place]))
+        return closing(found[-1])
+
+    monkeypatch.setattr(weights, "_uploader", uploader)
+    monkeypatch.setattr(weights, "SMALL", 100)
+    monkeypatch.setattr(upload, "CHUNK", 1000)
+    return found
+
+
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2)], ids=["all", "of-two-ranks"])
+def test_weights_that_are_uploaded_are_the_files(shard, uploads, tmp_path, monkeypatch):
+    """Rows are read from the file; columns, as ranks have of some, are copied from its mapping."""
+    path, calls = make_checkpoint("llama", tmp_path), {"next": 0, "copy": 0}
+    config = ModelConfig.from_pretrained(path).local(shard)
+
+    def filled() -> Transformer:
+        model = Transformer(config, torch_ops, "float32", "cpu")
+        load_weights(model, path)
+        return model
+
+    for name in calls:
+        monkeypatch.setattr(Uploader, name, counting(getattr(Uploader, name), calls, name))
+    uploaded = filled().state_dict()
+    monkeypatch.undo()
+    for name, expected in filled().state_dict().items():
+        assert torch.equal(uploaded[name], expected), name
+    assert len(uploads) == 1 and calls["next"] > 5 and (calls["copy"] > 3) == (shard.size == 2)
+
+
+def counting(call: Callable[..., Any], calls: dict[str, int], name: str) -> Callable[..., Any]:
+    def counted(*arguments):
+        calls[name] += 1
+        return call(*arguments)
+
+    return counted
+
+
+def places(path: Path, tensors: dict[str, Tensor]) -> list[Place]:
+    """Of tensors that are written to this file."""
+    save_file(tensors, path)
+    header = Header(path)
+    cuts = {name: (slice(None),) * tensor.dim() for name, tensor in tensors.items()}
+    return [Place(path, *header.find(name, cuts[name]), tensor.dtype) for name, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("chunk", [1000, 1 << 20])
+def test_tensors_arrive_as_they_are(chunk, monkeypatch, tmp_path):
+    """In their order, of files and of memory by turns; the buffers take turns, too."""
     monkeypatch.setattr(upload, "CHUNK", chunk)
-    monkeypatch.setattr(upload, "PART", 100)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "matrix": torch.randn(70, 129, generator=generator),
         "fp8": torch.randn(300, 64, generator=generator).to(torch.float8_e4m3fn),
         "vector": torch.randint(0, 1 << 30, (5000,), generator=generator),
-        "scalar": torch.tensor(3.0),
+        "last": torch.randn(3, 5, 7, generator=generator),
     }
-    path = tmp_path / "some.safetensors"
-    save_file(tensors, path)
-    whole, rows, columns = slice(None), slice(3, 50), slice(16, 48)
-    read = []
-    with (
-        closing(upload.Uploader(torch.device("cpu"))) as uploader,
-        safe_open(path, framework="pt") as mapped,
-        SafetensorsFile(path) as file,
-    ):
-        monkeypatch.setattr(uploader, "read", spy(uploader.read, read))
-        for name, tensor in tensors.items():
-            cuts = {0: [()], 1: [(whole,), (rows,)], 2: [(whole, whole), (rows, whole), (whole, columns)]}
-            for cut in cuts[tensor.dim()]:
-                found = weights._value(mapped, file, name, cut, uploader)
-                assert found.dtype == tensor.dtype and found.shape == tensor[cut].shape
-                assert torch.equal(found.float(), tensor[cut].float())
-    assert len(read) == 6  # all but columns and the scalar
+    found = [place for i in "ab" for place in places(tmp_path / i, tensors)]
+    with closing(Uploader(torch.device("cpu"), found)) as uploader:
+        for tensor in [*tensors.values()] * 2:
+            arrived = uploader.next()
+            assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape
+            assert torch.equal(arrived.float(), tensor.float())
+            assert torch.equal(uploader.copy(tensors["matrix"][3:50, 16:48]), tensors["matrix"][3:50, 16:48])
+        files = [*uploader._files.values()]
+    assert len(files) == 2
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
-def spy(call: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    return lambda *args: (calls.append(args), call(*args))[1]
+def test_threads_read_on_while_a_tensor_is_used(monkeypatch, tmp_path):
+    """But no farther than there are buffers for."""
+    monkeypatch.setattr(upload, "CHUNK", 1000)
+    monkeypatch.setattr(upload, "AHEAD", 5)
+    monkeypatch.setattr(upload, "BUFFERS", 6)
+    began, enough, read = [], threading.Event(), upload._read
+
+    def noting(file, into, start):
+        began.append(start)
+        if len(began) == 5:
+            enough.set()
+        read(file, into, start)
+
+    monkeypatch.setattr(upload, "_read", noting)
+    found = places(tmp_path / "some", {f"t{i:02d}": torch.full((250,), float(i)) for i in range(40)})
+    with closing(Uploader(torch.device("cpu"), found)) as uploader:
+        assert uploader.next()[0] == 0
+        assert enough.wait(10) and len(began) == 5
+        for i in range(1, 40):
+            assert uploader.next()[0] == i
+            assert len(began) <= i + 5
+    assert len(began) == 40
 
 
 def test_a_file_that_ends_early_is_named_as_such(tmp_path):
-    save_file({"some": torch.ones(1000)}, tmp_path / "some.safetensors")
+    (place,) = places(tmp_path / "some", {"some": torch.ones(1000)})
+    os.truncate(place.path, place.start + 3996)
     with (
-        closing(upload.Uploader(torch.device("cpu"))) as uploader,
-        SafetensorsFile(tmp_path / "some.safetensors") as file,
+        closing(Uploader(torch.device("cpu"), [place])) as uploader,
+        pytest.raises(ValueError, match=rf"ends in the file after {place.start + 3996} bytes: is its"),
     ):
-        start, shape = file.find("some", (slice(None),))
-        os.truncate(tmp_path / "some.safetensors", start + 3996)
-        with pytest.raises(ValueError, match=rf"ends in the file after {start + 3996} bytes: is its"):
-            uploader.read(file.fileno(), start, shape, torch.float32)
+        uploader.next()
 
 
-def test_no_thread_reads_on_when_one_has_failed(monkeypatch):
-    """The buffer is written to and the file is open until all have ended."""
+def test_no_thread_reads_on_when_it_is_closed(monkeypatch, tmp_path):
+    """The numbers of its files may be another's then."""
     monkeypatch.setattr(upload, "CHUNK", 1000)
-    monkeypatch.setattr(upload, "PART", 100)
-    ended = []
+    began, ended = [], []
 
     def read(file, into, start):
-        if not start:
+        if start == found[0].start:
             raise ValueError("is too short")
+        began.append(start)
         time.sleep(0.2)
         ended.append(start)
 
     monkeypatch.setattr(upload, "_read", read)
-    with closing(upload.Uploader(torch.device("cpu"))) as uploader:
+    found = places(tmp_path / "some", {"some": torch.ones(10_000)})
+    with closing(Uploader(torch.device("cpu"), found)) as uploader:
         with pytest.raises(ValueError, match="is too short"):
-            uploader.read(0, 0, (800,), torch.uint8)
-        assert sorted(ended) == list(range(100, 800, 100))
+            uploader.next()
+        assert began
+    assert sorted(began) == sorted(ended) and len(began) < upload.AHEAD
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     path, read = make_checkpoint("llama", tmp_path), weights._value
 
-    def value(mapped, file, name, *more):
-        if name == "model.norm.weight":
+    def value(mapped, tensor, upload):
+        if tensor.name == "model.norm.weight":
             raise OSError(5, "Input/output error")
-        return read(mapped, file, name, *more)
+        return read(mapped, tensor, upload)
 
     monkeypatch.setattr(weights, "_value", value)
     named = r"model\.safetensors: model\.norm\.weight cannot be read: .*Input/output error"
@@ -125,7 +192,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         load(path)
 
 
-def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, monkeypatch):
+def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, uploads, monkeypatch):
     """A GPU that its weights fill has no room for two."""
     path, read, last = make_checkpoint("llama", tmp_path), weights._value, []
 

@@ -10,39 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
-class SafetensorsFile:
-    """An open file that safetensors has checked already. For `with`."""
+class Header:
+    """Of a file that safetensors has checked already."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> SafetensorsFile:
-        self._file = self._path.open("rb")
-        length = int.from_bytes(self._file.read(8), "little")
-        self._header: dict[str, Any] = json.loads(self._file.read(length))
-        self._data = 8 + length
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._tensors: dict[str, Any] = json.loads(file.read(length))
+        self._end = 8 + length
 
     def find(self, name: str, part: Sequence[slice]) -> tuple[int, tuple[int, ...]] | None:
         """The first byte of a part of a tensor that is not empty, and the part's shape; None where its bytes
         do not lie together, as of columns. part: a slice of each dimension."""
-        shape, (begin, end) = self._header[name]["shape"], self._header[name]["data_offsets"]
+        shape, (begin, end) = self._tensors[name]["shape"], self._tensors[name]["data_offsets"]
         ranges = [range(*cut.indices(size)) for cut, size in zip(part, shape, strict=True)]
         if any(len(taken) < size for taken, size in zip(ranges[1:], shape[1:], strict=True)):
             return None
         if not ranges or ranges[0].step != 1:
             return None
         start = begin + ranges[0].start * ((end - begin) // shape[0])
-        return self._data + start, tuple(map(len, ranges))
+        return self._end + start, tuple(map(len, ranges))

@@ -1,56 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors on their way from a file to the device."""
+"""A checkpoint's tensors on their way from its files to the device."""
 
 from __future__ import annotations
 
-import math
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 64 << 20  # bytes of a buffer: as long to copy as to fill
-BUFFERS = 2
-THREADS = 8  # that read the parts of a chunk, of PART bytes or more
-PART = 1 << 20
+CHUNK = 4 << 20  # bytes of a buffer: one thread fills it, and it is not yet out of the CPU's caches when sent
+BUFFERS = 16
+AHEAD = 12  # chunks that are read, or about to be, before they are asked for; other buffers are on their way
+THREADS = 8
+
+
+class Place(NamedTuple):
+    """Bytes of a file, one or more, that are a tensor: `start` is the first one's number in the file."""
+
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Chunk(NamedTuple):
+    place: Place
+    offset: int  # of its first byte in the tensor
+    nbytes: int
+    last: bool  # of its tensor
 
 
 class Uploader:
-    """Brings tensors to a device: threads fill a pinned buffer while the buffer before is on its way. The
-    driver's own way, one thread page by page, is several times slower.
+    """Brings the tensors at `places` to a device, in this order. Threads read chunks of what comes next into
+    pinned buffers, also beyond the tensor that is asked for, so that neither they nor the device wait while
+    something is done with a tensor.
 
-    Pinned memory of BUFFERS * CHUNK bytes and the threads are its own until it is closed; on a CPU nothing is
-    pinned.
+    Pinned memory of BUFFERS * CHUNK bytes, the threads and the open files are its own until it is closed; on
+    a CPU nothing is pinned. Mapped files would cost a page fault for each few pages, and what a disk cannot
+    read would end the process.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, places: Iterable[Place] = ()) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
+        self._chunks = _chunks(places)
+        self._reading: deque[tuple[_Chunk, int, Future[None]]] = deque()
         self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(BUFFERS)]
         self._events = [torch.cuda.Event() for _ in range(BUFFERS)] if self._cuda else []
-        self._turn = 0
+        self._free = deque(range(BUFFERS))  # the one that was sent longest ago comes first
+        self._files: dict[Path, int] = {}
         self._threads = ThreadPoolExecutor(THREADS, "weights")
 
     def close(self) -> None:
         """What was sent still arrives: synchronise before the tensors are read on the host."""
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)  # waits: none may read on from a file that is closed
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
 
-    def read(self, file: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor of this shape whose bytes lie in the open file from byte `start` on, on the device for
-        work on the current stream.
+    def next(self) -> Tensor:
+        """The next place's tensor on the device, for work on the current stream.
 
-        A mapped file would cost a page fault for each few pages. Raises ValueError where the file ends too
-        early.
+        Raises ValueError where its file ends too early and OSError where it cannot be read.
         """
-        result = torch.empty(shape, dtype=dtype, device=self._device)
-        target = result.view(-1).view(torch.uint8)
-        for offset in range(0, len(target), CHUNK):
-            into = target[offset : offset + CHUNK]
-            buffer = self._next_buffer()[: len(into)]
-            self._fill(buffer, file, start + offset)
-            self._send(buffer, into)
-        return result
+        result: Tensor | None = None
+        while True:
+            self._read_ahead()
+            chunk, buffer, read = self._reading.popleft()
+            read.result()
+            if result is None:  # not earlier: while others are read ahead, memory for one is enough
+                result = torch.empty(chunk.place.shape, dtype=chunk.place.dtype, device=self._device)
+            into = result.view(-1).view(torch.uint8)[chunk.offset : chunk.offset + chunk.nbytes]
+            self._send(buffer, self._buffers[buffer][: chunk.nbytes], into)
+            if chunk.last:
+                return result
 
     def copy(self, value: Tensor) -> Tensor:
         """The same tensor, of a mapped file, on the device; torch's threads take its page faults."""
@@ -61,33 +89,41 @@ class Uploader:
             raise ValueError(f"has rows of {row_bytes} bytes; at most {CHUNK} can be loaded")
         rows = CHUNK // row_bytes
         for part, into in zip(source.split(rows), target.split(rows), strict=True):
-            buffer = self._next_buffer()[: part.nbytes].view(part.dtype).view(part.shape)
-            buffer.copy_(part)
-            self._send(buffer, into)
+            buffer = self._take_buffer()
+            filled = self._buffers[buffer][: part.nbytes].view(part.dtype).view(part.shape)
+            filled.copy_(part)
+            self._send(buffer, filled, into)
         return result
 
-    def _next_buffer(self) -> Tensor:
-        """The one that was sent longest ago, and has arrived."""
-        self._turn = (self._turn + 1) % BUFFERS
-        if self._cuda:
-            self._events[self._turn].synchronize()  # at once, where it has never been recorded
-        return self._buffers[self._turn]
+    def _read_ahead(self) -> None:
+        while len(self._reading) < AHEAD and (chunk := next(self._chunks, None)):
+            path, start = chunk.place.path, chunk.place.start + chunk.offset
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            buffer = self._take_buffer()
+            into = self._buffers[buffer].numpy().data[: chunk.nbytes]
+            self._reading.append((chunk, buffer, self._threads.submit(_read, self._files[path], into, start)))
 
-    def _fill(self, buffer: Tensor, file: int, start: int) -> None:
-        size = max(PART, math.ceil(len(buffer) / THREADS))
-        view = buffer.numpy().data
-        firsts = range(0, len(view), size)
-        parts = [
-            self._threads.submit(_read, file, view[first : first + size], start + first) for first in firsts
-        ]
-        wait(parts)  # all of them: none may read on from a file that is closed
-        for part in parts:
-            part.result()
-
-    def _send(self, buffer: Tensor, target: Tensor) -> None:
-        target.copy_(buffer, non_blocking=True)
+    def _take_buffer(self) -> int:
+        """One whose bytes have arrived."""
+        buffer = self._free.popleft()
         if self._cuda:
-            self._events[self._turn].record()
+            self._events[buffer].synchronize()  # at once, where it has never been recorded
+        return buffer
+
+    def _send(self, buffer: int, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._cuda:
+            self._events[buffer].record()
+        self._free.append(buffer)
+
+
+def _chunks(places: Iterable[Place]) -> Iterator[_Chunk]:
+    for place in places:
+        size = torch.Size(place.shape).numel() * place.dtype.itemsize
+        for offset in range(0, size, CHUNK):
+            end = min(size, offset + CHUNK)
+            yield _Chunk(place, offset, end - offset, last=end == size)
 
 
 def _read(file: int, into: memoryview, start: int) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.config import ADAPTER_CONFIG
-from flashinfer_backend.models.safetensors_file import SafetensorsFile
+from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Layer, Transformer
-from flashinfer_backend.models.upload import Uploader
+from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
@@ -168,6 +168,7 @@ class _Tensor(NamedTuple):
     target: Stored
     cut: tuple[slice, ...]
     nbytes: int  # of what is read
+    place: Place | None  # where that lies, for an Uploader
 
 
 def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
@@ -179,6 +180,7 @@ def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> li
     unexpected: list[str] = []
     for path in _files(model_dir):
         with _opened(path) as file:
+            header = Header(path)
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if name.endswith(_COMPUTED_SUFFIX):
                     continue
@@ -202,7 +204,10 @@ def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> li
                         f"{'' if says == 'dense' else f' (by its quantization_config: {says})'}"
                     )
                 cut = target.cut(shape)
-                found[name] = _Tensor(path, name, target, cut, _nbytes(shape, cut, dtype))
+                nbytes, place = _nbytes(shape, cut, dtype), None
+                if nbytes > SMALL and (bytes_of := header.find(name, cut)):
+                    place = Place(path, *bytes_of, stored[:0].dtype)
+                found[name] = _Tensor(path, name, target, cut, nbytes, place)
     if unexpected:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"
@@ -240,16 +245,13 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     def how_far() -> str:
         return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
 
-    # On a CPU a tensor of the mapped file is copied where it belongs.
-    uploader: AbstractContextManager[Uploader | None] = nullcontext()
-    if model.device.type == "cuda":
-        uploader = closing(Uploader(model.device))
-    with telling(how_far, lambda: done), uploader as upload:
+    with telling(how_far, lambda: done), _uploader(model.device, tensors) as upload:
         for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
-            with _opened(path) as mapped, SafetensorsFile(path) as file:
-                for _, name, target, cut, nbytes in of_file:
+            with _opened(path) as mapped:
+                for tensor in of_file:
+                    name, target = tensor.name, tensor.target
                     try:
-                        value = _value(mapped, file, name, cut, upload if nbytes > SMALL else None)
+                        value = _value(mapped, tensor, upload)
                         if name not in targets and name not in optional:
                             tied_head = value
                         else:
@@ -259,7 +261,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                         raise WeightsError(f"{path}: {name} {error}") from None
                     except OSError as error:
                         raise WeightsError(f"{path}: {name} cannot be read: {error}") from None
-                    done += nbytes
+                    done += tensor.nbytes
         if model.device.type == "cuda":
             torch.cuda.synchronize()
     seconds = time.monotonic() - began
@@ -275,19 +277,21 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
         )
 
 
-def _value(
-    mapped: Any, file: SafetensorsFile, name: str, cut: tuple[slice, ...], upload: Uploader | None
-) -> Tensor:
-    """A part of a tensor: on upload's device, or in the mapped file."""
-    if not cut:  # get_slice takes no tensor of no dimensions
-        return mapped.get_tensor(name)
-    part = mapped.get_slice(name)
-    if upload is None:
-        return part[cut]
-    if found := file.find(name, cut):
-        start, shape = found
-        return upload.read(file.fileno(), start, shape, part[:0].dtype)
-    return upload.copy(part[cut])
+def _uploader(device: torch.device, tensors: list[_Tensor]) -> AbstractContextManager[Uploader | None]:
+    """None on a CPU: a tensor of the mapped file is copied where it belongs."""
+    if device.type == "cpu":
+        return nullcontext()
+    return closing(Uploader(device, [tensor.place for tensor in tensors if tensor.place]))
+
+
+def _value(mapped: Any, tensor: _Tensor, upload: Uploader | None) -> Tensor:
+    """What is read of a tensor: on upload's device, or in the mapped file."""
+    if upload and tensor.place:
+        return upload.next()
+    if not tensor.cut:  # get_slice takes no tensor of no dimensions
+        return mapped.get_tensor(tensor.name)
+    value = mapped.get_slice(tensor.name)[tensor.cut]
+    return upload.copy(value) if upload and tensor.nbytes > SMALL else value
 
 
 def _finish(model: Transformer, model_dir: Path) -> None:
