@@ -163,6 +163,15 @@ class Benchmark:
         """Seconds left for measuring."""
         return self.deadline - time.monotonic()
 
+    def expected(self) -> str:
+        """What the call will probably take, of what it may take."""
+        servers, rows = self.plan.servers, self.plan.scenarios.values()
+        wanted = sum(map(self.seconds_of, rows)) * len(servers)
+        starts = "" if all(spec.name in self.plan.urls for spec in servers) else " beside the servers' starts"
+        what = f"{_count(len(rows), 'row')} on {_count(len(servers), 'server')}"
+        left = f"{self.remaining():.0f} (--time-limit less {STOP_RESERVE:.0f} for the end)"
+        return f"{what}: some {wanted:.0f} s{starts}, of {left}"
+
     def seconds_of(self, scenario: Scenario) -> float:
         """How long a row will probably take: somewhat more than on the slowest server that this call has
         measured; before there is one, what its file says."""
@@ -322,14 +331,20 @@ class Benchmark:
                     flush=True,
                 )
                 for scenario in scenarios:
-                    if self.seconds_of(scenario) > self.remaining():
-                        self.left_out.append(f"{spec.label} row {scenario.row}")
+                    wanted, left = self.seconds_of(scenario), self.remaining()
+                    if wanted > left:
+                        times = f"some {wanted:.0f} s wanted, {max(0.0, left):.0f} left"
+                        self.left_out.append(f"{spec.label} row {scenario.row} ({times})")
                         continue
                     began, failed = time.monotonic(), self.failed_requests
                     self.run_row(scenario, spec, running)
                     took = time.monotonic() - began
                     if self.failed_requests == failed:  # requests that fail may take no time at all
                         self.took[scenario.row] = max(took, self.took.get(scenario.row, 0.0))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def current_commit() -> str:
@@ -389,6 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_report(results.merge(earlier), path, args.step_times)
         return 0
     signal.signal(signal.SIGTERM, _end_with_servers)
+    print(benchmark.expected(), flush=True)
     try:
         if not benchmark.plan.urls:  # nothing of a server is on the devices yet
             benchmark.floor = floor.measure_apart()

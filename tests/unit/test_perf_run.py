@@ -48,8 +48,11 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
     arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "abc"]
     arguments += ["--workers", "1", "--url", f"ours={server.url}"]
     assert run.main([*arguments, "--rows", "a", "--url", f"vllm={server.url}"]) == 0
+    capsys.readouterr()
     assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
-    assert "left out for lack of time: ours row b" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "1 row on 1 server: some 25 s, of 5 (--time-limit less 40 for the end)" in said.out
+    assert re.search(r"left out for lack of time: ours row b \(some 25 s wanted, [45] left\)", said.err)
     (path,) = (tmp_path / "out").glob("*.json")
     runs = results.load(path)["runs"]
     assert [(r["server"], r["row"], r["commit"], r["version"]) for r in runs] == [
@@ -350,7 +353,7 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
     passed[0] += 20.0
     found.run_server(known["vllm"])
     assert measured == ["ours a", "ours b", "vllm a"]
-    assert found.left_out == ["vllm:servers-4 row b"]
+    assert found.left_out == ["vllm:servers-4 row b (some 150 s wanted, 35 left)"]
 
 
 @pytest.mark.parametrize(
