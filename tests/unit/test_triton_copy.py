@@ -102,6 +102,14 @@ def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
     plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
     assert tokens("auto", plain) == free // (plain.bytes_per_token * 16) * 16
     assert tokens("torch", LLAMA_8B) == free // (LLAMA_8B.bytes_per_token * 16) * 16
+    free = 256 << 20
+    with pytest.raises(
+        ValueError, match=r"copies of .* \(0.53 GiB\) want 0.28 GiB more than there is; use a"
+    ):
+        tokens("auto", LLAMA_8B)
+    free = 1 << 10
+    with pytest.raises(ValueError, match=r"the weights and the largest step leave 0.00 GiB; use a smaller"):
+        tokens("torch", LLAMA_8B)
 
 
 if __name__ == "__main__":

@@ -192,17 +192,31 @@ def _cache_format(config: EngineConfig, model: Transformer) -> KVCacheFormat:
 def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
     """Blocks of the KV cache, the dummy block included."""
     block, bytes_per_block = cache_format.block_size, cache_format.bytes_per_block
+    free, copies = CPU_KV_BYTES, 0
     if model.device.type == "cpu":
         most = -(-config.max_seq_len // block) * config.max_num_seqs
-        blocks = min(most, CPU_KV_BYTES // bytes_per_block)
+        blocks = min(most, free // bytes_per_block)
     else:
-        free = _free_memory_after_largest_step(config, model) - _copies_bytes(config, model, cache_format)
+        copies = _copies_bytes(config, model, cache_format)
+        free = _free_memory_after_largest_step(config, model) - copies
         blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // bytes_per_block
     if config.max_tokens_in_paged_kv_cache:
         blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // block))
     if blocks < 1:
-        raise ValueError("no memory is left for the KV cache; use a smaller model or max_num_tokens")
+        raise ValueError(_no_room(free, copies))
     return blocks + 1
+
+
+def _no_room(free: int, copies: int) -> str:
+    """free: bytes beside the weights, the largest step and so many bytes of copies."""
+    takers = ["the weights", "the largest step"]
+    if copies:
+        takers.append(f"copies of an FP8 cache's blocks for prompts ({copies / 2**30:.2f} GiB)")
+    left = (
+        f"leave {free / 2**30:.2f} GiB" if free >= 0 else f"want {-free / 2**30:.2f} GiB more than there is"
+    )
+    taken = f"{', '.join(takers[:-1])} and {takers[-1]}"
+    return f"no memory is left for the KV cache: {taken} {left}; use a smaller model or max_num_tokens"
 
 
 def _copies_bytes(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
