@@ -254,6 +254,16 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
     assert f"starts no models from {tmp_path / 'sp ace'}/" in capsys.readouterr().err
 
 
+def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):
+    (tmp_path / "results").mkdir()
+    assert serve.main(["--model-repository", str(tmp_path)]) == 1
+    said = f"serve: {tmp_path} is no model repository, no folder in it has a config.pbtxt: write one with"
+    assert capsys.readouterr().err == f"{said} build.py --output DIR\n"
+    (tmp_path / "config.json").write_text("{}")  # a checkpoint's folder
+    assert serve.main(["--model-repository", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{said} build.py --output DIR --model {tmp_path}\n"
+
+
 def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
     def answer(*places):
         found = [(family, socket.SOCK_STREAM, 6, "", (text, 0, 0, 0)) for family, text in places]

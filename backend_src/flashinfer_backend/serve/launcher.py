@@ -190,6 +190,13 @@ def main(argv: list[str] | None = None) -> int:
         for place in (repository, server.backends):
             if place is not None and (reason := unservable(place)):
                 raise ServeError(reason)
+        # An empty folder is a server without models; of anything else tritonserver would say less.
+        if not options.check and any(repository.iterdir()) and not any(repository.glob("*/config.pbtxt")):
+            model = f" --model {repository}" if (repository / "config.json").is_file() else ""
+            raise ServeError(
+                f"{repository} is no model repository, no folder in it has a config.pbtxt: write one with"
+                f" build.py --output DIR{model}"
+            )
         ports = {
             "HTTP port": options.http_port,
             "gRPC port": options.grpc_port,
