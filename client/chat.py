@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client.arguments import INT32, finite, http_url, integer, json_object, seconds
-from client.events import ServerError, post_events
+from client.events import ServerError, post_events, why_unreachable
 from client.ready import first_model
 from client.wire import delta_thought
 
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             model = "ensemble" if args.backend == "triton" else first_model(url, key)
         except (OSError, ValueError) as error:
-            print(f"error: {url}: {error}", file=sys.stderr)
+            print(f"error: {url}: {why_unreachable(error)}", file=sys.stderr)
             return 1
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p}
     options = {name: value for name, value in options.items() if value is not None} | args.extra_body

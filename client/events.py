@@ -46,7 +46,13 @@ def post_events(
     except http.client.HTTPException as error:
         raise ServerError(f"{url}: the server broke off its answer ({type(error).__name__})") from None
     except OSError as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ConnectionRefusedError):
-            reason = "nothing listens there; start the server first, or name another with --url"
-        raise ServerError(f"{url}: {reason}") from None
+        raise ServerError(f"{url}: {why_unreachable(error)}") from None
+
+
+def why_unreachable(error: BaseException) -> str:
+    """Why a server could not be asked, as a person reads it."""
+    refused_by_http = isinstance(error, urllib.error.HTTPError)  # its reason lacks the status
+    reason = error if refused_by_http else getattr(error, "reason", error)
+    if isinstance(reason, ConnectionRefusedError):
+        return "nothing listens there; start the server first, or name another with --url"
+    return str(reason)

@@ -141,6 +141,14 @@ def test_what_is_no_tokens_is_called_chunks():
     assert "20.0 tok/s" in replace(answer, tokens=9).statistics()
 
 
+def test_chat_says_that_nothing_listens(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
+        url = f"http://127.0.0.1:{closed_soon.getsockname()[1]}"
+    assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
+    said = "nothing listens there; start the server first, or name another with --url"
+    assert capsys.readouterr().err == f"error: {url}: {said}\n"
+
+
 def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
     url, _ = answers
     assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
