@@ -63,11 +63,19 @@ def missing(load: Load) -> str | None:
 
 def first_model(url: str, api_key: str | None = None) -> str:
     """The first model that an OpenAI server lists. Raises OSError or ValueError."""
+    return listed_models(url, api_key)[0]
+
+
+def listed_models(url: str, api_key: str | None = None) -> list[str]:
+    """The models that an OpenAI server lists, at least one. Raises OSError or ValueError."""
     listed = json.loads(_get(url.rstrip("/") + "/v1/models", api_key))
     try:
-        return str(listed["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise ValueError(f"{url}/v1/models lists no model; name one with --model") from None
+        names = [str(model["id"]) for model in listed["data"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names:
+        raise ValueError(f"{url}/v1/models lists no model; name one with --model")
+    return names
 
 
 def server_version(load: Load) -> str:

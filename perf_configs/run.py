@@ -280,7 +280,7 @@ class Benchmark:
     ) -> Load:
         """The load generator's settings for one point."""
         return Load(
-            backend=spec.backend, url=running.url, model=spec.model, request_rate=point.request_rate,
+            backend=spec.backend, url=running.url, model=running.model, request_rate=point.request_rate,
             max_concurrency=point.max_concurrency, seed=scenario.seed, workers=self.args.workers,
             time_limit=max(5.0, self.remaining()), check_tokens=check_tokens, extra_body=scenario.sampling,
             burstiness=scenario.burstiness, ramp=scenario.ramp, think_seconds=scenario.think_seconds,
@@ -326,10 +326,7 @@ class Benchmark:
             else:
                 server = serve(spec, variables, Path(work), self.args.port, self.remaining(), kept_log)
             with server as running:
-                print(
-                    f"{spec.label} {running.version} at {running.url}, start {running.start_seconds} s",
-                    flush=True,
-                )
+                print(f"{spec.label} {running.version} at {running.url}, {running.since}", flush=True)
                 for scenario in scenarios:
                     wanted, left = self.seconds_of(scenario), self.remaining()
                     if wanted > left:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from client.ready import listed_models
+from client.wire import OPENAI
 from flashinfer_backend.core.parent import end_with_parent
 
 if sys.version_info >= (3, 11):
@@ -105,12 +107,18 @@ def choose_servers(names: str, known: dict[str, ServerSpec]) -> list[ServerSpec]
 
 @dataclass(frozen=True)
 class Running:
-    """A healthy server: its base URL, the seconds it took to start (None if it ran already) and what it calls
-    itself."""
+    """A healthy server: its base URL, the seconds it took to start (None if it ran already), what it calls
+    itself, and the model to ask for (None: the load generator's default)."""
 
     url: str
     start_seconds: float | None
     version: str
+    model: str | None = None
+
+    @property
+    def since(self) -> str:
+        """How it came to run, for a line on the terminal."""
+        return "running already" if self.start_seconds is None else f"start {self.start_seconds} s"
 
 
 @contextmanager
@@ -142,7 +150,7 @@ def serve(
                         f"{spec.name} ended with status {process.returncode}\n{tail(start.log_path)}"
                     )
                 start.wait(f"{spec.name} not healthy after {{seconds:.0f}} s")
-            yield Running(url, round(start.seconds, 1), server_version(url, spec))
+            yield Running(url, round(start.seconds, 1), server_version(url, spec), spec.model)
         except BaseException:
             # Before the server is stopped: whoever ends this call may not wait for that.
             try:
@@ -189,7 +197,19 @@ def running_at(url: str, spec: ServerSpec) -> Running:
     url = url.rstrip("/")
     if not _answers(url + spec.health):
         raise StartError(f"{url}{spec.health} does not answer with status 200; is {spec.name} running there?")
-    return Running(url, None, server_version(url, spec))
+    return Running(url, None, server_version(url, spec), _model_at(url, spec))
+
+
+def _model_at(url: str, spec: ServerSpec) -> str | None:
+    """The model to ask a server for that was started elsewhere: of an OpenAI server the first that it lists,
+    unless it has one of the spec's name or lists none."""
+    if spec.backend not in OPENAI:
+        return spec.model
+    try:
+        listed = listed_models(url)
+    except (OSError, ValueError):
+        return spec.model
+    return spec.model if spec.model in listed else listed[0]
 
 
 def server_version(url: str, spec: ServerSpec) -> str:

@@ -25,6 +25,7 @@ class StreamingServer:
     def __init__(self, chunk_seconds: float = 0.0) -> None:
         self.chunk_seconds = chunk_seconds
         self.bodies: list[dict[str, Any]] = []
+        self.models: list[str] = []  # what it lists, where there are any
         self.in_flight = 0
         self.most_in_flight = 0
         self.loop = asyncio.new_event_loop()
@@ -54,7 +55,8 @@ class StreamingServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 if head.startswith("get"):
-                    await self._answer(writer, 200, {"version": "1.0"})
+                    data = [{"id": name} for name in self.models]
+                    await self._answer(writer, 200, {"version": "1.0"} | ({"data": data} if data else {}))
                     continue
                 length = int(re.findall(r"content-length: *(\d+)", head)[0])
                 body = json.loads(await reader.readexactly(length))

@@ -448,6 +448,17 @@ def test_a_checkpoint_is_required(capsys):
     assert caught.value.code == 2 and "--model-dir is required" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("listed, asked", [(["bundled", "other"], "bundled"), (["x", "model"], "model")])
+def test_a_running_openai_server_is_asked_for_a_model_that_it_has(
+    tmp_path, model_dir, server, capsys, listed, asked
+):
+    server.models = listed
+    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path), "--rows", "a", "--workers", "1"]
+    assert run.main([*arguments, "--server", "vllm", "--url", f"vllm={server.url}"]) == 0
+    assert {body["model"] for body in server.bodies} == {asked}
+    assert f"vllm 1.0 at {server.url}, running already\n" in capsys.readouterr().out
+
+
 def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, model_dir, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
