@@ -388,6 +388,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = args.out / max(args.merge, key=lambda path: path.name).name
             earlier = [*results.existing(path), *earlier]
         else:
+            if args.time_limit <= STOP_RESERVE:
+                raise ValueError(
+                    f"--time-limit {args.time_limit:g} leaves no time to measure: {STOP_RESERVE:g} s of it"
+                    " are kept for stopping servers"
+                )
             plan = make_plan(args)
             started = [spec for spec in plan.servers if spec.name not in plan.urls]
             if not started and (unused := given_options(parser, argv) & OF_STARTING):

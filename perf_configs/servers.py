@@ -97,8 +97,8 @@ def choose_servers(names: str, known: dict[str, ServerSpec]) -> list[ServerSpec]
             raise ValueError(f"unknown server {name}; servers are {', '.join(known)}")
         spec = known[name]
         if variant and variant not in spec.variants and (variant != "all" or not spec.variants):
-            those = ", ".join([*spec.variants, "all"]) if spec.variants else "none"
-            raise ValueError(f"unknown variant {variant} of server {name}; variants are {those}")
+            those = f"variants are {', '.join([*spec.variants, 'all'])}" if spec.variants else "it has none"
+            raise ValueError(f"unknown variant {variant} of server {name}; {those}")
         for each in spec.variants if variant == "all" else [variant or spec.variant]:
             one = replace(spec, variant=each)
             chosen[one.label] = one
@@ -136,7 +136,9 @@ def serve(
     url = f"http://127.0.0.1:{port}"
     if _answers(url + spec.health):
         raise StartError(f"{url}{spec.health} answers already; is another server running on port {port}?")
-    start = _Start(spec.label, work / f"{spec.name}.log", min(limit, spec.start_seconds))
+    cut = ", all that was left of --time-limit" if limit < spec.start_seconds else ""
+    seconds = max(0.0, min(limit, spec.start_seconds))
+    start = _Start(spec.label, work / f"{spec.name}.log", seconds, cut)
     process: subprocess.Popen[bytes] | None = None
     used_before = used_mib()
     with start.log_path.open("wb") as log:
@@ -149,7 +151,7 @@ def serve(
                     raise StartError(
                         f"{spec.name} ended with status {process.returncode}\n{tail(start.log_path)}"
                     )
-                start.wait(f"{spec.name} not healthy after {{seconds:.0f}} s")
+                start.wait(f"{spec.name} not healthy after {{limit:.0f}} s")
             yield Running(url, round(start.seconds, 1), server_version(url, spec), spec.model)
         except BaseException:
             # Before the server is stopped: whoever ends this call may not wait for that.
@@ -167,10 +169,11 @@ def serve(
 
 
 class _Start:
-    """A server's start: what of its time has passed, and a line about it now and then."""
+    """A server's start: what of its time has passed, and a line about it now and then. cut: what a problem
+    adds where the limit is shorter than the server may take."""
 
-    def __init__(self, label: str, log_path: Path, limit: float) -> None:
-        self.label, self.log_path, self.limit = label, log_path, limit
+    def __init__(self, label: str, log_path: Path, limit: float, cut: str) -> None:
+        self.label, self.log_path, self.limit, self.cut = label, log_path, limit, cut
         self.began = self.said = time.monotonic()
 
     @property
@@ -179,9 +182,10 @@ class _Start:
         return time.monotonic() - self.began
 
     def wait(self, problem: str) -> None:
-        """A moment. Raises StartError with the problem ({seconds} replaced) once the time is up."""
+        """A moment. Raises StartError with the problem ({limit} replaced) once the time is up."""
         if self.seconds > self.limit:
-            raise StartError(f"{problem.format(seconds=self.seconds)}\n{tail(self.log_path)}")
+            problem = problem.format(limit=self.limit) + self.cut
+            raise StartError(f"{problem}\n{tail(self.log_path)}")
         if time.monotonic() - self.said >= REPORT_SECONDS:
             self.said = time.monotonic()
             passed = f"{self.seconds:.0f} s, of at most {self.limit:.0f}"
@@ -277,7 +281,7 @@ def _prepare(spec: ServerSpec, environment: dict[str, str], log: IO[bytes], star
     process = _spawn(spec.prepare, environment, log)
     try:
         while process.poll() is None:
-            start.wait(f"preparing {spec.name} took too long")
+            start.wait(f"preparing {spec.name} took more than {{limit:.0f}} s")
     finally:
         _stop(process)
     if process.returncode != 0:

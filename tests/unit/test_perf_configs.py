@@ -327,7 +327,7 @@ def test_servers_are_chosen_with_their_variants():
     for wrong, message in (
         ("zz", "unknown server zz; servers are ours, ours-openai, vllm"),
         ("vllm:zz", f"unknown variant zz of server vllm; variants are {first}"),
-        ("ours:all", "unknown variant all of server ours; variants are none"),
+        ("ours:all", "unknown variant all of server ours; it has none"),
     ):
         with pytest.raises(ValueError, match=message):
             choose_servers(wrong, known)
@@ -533,7 +533,7 @@ def _alive(pid):
             spec("exec sleep 60", prepare="echo bad knob; exit 2"),
             "preparing ours ended with status 2\nbad knob",
         ),
-        (spec("exec sleep 60", prepare="sleep 60", start_seconds=0.3), "preparing ours took too long"),
+        (spec("exec sleep 60", prepare="sleep 60", start_seconds=0.3), "preparing ours took more than 0 s\n"),
     ],
 )
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
@@ -543,6 +543,17 @@ def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
     assert message in str(caught.value)
     assert kept.read_text() == (tmp_path / "ours.log").read_text()
     assert f"ours: the end of its log is in {kept}" in capsys.readouterr().err
+
+
+def test_a_start_that_the_calls_time_cuts_says_so(tmp_path):
+    with (
+        pytest.raises(StartError) as caught,
+        serve(
+            spec("exec sleep 60", start_seconds=30.0), {}, tmp_path, free_port(), 0.3, tmp_path / "kept.log"
+        ),
+    ):
+        pass
+    assert str(caught.value) == "ours not healthy after 0 s, all that was left of --time-limit\n"
 
 
 def test_a_start_says_what_it_waits_for(tmp_path, capsys, monkeypatch):
