@@ -54,8 +54,13 @@ def missing(load: Load) -> str | None:
     try:
         _get(base + path, load.api_key)
     except urllib.error.HTTPError as error:
+        where = base + path
+        if load.backend not in OPENAI and load.endpoint is None:
+            # Triton answers the same there for a model that it lacks. The model's own path says it.
+            asked = _refusal(base + f"/v2/models/{model}", load.api_key)
+            where, error = (base + f"/v2/models/{model}", asked) if asked else (where, error)
         text = error_message(error.read().decode(errors="replace"))
-        return f"{base}{path}: HTTP {error.code} {text}".rstrip()
+        return f"{where}: HTTP {error.code} {text}".rstrip()
     except (OSError, ValueError) as error:
         return f"{base}{path}: {getattr(error, 'reason', error) or type(error).__name__}"
     return None
@@ -100,6 +105,16 @@ def server_version(load: Load) -> str:
         return f"{answer.get('name', '')} {answer['version']}".strip()
     except Exception:  # of several libraries; the answer is a line of a report
         return "unknown"
+
+
+def _refusal(url: str, api_key: str | None) -> urllib.error.HTTPError | None:
+    try:
+        _get(url, api_key)
+    except urllib.error.HTTPError as error:
+        return error
+    except OSError:
+        pass
+    return None
 
 
 def _missing_grpc(load: Load) -> str | None:

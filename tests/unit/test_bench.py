@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +251,30 @@ def test_wrong_arguments(server, tokenizer_folder, tmp_path, capsys, arguments, 
         bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
     assert server.bodies == []
+
+
+def test_a_model_that_the_server_does_not_have_is_named():
+    class Handler(BaseHTTPRequestHandler):
+        """As tritonserver 2.51."""
+
+        def do_GET(self):
+            ready = self.path.endswith("/ready")
+            error = "Model version not ready" if ready else "Request for unknown model: 'x' is not found"
+            data = json.dumps({"error": error}).encode()
+            self.send_response(400 if ready else 404)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{http.server_address[1]}"
+        said = f"{base}/v2/models/x: HTTP 404 Request for unknown model: 'x' is not found"
+        assert ready.missing(Load("triton", base, model="x")) == said
+        http.shutdown()
 
 
 def test_a_server_that_is_not_ready_is_waited_for_and_named(server, capsys):
