@@ -4,6 +4,9 @@
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from build_support import build, checkpoint, snapshot, write_checkpoint
 
 from flashinfer_backend.config_tools import patch
@@ -28,7 +31,8 @@ def test_the_checkpoint_is_kept_without_model(build, checkpoint, tmp_path):
 
 def test_what_is_given_wins_and_nothing_is_said_where_nothing_is_kept(build, checkpoint, tmp_path):
     assert build(model=None)[2] == ""
-    serve = f"python -m flashinfer_backend.serve --model-repository {tmp_path / 'repo'}"
+    python = sys.executable.removeprefix(f"{Path.cwd()}/")  # as it is typed here
+    serve = f"{python} -m flashinfer_backend.serve --model-repository {tmp_path / 'repo'}"
     assert build() == (0, f"{tmp_path / 'repo'}: written; to serve it: {serve}\n", "")
     assert values(tmp_path)["model_dir"] == str(checkpoint)
     status, _, err = build("--model", "bundled", model=None)

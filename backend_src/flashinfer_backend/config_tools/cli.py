@@ -71,10 +71,16 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
             print(f"build.py: {reason}", file=sys.stderr)
         else:
             serve = shlex.join(
-                ["python", "-m", "flashinfer_backend.serve", "--model-repository", str(args.output)]
+                [_interpreter(), "-m", "flashinfer_backend.serve", "--model-repository", str(args.output)]
             )
             print(f"{args.output}: written; to serve it: {serve}")
     return 0
+
+
+def _interpreter() -> str:
+    """What to type for the Python that runs this: `python` on PATH may be another, or missing."""
+    here, path = f"{Path.cwd()}/", sys.executable or "python"
+    return path[len(here) :] if path.startswith(here) else path
 
 
 def _parser() -> argparse.ArgumentParser:
