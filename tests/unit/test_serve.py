@@ -257,11 +257,13 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
 def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):
     (tmp_path / "results").mkdir()
     assert serve.main(["--model-repository", str(tmp_path)]) == 1
-    said = f"serve: {tmp_path} is no model repository, no folder in it has a config.pbtxt: write one with"
-    assert capsys.readouterr().err == f"{said} build.py --output DIR\n"
+    said = f"serve: {tmp_path} is no model repository, no folder in it has a config.pbtxt or a version: write"
+    assert capsys.readouterr().err == f"{said} one with build.py --output DIR\n"
     (tmp_path / "config.json").write_text("{}")  # a checkpoint's folder
     assert serve.main(["--model-repository", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"{said} build.py --output DIR --model {tmp_path}\n"
+    assert capsys.readouterr().err == f"{said} one with build.py --output DIR --model {tmp_path}\n"
+    (tmp_path / "model" / "1").mkdir(parents=True)  # Triton completes the config of one that has none
+    serve._check_models(tmp_path)
 
 
 def test_the_preferred_address_of_a_host_is_taken(monkeypatch):

@@ -179,6 +179,17 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
+def _check_models(path: Path) -> None:
+    """Raise ServeError for a folder of something else. An empty one is a server without models; of others
+    tritonserver would say less."""
+    if any(path.iterdir()) and not any(path.glob("*/config.pbtxt")) and not any(path.glob("*/[0-9]*")):
+        model = f" --model {path}" if (path / "config.json").is_file() else ""
+        raise ServeError(
+            f"{path} is no model repository, no folder in it has a config.pbtxt or a version: write one with"
+            f" build.py --output DIR{model}"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
@@ -190,13 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         for place in (repository, server.backends):
             if place is not None and (reason := unservable(place)):
                 raise ServeError(reason)
-        # An empty folder is a server without models; of anything else tritonserver would say less.
-        if not options.check and any(repository.iterdir()) and not any(repository.glob("*/config.pbtxt")):
-            model = f" --model {repository}" if (repository / "config.json").is_file() else ""
-            raise ServeError(
-                f"{repository} is no model repository, no folder in it has a config.pbtxt: write one with"
-                f" build.py --output DIR{model}"
-            )
+        if not options.check:
+            _check_models(repository)
         ports = {
             "HTTP port": options.http_port,
             "gRPC port": options.grpc_port,
