@@ -33,7 +33,7 @@ import psutil
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
 
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
-from watching import MIB, PARTS, SILENT_S, attempt, ports, usage  # noqa: E402
+from watching import MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.config_tools.knobs import BY_NAME  # noqa: E402
@@ -41,6 +41,7 @@ from flashinfer_backend.transport import rundir  # noqa: E402
 
 PROMPT = "Once upon a time"
 BACK_S = 120.0  # when the server has not come back by then, the attack has won
+LOG_END = 5000  # characters of the server's log that are shown then
 PATHS = {"triton": "/v2/models/ensemble/generate", "openai": "/v1/completions"}
 STREAMED = {"triton": "/v2/models/ensemble/generate_stream", "openai": "/v1/completions"}
 # Where one door says something else than the other; both have bodies of text_input and max_tokens here.
@@ -340,14 +341,28 @@ class Attack:
                 self.slow.remove(client)
                 client.close()
 
+    def _wait_for_answers(self, name: str) -> None:
+        """Raises AssertionError with what tells a server that is stuck from one that gets no core: what CPU
+        time its processes had meanwhile, and how its log ends, which is removed with the server."""
+        before, began = cpu_seconds(self.server), time.monotonic()
+        try:
+            wait_for(lambda: self.server.ready() and self.answers(), f"answers after: {name}", BACK_S)
+        except AssertionError as error:
+            used = sum(seconds - before.get(each, 0.0) for each, seconds in cpu_seconds(self.server).items())
+            took, load = time.monotonic() - began, ", ".join(f"{number:.1f}" for number in os.getloadavg())
+            raise AssertionError(
+                f"{error}. In {took:.1f} s the server's processes had {used:.1f} s of CPU time; the load "
+                f"averages are {load}. Its log ends:\n{self.server.log[-LOG_END:]}"
+            ) from None
+
     def round(self, harm: Callable[[], str]) -> None:
         """One harm, and the way back. Raises AssertionError where there is none."""
         name = harm()
         began = time.monotonic()
-        wait_for(lambda: self.server.ready() and self.answers(), f"answers after: {name}", BACK_S)
+        self._wait_for_answers(name)
         # What is noticed only now is part of this harm.
         time.sleep(1.2)
-        wait_for(lambda: self.server.ready() and self.answers(), f"answers after: {name}", BACK_S)
+        self._wait_for_answers(name)
         self.recoveries[name].append(max(0.0, time.monotonic() - began - 1.2))
         assert self.server.launcher.poll() is None, "serve ended"
         self.look_at_slow_clients()

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import attack as attacks
+import psutil
 import pytest
 from attack import Attack
 from running import both_running, build_repository, wait_for
@@ -54,3 +59,34 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
         assert len(server.matching(PARTS["engine"])) == 1
         assert server.interrupt() == 0
         wait_for(lambda: not server.leftovers(), "nothing to be left")
+
+
+def test_the_failure_says_how_little_time_a_silent_server_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The text of the failure has the CPU time of the harmed server's processes, and what it logged last."""
+    monkeypatch.setattr(attacks, "BACK_S", 0.6)
+    myself = psutil.Process()
+
+    def busy() -> bool:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        return False
+
+    server: Any = SimpleNamespace(
+        url="http://127.0.0.1:1",
+        openai_port=1,
+        text=lambda *_: "",
+        engine_status=lambda: SimpleNamespace(vocab_size=2048),
+        ready=busy,
+        commands=lambda: {myself: "the server"},
+        log="first line" + attacks.LOG_END * "." + "last line",
+    )
+    with pytest.raises(AssertionError) as failure:
+        Attack(server, seed=1, streams=0).round(lambda: "a harm")
+    said = str(failure.value)
+    assert "answers after: a harm. In 0." in said
+    assert said.endswith("last line")
+    assert "first line" not in said
+    assert 0.2 <= float(said.partition("had ")[2].partition(" s of CPU time")[0]) < 10, said

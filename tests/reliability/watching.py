@@ -77,6 +77,16 @@ def usage(server: BothDoors) -> dict[str, Usage]:
     return found
 
 
+def cpu_seconds(server: BothDoors) -> dict[psutil.Process, float]:
+    """CPU time that each of its processes has had, of the kernel's too."""
+    found = {}
+    for process in server.commands():
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            found[process] = float(times.user + times.system)
+    return found
+
+
 def _own_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
