@@ -410,6 +410,8 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="where to write the tables as well")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The server, in a session of its own, ends as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         repository = build_repository(Path(folder), *options.set)
         with both_running(repository, Path(folder), ["--restarts", "0"]) as server:
