@@ -196,6 +196,10 @@ class Benchmark:
             self.failed_requests += summary["failed"]
             if summary["failed"]:
                 print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
+            if not summary["completed"]:
+                error = next(iter(summary["errors"]), "none was sent")
+                self.problems.append(f"{spec.label} row {scenario.row}: its whole warm-up failed: {error}")
+                return
         rounds = [point for _ in range(self.args.repeats) for point in scenario.points]
         for number, point in enumerate(rounds):
             # A seed of its own: a server that caches prefixes would know the prompts of the run before.

@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -344,6 +345,8 @@ def main() -> int:
     parser.add_argument("--samples", type=Path, help="where to write all samples, as JSON lines")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The server, in a session of its own, ends as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         known = cases(options.cases, options.seed, folder / "reference")

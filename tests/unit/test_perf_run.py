@@ -191,6 +191,24 @@ def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, 
     assert found.failed_requests == 1
 
 
+def test_a_row_whose_whole_warm_up_fails_does_not_run(tmp_path, model_dir, monkeypatch):
+    loads = []
+
+    def fake_load(load, prompts):
+        loads.append(len(prompts))
+        error = "HTTP 404" if len(loads) == 1 else None  # the next row's warm-up is answered
+        records = [RequestRecord(0, 1, 2, error=error), RequestRecord(1, 1, 2, error="HTTP 404")]
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    spec, running = read_servers()["ours"], Running("http://127.0.0.1:1", None, "1")
+    found = benchmark(model_dir, tmp_path, "--rows", "a,b")
+    for scenario in found.plan.scenarios.values():
+        found.run_row(scenario, spec, running)
+    assert found.problems == ["ours row a: its whole warm-up failed: HTTP 404"]
+    assert [each["row"] for each in found.document["runs"]] == ["b"] and len(loads) == 3
+
+
 def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypatch):
     """A server that caches prefixes would know those of the run before. All servers get the same ones."""
     loads = noted_loads(monkeypatch)
