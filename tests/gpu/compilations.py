@@ -51,9 +51,9 @@ def watch() -> Iterator[Compilations]:
         found.built.append(spec.name)
         build(spec, *arguments, **options)
 
-    def running(workdir: Any, *arguments: Any) -> None:
+    def running(workdir: Any, *arguments: Any, **options: Any) -> None:
         found.built.append(str(workdir))
-        run_ninja(workdir, *arguments)
+        run_ninja(workdir, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(knobs.runtime, "jit_post_compile_hook", on_triton)
