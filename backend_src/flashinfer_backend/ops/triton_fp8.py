@@ -189,7 +189,9 @@ def _quantise_groups(
     if NATIVE:
         gdc_launch_dependents()
         gdc_wait()
-    values = tl.load(x + row * K + k, mask=inside[:, None] & (row < tokens), other=0.0).to(tl.float32)
+    # Not &, which in Triton's interpreter makes an int32 of a block and a scalar: no mask from 3.9 on.
+    given = tl.where(row < tokens, inside, False)[:, None]
+    values = tl.load(x + row * K + k, mask=given, other=0.0).to(tl.float32)
     if norm_weight is not None:
         values *= tl.rsqrt(tl.sum(tl.sum(values * values, axis=1), axis=0) / K + eps)
         values = (values * weight).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm's result
