@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -182,6 +183,24 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
     monkeypatch.setattr(prebuild_triton, "call_operations", lambda *_: sample_rows(3))
     assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 2
     assert prebuild_triton.collect(lambda: sample_rows(5)) == []
+
+
+def test_what_fails_beside_others_is_compiled_alone(monkeypatch):
+    """As CPython 3.11's `ast.parse` does in threads: AST constructor recursion depth mismatch."""
+    alone = threading.get_ident()
+
+    class Kernel:
+        compiled = 0
+
+        def preload(self, data):
+            if data and threading.get_ident() != alone:
+                raise SystemError("AST constructor recursion depth mismatch (before=63, after=0)")
+            self.compiled += 1
+
+    kernel = Kernel()
+    monkeypatch.setattr(prebuild_triton, "collect", lambda _: [(kernel, failing) for failing in (0, 1, 0, 1)])
+    assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 4
+    assert kernel.compiled == 4
 
 
 def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):

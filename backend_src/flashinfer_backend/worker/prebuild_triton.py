@@ -61,8 +61,16 @@ def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began
         return f"compiled {finished} of {len(variants)} Triton kernels in {elapsed:.0f} s"
 
     with telling(how_far, lambda: finished), ThreadPoolExecutor(workers, "triton", choose_device) as threads:
-        for future in as_completed([threads.submit(kernel.preload, data) for kernel, data in variants]):
-            future.result()
+        futures = {threads.submit(kernel.preload, data): (kernel, data) for kernel, data in variants}
+        failed = []
+        for future in as_completed(futures):
+            if future.exception() is None:
+                finished += 1
+            else:
+                failed.append(futures[future])
+        # CPython 3.11's parser now and then fails where several threads use it: once more, alone.
+        for kernel, data in failed:
+            kernel.preload(data)
             finished += 1
     return len(variants)
 
