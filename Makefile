@@ -96,7 +96,7 @@ test: $(VENV)/for-development
 	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(everything))
 
 bench: $(VENV)/for-development
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,min,max,rounds $(TESTS)
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-group-by=func --benchmark-columns=median,min,max,rounds $(TESTS)
 
 attack: $(VENV)/for-development
 	$(BIN)/python tests/reliability/attack.py --minutes $(MINUTES)
