@@ -178,6 +178,16 @@ def test_no_thread_reads_on_when_it_is_closed(monkeypatch, tmp_path):
     assert sorted(began) == sorted(ended) and len(began) < upload.AHEAD
 
 
+def test_a_file_that_cannot_be_opened_fails_its_own_tensors_alone(tmp_path):
+    """Reading ahead comes to it while a tensor of the file before is asked for."""
+    here, gone = (places(tmp_path / i, {"some": torch.ones(1000)})[0] for i in "ab")
+    gone.path.unlink()
+    with closing(Uploader(torch.device("cpu"), [here, gone])) as uploader:
+        assert torch.equal(uploader.next(), torch.ones(1000))
+        with pytest.raises(FileNotFoundError, match=str(gone.path)):
+            uploader.next()
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     path, read = make_checkpoint("llama", tmp_path), weights._value
 

@@ -97,12 +97,21 @@ class Uploader:
 
     def _read_ahead(self) -> None:
         while len(self._reading) < AHEAD and (chunk := next(self._chunks, None)):
-            path, start = chunk.place.path, chunk.place.start + chunk.offset
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             buffer = self._take_buffer()
             into = self._buffers[buffer].numpy().data[: chunk.nbytes]
-            self._reading.append((chunk, buffer, self._threads.submit(_read, self._files[path], into, start)))
+            try:
+                file = self._open(chunk.place.path)
+            except OSError as error:  # of this chunk, not of the tensor that is asked for now
+                read: Future[None] = Future()
+                read.set_exception(error)
+            else:
+                read = self._threads.submit(_read, file, into, chunk.place.start + chunk.offset)
+            self._reading.append((chunk, buffer, read))
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[path]
 
     def _take_buffer(self) -> int:
         """One whose bytes have arrived."""
