@@ -203,6 +203,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         load(path)
 
 
+@pytest.mark.parametrize("after", ["_find", "_value"])
+def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(after, tmp_path, uploads, monkeypatch):
+    """Its tensors may lie elsewhere then, and what is read there would be other numbers."""
+    path = make_checkpoint("llama", tmp_path) / "model.safetensors"
+    call = getattr(weights, after)
+
+    def replacing(*arguments):
+        found = call(*arguments)
+        save_file({"other": torch.ones(3)}, tmp_path / "new")
+        (tmp_path / "new").replace(path)
+        return found
+
+    monkeypatch.setattr(weights, after, replacing)
+    with pytest.raises(WeightsError, match=r"model\.safetensors was replaced or written to while"):
+        load(path.parent)
+
+
 def test_a_tensor_is_gone_before_the_next_is_read(tmp_path, uploads, monkeypatch):
     """A GPU that its weights fill has no room for two."""
     path, read, last = make_checkpoint("llama", tmp_path), weights._value, []

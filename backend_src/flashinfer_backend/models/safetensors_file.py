@@ -8,16 +8,24 @@ tensor's shape and `data_offsets`, counted from its end; tensors lie in rows (sa
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
+def state(file: Path | int) -> tuple[int, int]:
+    """What changes when a file is replaced or written to: its size, and when that was."""
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
+
+
 class Header:
-    """Of a file that safetensors has checked already."""
+    """Of a file that safetensors has checked already. state: the file's, when it was read."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
+            self.state = state(file.fileno())
             length = int.from_bytes(file.read(8), "little")
             self._tensors: dict[str, Any] = json.loads(file.read(length))
         self._end = 8 + length

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.config import ADAPTER_CONFIG
-from flashinfer_backend.models.safetensors_file import Header
+from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
@@ -169,6 +169,7 @@ class _Tensor(NamedTuple):
     cut: tuple[slice, ...]
     nbytes: int  # of what is read
     place: Place | None  # where that lies, for an Uploader
+    state: tuple[int, int]  # of the file, when its header was read
 
 
 def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
@@ -207,7 +208,7 @@ def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> li
                 nbytes, place = _nbytes(shape, cut, dtype), None
                 if nbytes > SMALL and (bytes_of := header.find(name, cut)):
                     place = Place(path, *bytes_of, stored[:0].dtype)
-                found[name] = _Tensor(path, name, target, cut, nbytes, place)
+                found[name] = _Tensor(path, name, target, cut, nbytes, place, header.state)
     if unexpected:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"
@@ -246,8 +247,9 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
         return f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB in {time.monotonic() - began:.0f} s"
 
     with telling(how_far, lambda: done), _uploader(model.device, tensors) as upload:
-        for path, of_file in itertools.groupby(tensors, lambda tensor: tensor.path):
+        for (path, found), of_file in itertools.groupby(tensors, lambda tensor: (tensor.path, tensor.state)):
             with _opened(path) as mapped:
+                _check_unchanged(path, found)
                 for tensor in of_file:
                     name, target = tensor.name, tensor.target
                     try:
@@ -262,6 +264,7 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
                     except OSError as error:
                         raise WeightsError(f"{path}: {name} cannot be read: {error}") from None
                     done += tensor.nbytes
+            _check_unchanged(path, found)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
     seconds = time.monotonic() - began
@@ -275,6 +278,12 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"
         )
+
+
+def _check_unchanged(path: Path, found: tuple[int, int]) -> None:
+    """Tensors of a file that is replaced may lie elsewhere: what is read there would be other numbers."""
+    if state(path) != found:
+        raise WeightsError(f"{path} was replaced or written to while it was loaded; load it again")
 
 
 def _uploader(device: torch.device, tensors: list[_Tensor]) -> AbstractContextManager[Uploader | None]:
