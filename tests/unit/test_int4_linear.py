@@ -82,6 +82,13 @@ def test_the_rules_tiles_exist_and_divide_the_weight(shape):
         assert kind(tile) in int4_linear.TILES and tile.fits(shape) and tile.tokens >= tokens
 
 
+def test_the_rules_tiles_have_no_more_tokens_than_they_need():
+    for tokens, expected in ((16, 16), (17, 32), (32, 32), (33, 48), (48, 48), (49, 64), (64, 64)):
+        for shape in LLAMA_8B.values():
+            tile = untuned_int4_tile(tokens, *shape)
+            assert tile and tile.tokens == expected
+
+
 def test_what_is_measured_exists_and_divides_the_weight():
     for shape in LLAMA_8B.values():
         for tokens in bench_int4.TOKENS:
