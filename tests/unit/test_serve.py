@@ -266,6 +266,16 @@ def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):
     serve._check_models(tmp_path)
 
 
+def test_a_repository_that_cannot_be_listed_is_named(tmp_path, capsys, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", denied)
+    assert serve.main(["--model-repository", str(tmp_path)]) == 1
+    said = f"serve: [Errno 13] Permission denied: '{tmp_path}'\n"
+    assert capsys.readouterr().err == said
+
+
 def test_the_preferred_address_of_a_host_is_taken(monkeypatch):
     def answer(*places):
         found = [(family, socket.SOCK_STREAM, 6, "", (text, 0, 0, 0)) for family, text in places]

@@ -182,7 +182,11 @@ def _lines(file: Path) -> list[str]:
 def _check_models(path: Path) -> None:
     """Raise ServeError for a folder of something else. An empty one is a server without models; of others
     tritonserver would say less."""
-    if any(path.iterdir()) and not any(path.glob("*/config.pbtxt")) and not any(path.glob("*/[0-9]*")):
+    try:
+        empty = not any(path.iterdir())
+    except OSError as error:
+        raise ServeError(str(error)) from None
+    if not empty and not any(path.glob("*/config.pbtxt")) and not any(path.glob("*/[0-9]*")):
         model = f" --model {path}" if (path / "config.json").is_file() else ""
         raise ServeError(
             f"{path} is no model repository, no folder in it has a config.pbtxt or a version: write one with"
