@@ -196,7 +196,7 @@ class Benchmark:
             self.failed_requests += summary["failed"]
             if summary["failed"]:
                 print(format_table(summary, f"warm-up of row {scenario.row}, {spec.name}"), flush=True)
-            if not summary["completed"]:
+            if prompts and not summary["completed"]:
                 error = next(iter(summary["errors"]), "none was sent")
                 self.problems.append(f"{spec.label} row {scenario.row}: its whole warm-up failed: {error}")
                 return

@@ -209,6 +209,18 @@ def test_a_row_whose_whole_warm_up_fails_does_not_run(tmp_path, model_dir, monke
     assert [each["row"] for each in found.document["runs"]] == ["b"] and len(loads) == 3
 
 
+def test_a_row_without_warm_up_requests_runs(tmp_path, model_dir, monkeypatch):
+    def fake_load(load, prompts):
+        records = [RequestRecord(0, 1, 2, error="HTTP 404")] * len(prompts)
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    found = benchmark(model_dir, tmp_path, "--rows", "a")
+    scenario = replace(found.plan.scenarios["a"], warm_up_prompts=0)
+    found.run_row(scenario, read_servers()["ours"], Running("http://127.0.0.1:1", None, "1"))
+    assert not found.problems and [each["row"] for each in found.document["runs"]] == ["a"]
+
+
 def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypatch):
     """A server that caches prefixes would know those of the run before. All servers get the same ones."""
     loads = noted_loads(monkeypatch)
