@@ -29,10 +29,12 @@ def test_the_checkpoint_is_kept_without_model(build, checkpoint, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_what_is_given_wins_and_nothing_is_said_where_nothing_is_kept(build, checkpoint, tmp_path):
+def test_what_is_given_wins_and_nothing_is_said_where_nothing_is_kept(
+    build, checkpoint, tmp_path, monkeypatch
+):
     assert build(model=None)[2] == ""
-    python = sys.executable.removeprefix(f"{Path.cwd()}/")  # as it is typed here
-    serve = f"{python} -m flashinfer_backend.serve --model-repository {tmp_path / 'repo'}"
+    monkeypatch.setattr(sys, "executable", f"{Path.cwd()}/some/python")  # typed without the folder
+    serve = f"some/python -m flashinfer_backend.serve --model-repository {tmp_path / 'repo'}"
     assert build() == (0, f"{tmp_path / 'repo'}: written; to serve it: {serve}\n", "")
     assert values(tmp_path)["model_dir"] == str(checkpoint)
     status, _, err = build("--model", "bundled", model=None)

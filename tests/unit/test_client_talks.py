@@ -31,7 +31,7 @@ def answers():
             self.wfile.write(waiting.pop(0))
 
         def do_GET(self):
-            self.wfile.write(b"\x00\x00\x18\x04 HTTP/2\r\n")
+            self.wfile.write(waiting.pop(0) if waiting else b"\x00\x00\x18\x04 HTTP/2\r\n")
 
         def log_message(self, *_):
             pass
@@ -153,3 +153,17 @@ def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
     url, _ = answers
     assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
     assert capsys.readouterr().err == f"error: {url}: no answer of an HTTP server (BadStatusLine)\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.0 401 Unauthorized\r\n\r\n", "HTTP Error 401: Unauthorized"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "{url}/v1/models lists no model; name one with --model"),
+    ],
+)
+def test_chat_says_why_no_model_is_listed(answers, capsys, answer, said):
+    url, waiting = answers
+    waiting.append(answer)
+    assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
+    assert capsys.readouterr().err == f"error: {url}: {said.format(url=url)}\n"

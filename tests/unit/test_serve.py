@@ -255,6 +255,7 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
 
 
 def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):
+    serve._check_models(tmp_path)  # an empty one is a server without models
     (tmp_path / "results").mkdir()
     assert serve.main(["--model-repository", str(tmp_path)]) == 1
     said = f"serve: {tmp_path} is no model repository, no folder in it has a config.pbtxt or a version: write"
