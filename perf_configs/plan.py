@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
 from client.wire import OPENAI, TRITON
+from flashinfer_backend.config_tools.settings import parse_pairs, split_assignments
 from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
@@ -160,12 +161,17 @@ def gpus_of_ours(scenario: Scenario, profile: Path, knobs: Sequence[str]) -> int
 
 
 def knob_options(knobs: Sequence[str]) -> str:
-    """`--set name=value ...` for build.py; each must have the form name=value without blanks."""
+    """`--set name=value ...` for build.py; each must have the form name=value without blanks. Raises
+    ValueError for what build.py would refuse, before anything is measured."""
     for knob in knobs:
         if not re.fullmatch(r"\w+=[^\s'\"$`\\;&|<>()*?]*", knob):
             raise ValueError(f"knob {knob!r} must have the form name=value")
         if option := OWN_OPTIONS.get(knob.partition("=")[0]):
             raise ValueError(f"knob {knob}: should be given as {option}")
+    problems: list[str] = []
+    parse_pairs(split_assignments(knobs, problems), "--knob", problems, see="docs/knobs.md has all")
+    if problems:
+        raise ValueError("; ".join(problems))
     return " ".join(f"--set {knob}" for knob in knobs)
 
 

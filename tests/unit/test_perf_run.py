@@ -429,6 +429,8 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
         (["--server", "vllm", "--profile", "{tmp}/few.json"], "--server vllm names none of ours, ours-o"),
         (["--knob", "bad"], "knob 'bad' must have the form name=value"),
         (["--knob", "load_format=auto"], "knob load_format=auto: should be given as --load-format"),
+        (["--knob", "max_num_seq=4"], "--knob: unknown knob 'max_num_seq'; did you mean max_num_seqs or"),
+        (["--knob", "max_num_seqs=0"], "--knob: max_num_seqs=0: should be an integer 1..4096"),
         (["--knob", "replicas=x"], "knob replicas=x: should be a whole number"),
         (["--knob", "replicas=4"], "ours would run on 4 GPUs in row a and vllm:servers-4 on 1"),
         (["--knob", "tensor_parallel_size=2"], "ours would run on 2 GPUs in row a and vllm:servers-4 on 1"),
