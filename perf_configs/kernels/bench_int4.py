@@ -74,8 +74,9 @@ def candidates(role: Role, tokens: int, shape: Shape) -> list[Tiling]:
 
 
 def cuda_candidates(tokens: int, shape: Shape) -> list[Int4Tile]:
-    """Tiles of the CUDA kernel worth a try: 2 to 8 warps a block, of which an SM gets 4 to 32. From 48 tokens
-    on with every split: few of the large tiles fill the SMs."""
+    """Tiles of the CUDA kernel worth a try: 2 to 8 warps a block, of which an SM gets 4 to 32, and at most a
+    third more tokens than the smallest that has room for all. From 48 tokens on with every split: few of the
+    large tiles fill the SMs."""
     found = []
     sizes = [tile_tokens for tile_tokens, *_ in TILES]
     size = min((each for each in sizes if each >= tokens), default=max(sizes))
@@ -85,9 +86,9 @@ def cuda_candidates(tokens: int, shape: Shape) -> list[Int4Tile]:
     ):
         teams = max(1, warps // row_warps)
         tile = Int4Tile(tile_tokens, warp_rows, row_warps, teams, split, stages)
-        programs = shape[0] // (warp_rows * row_warps) * -(-tokens // size) * split
+        programs = shape[0] // (warp_rows * row_warps) * -(-tokens // tile_tokens) * split
         steps = shape[1] // 128 // split // teams
-        if tile_tokens != size or not tile.fits(shape) or teams * row_warps != warps:
+        if not size <= tile_tokens <= size * 4 / 3 or not tile.fits(shape) or teams * row_warps != warps:
             continue
         if steps > 1 and 4 <= programs * warps / SMS <= 32:
             found.append(tile)
