@@ -7,7 +7,8 @@ python -m client report ours=a.json "other engine=b.json" --out comparison
 Reads what `client bench --output` and `perf_configs.run` write; the runs of
 several files share the plots. NAME=FILE says what the file's server is called;
 files of the same NAME are joined to one curve.
-The page holds all it needs and loads nothing.
+The page holds all it needs and loads nothing; it is light or dark as the
+browser prefers.
 """
 
 from __future__ import annotations
@@ -249,18 +250,30 @@ def markdown(runs: Sequence[Measured], title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _variables(colours: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+# What is printed is light, whatever the screen is.
+COLOURS = f"""
+:root {{ color-scheme: light; {_variables(report_plots.LIGHT)} }}
+@media screen and (prefers-color-scheme: dark) {{
+  :root {{ color-scheme: dark; {_variables(report_plots.DARK)} }}
+}}
+"""
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 72rem;
-  margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--background);
+  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right;
+  white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
 .wide { overflow-x: auto; }
 figure { margin: 2rem 0; }
 figure svg { width: 100%; height: auto; }
-figcaption { color: #444; }
+figcaption { color: var(--quiet); }
 code { font-size: .85em; overflow-wrap: anywhere; }
-.note { border-left: .3rem solid #d55e00; padding-left: .75rem; }
+.note { border-left: .3rem solid var(--curve-2); padding-left: .75rem; }
 """
 
 
@@ -294,7 +307,8 @@ def page(runs: Sequence[Measured], title: str) -> str:
     parts.append("</ul>")
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{COLOURS}{STYLE}</style>\n"
         f"</head>\n<body>\n<h1>{text(title)}</h1>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
     )
 

@@ -20,13 +20,28 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 if TYPE_CHECKING:
     from client.report import Measured
 
-# Okabe and Ito's colours, told apart with every kind of colour vision; markers and dashes tell as well.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# A page's colours, by their names in its style sheet; plots are drawn in the light ones. With red-green
+# blindness, too, curves are told apart by their colours; markers and dashes tell as well.
+LIGHT = {
+    "background": "#ffffff", "ink": "#1a1a1a", "quiet": "#444444", "line": "#cccccc", "grid": "#dddddd",
+    "curve-1": "#0072b2", "curve-2": "#d55e00", "curve-3": "#419d8d", "curve-4": "#6e1d4d",
+    "curve-5": "#158cfa", "curve-6": "#79450b",
+}  # fmt: skip
+DARK = {
+    "background": "#17191c", "ink": "#e8e8e8", "quiet": "#b4b4b4", "line": "#43474d", "grid": "#34383d",
+    "curve-1": "#4c8df0", "curve-2": "#f0803c", "curve-3": "#63dc92", "curve-4": "#a95391",
+    "curve-5": "#58beea", "curve-6": "#a16201",
+}  # fmt: skip
+COLOURS = tuple(LIGHT[f"curve-{i}"] for i in range(1, 7)) + (LIGHT["ink"],)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MOST_CURVES = 8  # of single runs in a plot; with more, nothing can be read
 SETTINGS: Any = {
     "font.size": 11,
     "font.family": "DejaVu Sans",
+    **{f"{part}.color": LIGHT["ink"] for part in ("text", "xtick", "ytick")},
+    "axes.edgecolor": LIGHT["ink"],
+    "axes.labelcolor": LIGHT["ink"],
+    "savefig.transparent": True,  # the page's background shows
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.fonttype": "path",  # letters look the same wherever the page is opened
@@ -255,7 +270,7 @@ def _finish(axis: Any, x: bool = True, whole: bool = False) -> None:
         axis.xaxis.set_major_formatter(plain)
     axis.yaxis.set_major_formatter(plain)
     axis.yaxis.set_major_locator(MaxNLocator(6, integer=whole))
-    axis.grid(True, color="#dddddd", linewidth=0.8)
+    axis.grid(True, color=LIGHT["grid"], linewidth=0.8)
     axis.set_axisbelow(True)
 
 
@@ -272,9 +287,11 @@ def _legend(figure: Any, axis: Any) -> None:
 
 
 def _svg(figure: Any) -> str:
-    """The drawing without the XML head, which is for a file of its own."""
+    """The drawing without the XML head, which is for a file of its own; colours are the page's variables."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     text = file.getvalue()
+    for name, colour in LIGHT.items():
+        text = text.replace(f": {colour}", f": var(--{name})")
     return text[text.index("<svg") :]

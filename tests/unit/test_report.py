@@ -3,8 +3,12 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from client import report, report_plots
 from client.metrics import RequestRecord, request_columns, summarise
@@ -87,3 +91,65 @@ def test_a_servers_settings_are_shown():
     for flags in ("--api-server-count 4", "--api-server-count 1", "--workers 4"):
         assert flags in text
     assert "VLLM_USE_FLASHINFER_SAMPLER=1" in text
+
+
+# How colours look without one kind of cone, in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
+VISION = {
+    "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "no red": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+}  # fmt: skip
+# Ottosson 2020: linear RGB to OKLab.
+TO_CONES = [
+    [0.41222147, 0.53633254, 0.05144599],
+    [0.2119035, 0.6806995, 0.10739696],
+    [0.08830246, 0.28171884, 0.6299787],
+]
+TO_LAB = [
+    [0.21045426, 0.79361778, -0.00407205],
+    [1.9779985, -2.4285922, 0.45059371],
+    [0.0259040, 0.78277177, -0.80867577],
+]
+
+
+def linear(colour):
+    parts = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """As WCAG 2.2 defines it."""
+    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colours", [report_plots.LIGHT, report_plots.DARK], ids=["light", "dark"])
+def test_text_and_curves_can_be_seen_and_told_apart(colours):
+    curves = [colours[name] for name in colours if name.startswith("curve-")] + [colours["ink"]]
+    assert len(curves) == len(report_plots.COLOURS)
+    assert all(contrast(colours[name], colours["background"]) >= 4.5 for name in ("ink", "quiet"))
+    assert all(contrast(curve, colours["background"]) >= 3 for curve in curves)
+    for vision in VISION.values():
+        seen = np.clip(np.array([linear(curve) for curve in curves]) @ np.transpose(vision), 0, 1)
+        lab = np.cbrt(seen @ np.transpose(TO_CONES)) @ np.transpose(TO_LAB)
+        distances = np.linalg.norm(lab[:, None] - lab, axis=-1)[np.triu_indices(len(lab), 1)]
+        assert distances.min() > 0.1  # two neighbours of the earlier colours, of Okabe and Ito, have 0.076
+
+
+def test_page_is_dark_where_the_browser_prefers_it_and_printed_light(tmp_path):
+    runs = written(tmp_path / "r.json", *((rate, None, [answer(0.1)]) for rate in (2.0, 4.0)))
+    runs += [
+        replace(run, label="other", rate=None, slots=slots) for run, slots in zip(runs, (1, 2), strict=True)
+    ]
+    page = report.page(runs, "t")
+    style, body = page.split("</style>", 1)
+    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")
+    assert "color-scheme: light" in light and "color-scheme: dark" in dark
+    for colours, found in ((report_plots.LIGHT, light), (report_plots.DARK, dark)):
+        assert all(f"--{name}: {colour};" in found for name, colour in colours.items())
+    assert body.count("<svg") == 4
+    drawn = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", body))
+    assert drawn == {"none", *(f"var(--{name})" for name in ("curve-1", "curve-2", "ink", "grid"))}
+    letters = re.findall(r"-->\s*<g ([^>]*)>", body)  # behind a comment that says what they read
+    assert letters and all(letter.startswith('style="fill: var(--ink)') for letter in letters)
+    assert set(re.findall(r"var\(--([^)]+)\)", style)) <= set(report_plots.LIGHT)
