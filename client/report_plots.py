@@ -99,8 +99,9 @@ def series(
     runs: Sequence[Measured], servers: Sequence[str], by_slots: bool = False
 ) -> list[tuple[str, str, str, list[Measured]]]:
     """(label, colour, marker, runs) of each server, and of each of its rows and bounds on requests in flight
-    where there are several: a curve joins what differs in one thing. servers: labels of all in the report.
-    by_slots: the curves are over the bounds."""
+    where there are several: a curve joins what differs in one thing. servers: labels of all in the report;
+    where there are several, each has one colour, and markers tell its curves apart. by_slots: the curves are
+    over the bounds."""
     several_rows = len({run.row for run in runs}) > 1
     several_bounds = not by_slots and len({(run.row, run.slots) for run in runs}) > len(
         {run.row for run in runs}
@@ -111,12 +112,13 @@ def series(
         if several_bounds:
             label += ", no bound" if run.slots is None else f", {run.slots} in flight"
         grouped.setdefault(label, []).append(run)
-    several = several_rows or several_bounds
-    places = range(len(grouped)) if several else [servers.index(label) for label in grouped]
-    return [
-        (label, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], found)
-        for i, (label, found) in zip(places, grouped.items(), strict=True)
-    ]
+    found_series = []
+    for i, (label, found) in enumerate(grouped.items()):
+        server = servers.index(found[0].label)
+        colour = server if len(servers) > 1 else i
+        marker = i if several_rows or several_bounds else server
+        found_series.append((label, COLOURS[colour % len(COLOURS)], MARKERS[marker % len(MARKERS)], found))
+    return found_series
 
 
 def curve(runs: Sequence[Measured], over: str, metric: str) -> tuple[list[float], list[float]]:

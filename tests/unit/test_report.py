@@ -50,6 +50,15 @@ def test_a_curve_joins_runs_of_one_bound(tmp_path):
     assert [label for label, *_ in report_plots.series(closed, ["ours"], by_slots=True)] == ["ours"]
 
 
+def test_a_server_has_one_colour_whatever_its_rows(tmp_path):
+    runs = written(tmp_path / "r.json", *((rate, None, [answer(0.1)]) for rate in (2.0, 4.0)))
+    runs = [replace(run, label=label, row=row) for row in "ab" for label in ("ours", "other") for run in runs]
+    found = report_plots.series(runs, ["ours", "other"])
+    assert [label for label, *_ in found] == ["ours, row a", "other, row a", "ours, row b", "other, row b"]
+    assert [colour for _, colour, _, _ in found] == [*report_plots.COLOURS[:2]] * 2
+    assert len({marker for _, _, marker, _ in found}) == 4
+
+
 def test_several_runs_of_a_point_are_their_median(tmp_path):
     runs = written(tmp_path / "r.json", *((2.0, None, [answer(ttft)]) for ttft in (0.3, 0.1, 0.2)))
     runs = [replace(run, repeat=number) for number, run in enumerate(runs)]
