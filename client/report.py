@@ -271,6 +271,7 @@ th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: l
 .wide { overflow-x: auto; }
 figure { margin: 2rem 0; }
 figure svg { width: 100%; height: auto; }
+@media screen { figure svg { min-width: 44rem; } }
 figcaption { color: var(--quiet); }
 code { font-size: .85em; overflow-wrap: anywhere; }
 .note { border-left: .3rem solid var(--curve-2); padding-left: .75rem; }
@@ -295,8 +296,9 @@ def page(runs: Sequence[Measured], title: str) -> str:
     if found := troubles(runs):
         parts += [f"<h2>{TROUBLES}</h2>\n<ul>", *(f"<li>{text(line)}</li>" for line in found), "</ul>"]
     for plot in report_plots.draw(runs):
-        caption = f"<figcaption>{text(plot.caption)}</figcaption>"
-        parts.append(f'<figure role="img" aria-label="{text(plot.caption)}">{plot.svg}{caption}</figure>')
+        caption = text(plot.caption)
+        parts.append(f'<figure role="img" aria-label="{caption}"><div class="wide">{plot.svg}</div>')
+        parts.append(f"<figcaption>{caption}</figcaption></figure>")
     power_head, power_rows = power_table(runs)
     if power_rows:
         parts += ["<h2>Power and clocks</h2>", _html_table(power_head, power_rows)]
