@@ -272,6 +272,7 @@ th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: l
 figure { margin: 2rem 0; }
 figure svg { width: 100%; height: auto; }
 @media screen { figure svg { min-width: 44rem; } }
+@media print { .wide { overflow: visible; } table { font-size: .6em; } }
 figcaption { color: var(--quiet); }
 code { font-size: .85em; overflow-wrap: anywhere; }
 .note { border-left: .3rem solid var(--curve-2); padding-left: .75rem; }
