@@ -185,7 +185,8 @@ class Attack:
             self._count(door, outcome)
             if outcome in ("silent", "wrong"):
                 took = time.monotonic() - began
-                print(f"{outcome} after {took:.1f} s: {STREAMED[door]} {text[-300:]!r}", file=sys.stderr)
+                ending = text if outcome == "wrong" else text[-300:]
+                print(f"{outcome} after {took:.1f} s: {STREAMED[door]} {ending!r}", file=sys.stderr)
             self._ending.wait(self._pause_s if outcome == "whole" else 0.2)  # as a client that tries again
 
     def answers(self) -> bool:
@@ -211,9 +212,9 @@ class Attack:
                 victim.kill()
         return f"kill {name}"
 
-    def stop(self) -> str:
+    def stop(self, name: str = "") -> str:
         """SIGSTOP for a second and a half."""
-        name = self.rng.choice(["preprocessing", "llm", "postprocessing", "OpenAI API"])
+        name = name or self.rng.choice(["preprocessing", "llm", "postprocessing", "OpenAI API"])
         victims = self.server.matching(PARTS[name])
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for victim in victims:
