@@ -187,7 +187,7 @@ class Server:
 
     @property
     def run_dir(self) -> Path:
-        (found,) = self.runs.glob("flashinfer-backend-*/*-*")
+        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")
         return found
 
     def engine_pid(self) -> int:

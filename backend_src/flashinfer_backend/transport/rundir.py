@@ -26,12 +26,18 @@ _LONGEST_RUN_DIR = 107 - len("/stubs/4194304.sock")
 
 
 def create(run_dir: Path) -> None:
-    """Makes the run directory, readable by this user only, and removes those of dead servers."""
+    """Makes the run directory of an engine, readable by this user only, and removes those of dead servers."""
     if len(str(run_dir)) > _LONGEST_RUN_DIR:
         raise ValueError(
             f"run directory {run_dir} is longer than {_LONGEST_RUN_DIR} characters, too long for a unix"
             " socket; set XDG_RUNTIME_DIR to a shorter path or shorten the model's name"
         )
+    claim(run_dir)
+    (run_dir / "stubs").mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def claim(run_dir: Path) -> None:
+    """Makes a run directory without anything in it, as `create`."""
     user_dir = run_dir.parent
     user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if user_dir.stat().st_uid != os.getuid():
@@ -41,7 +47,7 @@ def create(run_dir: Path) -> None:
         pid = other.name.partition("-")[0]
         if pid.isdigit() and not process_alive(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
-    (run_dir / "stubs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def remove(run_dir: Path) -> None:
@@ -53,10 +59,11 @@ def remove(run_dir: Path) -> None:
 
 def forget_stubs(run_dir: Path) -> None:
     """Removes what stubs that were killed leave in the run directory."""
-    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")]:
-        pid = path.stem.rpartition("-")[2]
-        if pid.isdigit() and not process_alive(int(pid)):
-            path.unlink(missing_ok=True)
+    for pattern in ("stubs/*.sock", "seen-*", "load-*", "beat-*"):
+        for path in run_dir.glob(pattern):
+            pid = path.stem.rpartition("-")[2]
+            if pid.isdigit() and not process_alive(int(pid)):
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

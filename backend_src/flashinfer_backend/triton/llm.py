@@ -35,6 +35,7 @@ from flashinfer_backend.triton.request_parameters import read_request_parameters
 from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
 from flashinfer_backend.triton.responder import Responder
 from flashinfer_backend.triton.sequence import Sequence, of_ensemble
+from flashinfer_backend.triton.standstill import Standstill
 from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
 
 
@@ -89,6 +90,7 @@ class TritonPythonModel:
             probe,
             period_ms / 1000,
         )
+        self._standstill = Standstill()
         try:
             status = self._engines.wait_ready()
         except Exception:
@@ -112,24 +114,29 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Hands the requests to the engine; sender threads answer them."""
-        for request in requests:
-            sender = request.get_response_sender()
-            try:
-                self._accept(request, sender)
-            except ValueError as error:
-                # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
-                self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
-            except Exception as error:  # the other requests of this call must not fail with it
-                traceback.print_exc()
-                self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
+        with self._standstill.watched():
+            for request in requests:
+                self._execute(request)
 
     def finalize(self) -> None:
         """Leaves the engines, which end with the last instance."""
+        self._standstill.close()
         self._watch.close()
         self._responder.seen.close()
         self._engines.close()
         self._responder.close()
         self._responder.metrics.close()
+
+    def _execute(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        try:
+            self._accept(request, sender)
+        except ValueError as error:
+            # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
+            self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
+        except Exception as error:  # the other requests of this call must not fail with it
+            traceback.print_exc()
+            self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
     def _accept(self, request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}

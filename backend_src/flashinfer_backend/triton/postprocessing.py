@@ -15,6 +15,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.seen import SeenMarker
 from flashinfer_backend.triton.bounds import check_ids
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 DEFAULT_LLM_MODEL = "llm"
@@ -85,8 +86,16 @@ class TritonPythonModel:
             flag_parameter(parameters, "skip_special_tokens", default=True),
         )
         self._seen = SeenMarker(run_dir(owner_pid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
+        self._standstill = Standstill()
 
     def execute(self, requests: list[Any]) -> list[Any]:
+        with self._standstill.watched():
+            return self._execute(requests)
+
+    def finalize(self) -> None:
+        self._standstill.close()
+
+    def _execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
         responses = []

@@ -18,6 +18,7 @@ from flashinfer_backend.triton.parameters import (
     read_parameters,
     required_parameter,
 )
+from flashinfer_backend.triton.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 
@@ -229,8 +230,16 @@ class TritonPythonModel:
             flag_parameter(parameters, "add_special_tokens", default=True),
             number_parameter(parameters, "max_prompt_bytes", default=0),
         )
+        self._standstill = Standstill()
 
     def execute(self, requests: list[Any]) -> list[Any]:
+        with self._standstill.watched():
+            return self._execute(requests)
+
+    def finalize(self) -> None:
+        self._standstill.close()
+
+    def _execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
         inputs = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]

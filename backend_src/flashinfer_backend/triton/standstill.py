@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's process that stood still while tritonserver went on.
+
+tritonserver (2.51, and 26.07 still) gives up what waits for a process that shows no sign of life within a
+second: these requests fail, and their memory serves the next ones. A process that only stood still (SIGSTOP,
+a debugger, swapping) finds them in its queue when it goes on, and its answers to them are sent to whoever has
+that memory now. Nothing tells it that they were given up. So it ends itself, before it answers: to
+tritonserver it is dead already.
+
+Where a machine or container stands still, tritonserver does too, and little is given up. The processes of a
+server's models know the difference by each other: each counts tenths of a second in a file that all can see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from flashinfer_backend.core.paths import owner_pid, run_dir
+from flashinfer_backend.transport import rundir
+
+BEAT_S = 0.1
+# A process says that it lives every 0.3 s, and has to within 1 s of being handed a request.
+STOOD_S = 0.7
+OTHERS_BEATS = 3  # of another process meanwhile: on a machine that stood still it has one, or two
+BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has one of its own
+RECENT_S = 1.0  # requests that waited are taken within this time after it
+LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
+
+
+class Standstill:
+    """A process's own file, and its view of the others'."""
+
+    def __init__(self, folder: Path | None = None, end: Callable[[float], None] | None = None) -> None:
+        """folder: where the processes of one server's models have their files; by default that of this
+        server's. end: called with the seconds, instead of ending this process. Raises OSError where there is
+        no room for the file."""
+        self._folder = folder or run_dir(owner_pid(), "processes")
+        self._end = end or self._exit
+        self._file = self._folder / f"beat-{os.getpid()}"
+        self._lock = threading.Lock()  # guards all below
+        self._own = self._make()
+        self._others: dict[str, np.ndarray] = {}
+        self._counts: dict[str, int] = {}  # of the others, when this process last looked
+        self._look_at = 0.0
+        self._at, self._cpu = time.monotonic(), time.process_time()
+        self._stood_s, self._stood_until = 0.0, -1.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._work, name="standstill", daemon=True).start()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around what handles requests. Ends the process where these may have been given up."""
+        started = time.monotonic()
+        self._check(started - RECENT_S)
+        try:
+            yield
+        finally:
+            self._check(started)
+
+    def close(self) -> None:
+        """Removes the file, and the folder after the last one."""
+        self._closed.set()
+        with self._lock:
+            self._file.unlink(missing_ok=True)
+            for folder in (self._folder, self._folder.parent):
+                with contextlib.suppress(OSError):  # others have files in it
+                    folder.rmdir()
+
+    def _check(self, since: float) -> None:
+        with self._lock:
+            self._look()
+            if self._stood_until > since:
+                self._end(self._stood_s)
+
+    def _work(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            with self._lock:
+                self._look()
+                self._own += 1
+                if self._at >= self._look_at:
+                    self._find_others()
+
+    def _look(self) -> None:
+        """Notices that this process stood still since the last look."""
+        now, cpu = time.monotonic(), time.process_time()
+        counts = {name: int(count[0]) for name, count in self._others.items()}
+        if now - self._at >= STOOD_S and cpu - self._cpu < BUSY_S:
+            beats = [count - self._counts.get(name, count) for name, count in counts.items()]
+            if max(beats, default=0) >= OTHERS_BEATS:
+                self._stood_s, self._stood_until = now - self._at, now
+        self._at, self._cpu, self._counts = now, cpu, counts
+
+    def _find_others(self) -> None:
+        self._look_at = self._at + LOOK_AGAIN_S
+        found = {}
+        for path in self._folder.glob("beat-*"):
+            if path != self._file:
+                with contextlib.suppress(OSError, ValueError):  # just removed, or made and still empty
+                    found[path.name] = self._others.get(path.name) or np.memmap(path, np.int64, "r")
+        self._others = found
+
+    def _make(self) -> np.ndarray:
+        while True:
+            rundir.claim(self._folder)
+            with contextlib.suppress(FileNotFoundError):  # removed by the last process of another start
+                return rundir.shared_array(self._file, np.int64, (1,))
+
+    def _exit(self, stood_s: float) -> None:
+        self._file.unlink(missing_ok=True)
+        print(
+            f"this process stood still for {stood_s:.1f} s while others of the server went on. It ends, as"
+            " tritonserver may have given up what waited for it, and other requests would get the answers",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)

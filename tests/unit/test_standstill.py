@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that stand still, alone or with others; real ones, stopped by signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHILD = """
+import sys
+from pathlib import Path
+from flashinfer_backend.triton import standstill
+guard = standstill.Standstill(Path(sys.argv[1]))
+for line in sys.stdin:
+    if line == "count\\n":
+        print(max([0, *guard._counts.values()]), flush=True)
+        continue
+    with guard.watched():
+        if line == "busy\\n":
+            sum(range(60_000_000))  # one call, so no other thread of Python runs
+    print("handled", flush=True)
+guard.close()
+"""
+
+
+class Child:
+    """A process with a guard, which handles what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.file = folder / f"beat-{self.process.pid}"
+
+    def ask(self, what: str) -> str:
+        """Its answer, empty where it ended."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def sees_another(self) -> bool:
+        return int(self.ask("count")) > 0
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
+    children = Child(tmp_path / "runs" / "processes"), Child(tmp_path / "runs" / "processes")
+    try:
+        for child in children:
+            deadline = time.monotonic() + 30
+            while not child.sees_another():
+                assert time.monotonic() < deadline, "the processes do not know each other"
+                time.sleep(0.05)
+        yield children
+    finally:
+        for child in children:
+            child.process.send_signal(signal.SIGCONT)
+            child.process.kill()
+            child.process.__exit__(None, None, None)  # closes its pipes, waits for it
+
+
+def stand_still(*children: Child) -> None:
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for child in children:
+            child.process.send_signal(number)
+        time.sleep(1.2 if number == signal.SIGSTOP else 0)
+
+
+def test_a_process_that_stood_still_alone_handles_nothing_more(pair):
+    stopped, other = pair
+    stand_still(stopped)
+    assert stopped.ask("something") == ""
+    assert stopped.process.wait(10) == 1
+    assert "this process stood still for 1." in stopped.process.stderr.read()
+    assert not stopped.file.exists()
+    assert other.ask("something") == "handled"
+
+
+def test_processes_that_stood_still_together_go_on(pair):
+    stand_still(*pair)
+    assert [child.ask("something") for child in pair] == ["handled", "handled"]
+
+
+def test_what_arrives_long_after_a_standstill_is_handled(pair):
+    stopped, _ = pair
+    stand_still(stopped)
+    time.sleep(1.5)  # so nothing had waited
+    assert stopped.ask("something") == "handled"
+
+
+def test_a_process_that_only_computes_goes_on(pair):
+    busy, _ = pair
+    assert busy.ask("busy") == "handled"
+    assert busy.ask("something") == "handled"
+
+
+def test_nothing_is_left_when_all_have_ended(pair):
+    for child in pair:
+        child.process.stdin.close()
+        assert child.process.wait(10) == 0
+    assert not pair[0].file.parent.parent.exists()
