@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 PERIOD = 0.5  # seconds between two looks
+NO_GPU = "no GPU"  # why there is nothing to read, and nothing that a report should miss
+DEV, NODES = Path("/dev"), ("nvidia[0-9]*", "dxg")  # of drivers: one for each GPU, under WSL one for all
 # NVML's bits of why clocks are held down. Idle and settings of applications are no limits of the chip.
 LIMITS = {0x4: "power", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: "power brake"}
 
@@ -40,7 +43,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs of a machine and a look at all of them. why_none says why there are none."""
+    """The GPUs of a machine and a look at all of them. why_none says why there are none:
+    NO_GPU, or why those that there are cannot be read."""
 
     gpus: tuple[Gpu, ...]
     read: Callable[[], list[Reading]]
@@ -52,7 +56,7 @@ def find_devices() -> Devices:
     try:
         import pynvml
     except ImportError:
-        return Devices((), list, "nvidia-ml-py is not installed")
+        return _none("nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -65,7 +69,7 @@ def find_devices() -> Devices:
             for handle in handles
         )
     except pynvml.NVMLError as error:
-        return Devices((), list, str(error))
+        return _none(str(error))
 
     def read() -> list[Reading]:
         return [
@@ -79,7 +83,12 @@ def find_devices() -> Devices:
             for handle in handles
         ]
 
-    return Devices(gpus, read, "" if gpus else "NVML finds no GPU")
+    return Devices(gpus, read) if gpus else _none("NVML finds none that this process may use")
+
+
+def _none(why: str) -> Devices:
+    """No GPU to read: because of `why` if the machine has one."""
+    return Devices((), list, why if any(any(DEV.glob(node)) for node in NODES) else NO_GPU)
 
 
 @dataclass
@@ -121,7 +130,7 @@ class DeviceLog:
                 return
 
     def result(self, began: float = -math.inf, ended: float = math.inf) -> dict[str, Any]:
-        """For results: {"none": why} without a GPU, else every GPU with its spread and its readings. What was
+        """For results: {"none": why_none}, or every GPU with its spread and its readings. What was
         read before began and after ended, on time.monotonic(), is left out: processes start and parse then,
         and the device idles. `seconds` count from began, or from the first reading."""
         if not self.devices.gpus:

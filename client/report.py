@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from client import configurations, report_plots
-from client.device_log import COLUMNS, describe
+from client.device_log import COLUMNS, NO_GPU, describe
 from client.metrics import percentile_name
 
 
@@ -195,7 +195,7 @@ def notes(runs: Sequence[Measured]) -> list[str]:
     if any(len(prompts) > 1 for prompts in by_load.values()):
         found.append("Not all runs of the same load had the same prompts.")
     reasons = {run.devices["none"] for run in runs if run.devices and "none" in run.devices}
-    if reasons:
+    if reasons := reasons - {NO_GPU}:
         found.append(f"Power and clocks of GPUs were not read ({', '.join(sorted(reasons))}).")
     if len({run.machine for run in runs}) > 1:
         found.append("The runs are of different machines or versions, listed below.")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from client.configurations import Configuration, base_label, configuration, labels
-from client.device_log import COLUMNS, describe
+from client.device_log import COLUMNS, NO_GPU, describe
 from client.scenarios import Requirement, Scenario
 from perf_configs.servers import gpu_query
 
@@ -409,9 +409,12 @@ def _all_runs(document: Document, several: bool, named: Labels) -> list[str]:
 
 
 def _devices(document: Document, named: Labels) -> list[str]:
-    """Power and clocks of every run that recorded them."""
+    """Power and clocks of every run that recorded them, or why they could not be read."""
     rows = [
-        (run, cells) for run in document["runs"] if "devices" in run for cells in describe(run["devices"])
+        (run, cells)
+        for run in document["runs"]
+        if "devices" in run and run["devices"].get("none") != NO_GPU
+        for cells in describe(run["devices"])
     ]
     if not rows:
         return []

@@ -8,14 +8,24 @@ import sys
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 import small_tokenizers
 from safetensors import safe_open
 from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
-from client import bench, report
-from client.device_log import DeviceLog, Devices, Gpu, Reading, describe, limit_shares
+from client import bench, device_log, report
+from client.device_log import (
+    NO_GPU,
+    DeviceLog,
+    Devices,
+    Gpu,
+    Reading,
+    describe,
+    find_devices,
+    limit_shares,
+)
 from perf_configs import floor
 
 GPU = Gpu("H200", 700.0, 1980)
@@ -100,6 +110,25 @@ def test_without_a_gpu_the_result_says_none():
         pass
     assert log.result() == {"none": "NVML: no driver"}
     assert describe(log.result())[0][0] == "none (NVML: no driver)"
+
+
+def test_only_a_gpu_that_cannot_be_read_is_missed(tmp_path: Path, monkeypatch):
+    def no_nvml() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_nvml)
+    monkeypatch.setattr(device_log, "DEV", tmp_path)
+    (tmp_path / "nvidiactl").touch()  # of the driver, whether there is a GPU or not
+    path = tmp_path / "r.json"
+    for node, reason in ((None, NO_GPU), ("nvidia0", "RM has detected an NVML/RM version mismatch.")):
+        if node:
+            (tmp_path / node).touch()
+        with DeviceLog(find_devices()) as log:
+            pass
+        assert log.result() == {"none": reason}
+        path.write_text(json.dumps(run(log.result())))
+        shown = report.markdown(report.read(path), "t")
+        assert ("Power" in shown) == bool(node) and ("mismatch" in shown) == bool(node)
 
 
 def run(devices: dict | None) -> dict:

@@ -19,6 +19,7 @@ import small_tokenizers
 import torch
 
 from checkpoints import make_checkpoint
+from client.device_log import NO_GPU, Devices
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
 from client.scenarios import Point, read_scenarios
@@ -248,7 +249,20 @@ def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypa
     assert all(r["devices"].keys() & {"none", "gpus"} for r in runs)
     text = results.markdown(found.document, read_scenarios("a"))
     assert "its own floor: copy 4.29 TB/s (read and written), product x 800 TFLOP/s on G" in text
-    assert "## Power and clocks" in text
+
+
+def test_a_gpu_that_could_not_be_read_is_said_and_none_is_not(tmp_path, model_dir, monkeypatch):
+    noted_loads(monkeypatch)
+    found = benchmark(model_dir, tmp_path, "--no-warm-up", "--rows", "a,b")
+    spec, running = read_servers()["ours"], Running("http://127.0.0.1:1", None, "1")
+    for row, reason, shown in (
+        ("a", NO_GPU, ""),
+        ("b", "Insufficient Permissions", "None: Insufficient Permissions."),
+    ):
+        found.devices = Devices((), list, reason)
+        found.run_row(found.plan.scenarios[row], spec, running)
+        text = results.markdown(found.document, read_scenarios("a"))
+        assert re.findall("## Power and clocks\n\n(.*)", text) == [shown] * bool(shown)
 
 
 def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_dir, monkeypatch):
