@@ -195,10 +195,14 @@ def test_the_floor_of_another_model_is_not_guessed(tmp_path: Path):
             floor.bytes_of_a_step(path, 1, 1)
 
 
-def test_the_floor_of_this_machine_is_measured(monkeypatch):
+def test_the_floor_of_this_machine_is_measured(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(floor.SIZES, "cpu", (1 << 20, 64))
     found = floor.measure("cpu")
     assert found["copy_bytes_per_s"] > 0 and found["flops_per_s"] > 0 and found["product"] == "64^3 float32"
     assert "none" in floor.measure_apart("/nonexistent/python")
-    monkeypatch.setattr(floor, "ROOT", Path("/"))
-    assert "No module named" in floor.measure_apart(sys.executable)["none"]
+    # A package in the process's folder comes before what PYTHONPATH names.
+    monkeypatch.setenv("PYTHONPATH", str(floor.ROOT))
+    monkeypatch.setattr(floor, "ROOT", tmp_path)
+    (tmp_path / "perf_configs").mkdir()
+    (tmp_path / "perf_configs/__init__.py").touch()
+    assert "No module named perf_configs.floor" in floor.measure_apart(sys.executable)["none"]
