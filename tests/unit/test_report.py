@@ -70,6 +70,27 @@ def test_several_runs_of_a_point_are_their_median(tmp_path):
     assert captions[0].endswith("Several runs of a point: their median.")
 
 
+@pytest.mark.parametrize(
+    "of, values, shown",
+    [
+        ("rate", [1, 2, 4, 8, 10, 46, 60], ["1", "4", "10", "46", "60"]),
+        ("rate", [1, 2, 3, 4, 5], ["1", "2", "3", "4", "5"]),
+        ("slots", [1000, 1010, 1020, 2000, 15000], ["1,020", "2,000", "15,000"]),
+    ],
+)
+def test_numbers_below_a_plot_do_not_touch(tmp_path, of, values, shown):
+    runs = written(tmp_path / "r.json", *((None, None, [answer(0.1)]) for _ in values))
+    runs = [replace(run, **{of: value}) for run, value in zip(runs, values, strict=True)]
+    for panel in report_plots.draw(runs)[0].svg.split('<g id="axes_')[1:]:
+        ticks = panel.partition('<g id="matplotlib.axis_')[2].partition('<g id="matplotlib.axis_')[0]
+        ticks = re.split('<g id="xtick_', ticks)[1:]
+        assert len(ticks) == len(values)
+        texts = [
+            re.search("<!-- (.*?) -->", tick) for tick in ticks
+        ]  # the last tick's, before the axis' name
+        assert [text[1] for text in texts if text] == shown
+
+
 def test_one_request_is_drawn(tmp_path):
     times, shares = report_plots.shares([7.0])
     assert (list(times), list(shares)) == ([7.0, 7.0], [0.0, 100.0])
