@@ -8,6 +8,7 @@ import http.client
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,9 +149,9 @@ def serve(
             process = _spawn(spec.command, environment, log)
             while not _answers(url + spec.health):
                 if process.poll() is not None:
-                    raise StartError(
-                        f"{spec.name} ended with status {process.returncode}\n{tail(start.log_path)}"
-                    )
+                    said = tail(start.log_path)
+                    what = f"{spec.name} ended with status {process.returncode}{_where_to_find(spec, said)}"
+                    raise StartError(f"{what}\n{said}")
                 start.wait(f"{spec.name} not healthy after {{limit:.0f}} s")
             yield Running(url, round(start.seconds, 1), server_version(url, spec), spec.model)
         except BaseException:
@@ -166,6 +167,18 @@ def serve(
             if process is not None:
                 _stop(process)
                 wait_for_free_gpus(used_before)
+
+
+def _where_to_find(spec: ServerSpec, log: str) -> str:
+    """What to set for a server that the interpreter of its command does not have; "" for another trouble."""
+    python, site = (f"{spec.name.upper()}_{name}" for name in ("PYTHON", "SITE"))
+    missing = re.search(rf"No module named '?{re.escape(spec.name)}(?![\w.])", log)
+    if python not in spec.command or missing is None:
+        return ""
+    return (
+        f": its Python has no {spec.name}. {python} should name the interpreter that has it, or {site} the"
+        " folder where it is installed"
+    )
 
 
 class _Start:

@@ -545,6 +545,28 @@ def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
     assert f"ours: the end of its log is in {kept}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_peer_that_is_not_there_is_looked_for_where_variables_say(tmp_path, monkeypatch, name):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    bare.chmod(0o755)
+    monkeypatch.setenv(f"{name.upper()}_PYTHON", str(bare))
+    peer, variables = read_servers()[name], {"MODEL_DIR": "m", "LOAD_FORMAT": "", "TENSOR_PARALLEL_SIZE": ""}
+    where = (
+        f"{name.upper()}_PYTHON should name the interpreter that has it, or {name.upper()}_SITE the folder"
+    )
+    for site, said in (("", where), ("there", "broken")):
+        (tmp_path / "there" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "there" / name / "__init__.py").write_text("import nothing_broken")
+        monkeypatch.setenv(f"{name.upper()}_SITE", str(tmp_path / site) if site else "")
+        with (
+            pytest.raises(StartError) as caught,
+            serve(peer, variables, tmp_path, free_port(), 20.0, tmp_path / "kept"),
+        ):
+            pass
+        assert said in str(caught.value) and (where in str(caught.value).splitlines()[0]) == (said == where)
+
+
 def test_a_start_that_the_calls_time_cuts_says_so(tmp_path):
     with (
         pytest.raises(StartError) as caught,
