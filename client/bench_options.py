@@ -76,7 +76,8 @@ def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
 
 def _prompts(group: Any) -> None:
     add = group.add_argument
-    add("--tokenizer", metavar="FOLDER", required=True, help="folder with tokenizer.json")
+    add("--tokenizer", metavar="FOLDER", required=True,
+        help="folder with tokenizer.json; bundled: the small model's in the backend's package")  # fmt: skip
     add("--scenario", metavar="NAME|FILE",
         help="prompts, lengths, rates and sampling of a TOML file; NAME: one of"
         " perf_configs/scenarios/")  # fmt: skip

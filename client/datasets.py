@@ -49,11 +49,16 @@ class Part:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer.json of a checkpoint folder, without truncation or padding."""
-    path = Path(folder) / "tokenizer.json"
+    """The tokenizer.json of a checkpoint folder, without truncation or padding. The text "bundled" means the
+    backend's small model."""
+    if folder == "bundled":
+        from flashinfer_backend.core.paths import named_folder  # alone for this: a client needs no backend
+
+        folder = named_folder("bundled")
+    path = Path(folder).expanduser() / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist; --tokenizer must name a folder that holds tokenizer.json"
+            f"{path} does not exist; --tokenizer must name a folder that holds tokenizer.json, or be bundled"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -29,6 +29,7 @@ import torch
 from client.arguments import integer, integers
 from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", required=True, help="checkpoint folder")
+    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
     parser.add_argument(
         "--load-format",
         default="dummy",
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "enable_kv_cache_reuse": "false",
     }
     try:
-        parameters = engine_parameters(str(options.model), options.load_format, defaults, options.set)
+        parameters = engine_parameters(options.model, options.load_format, defaults, options.set)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     began = time.perf_counter()
@@ -295,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results["decode"].append(row)
         print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if options.sharegpt:
-        lengths = sharegpt_lengths(options.sharegpt, options.model, options.requests or REQUESTS, core.config)
+        folder, count = named_folder(options.model), options.requests or REQUESTS
+        lengths = sharegpt_lengths(options.sharegpt, folder, count, core.config)
         row = offline(core, lengths, vocab)
         results["offline"] = row
         print({k: v for k, v in row.items() if k != "timeline"})

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from client.arguments import integer
+from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
@@ -132,7 +133,9 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf_configs.loading", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a checkpoint of one file, instead of a random one")
+    parser.add_argument(
+        "--model", type=named_folder, help="a checkpoint of one file, instead of a random one"
+    )
     parser.add_argument("--layers", type=integer(1), default=4)
     parser.add_argument("--width", type=integer(1), default=8192, help="of the MLP")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

@@ -36,6 +36,7 @@ from client.load import Load, run_load
 from client.metrics import format_table, request_columns
 from client.scenarios import Point, Scenario, known_rows, read_scenarios
 from client.wire import OPENAI
+from flashinfer_backend.core.paths import named_folder
 from perf_configs import floor, plots, provenance, results
 from perf_configs.plan import (
     PROFILE,
@@ -62,9 +63,9 @@ def argument_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0])
     p.add_argument(
         "--model-dir",
-        type=Path,
+        type=named_folder,
         metavar="DIR",
-        help="checkpoint folder (config.json and tokenizer.json suffice)",
+        help="checkpoint folder (config.json and tokenizer.json suffice); bundled: the package's small one",
     )
     p.add_argument(
         "--sharegpt", type=Path, metavar="FILE", help="ShareGPT-style JSON; needed by rows with that dataset"

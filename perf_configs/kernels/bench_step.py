@@ -23,6 +23,7 @@ import torch
 from client.arguments import integers, positive
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.arguments import require_cuda
+from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.transformer import Transformer
@@ -203,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model_dir")
+    parser.add_argument("model_dir", type=named_folder)
     parser.add_argument("--batches", type=integers(1), default="1,4,16,64,128,256")
     parser.add_argument("--contexts", type=integers(1), default="256,1024")
     parser.add_argument("--decode-backend", default="auto")

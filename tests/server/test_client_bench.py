@@ -29,7 +29,7 @@ from perf_configs import bench_openai
 from perf_configs.plan import make_plan
 from perf_configs.run import Benchmark, argument_parser
 
-LOAD = ["--tokenizer", str(resolve_model_dir("bundled")), "--workers", "1", "--warm-up", "0"]
+LOAD = ["--tokenizer", "bundled", "--workers", "1", "--warm-up", "0"]
 SMALL = ["--num-prompts", "6", "--input-len", "8:16", "--output-len", "4:8", "--max-concurrency", "3"]
 
 

@@ -18,12 +18,13 @@ import small_tokenizers
 
 from client import bench, find_rate, grpc_wire, ready, report, report_plots, results
 from client.bench_options import make_parser
-from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts
+from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts, load_tokenizer
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, goodput, summarise
 from client.progress import Snapshot
 from client.scenarios import find_scenario, read_scenario, scenario_files
 from client.wire import BACKENDS
+from flashinfer_backend.core.paths import resolve_model_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,17 @@ def test_data_sets_have_the_lengths_that_were_asked_for():
     assert [len(p.later) for p in talks] == [2, 2]
     with pytest.raises(ValueError, match="mixed needs parts"):
         load_prompts("mixed", tokenizer, 2, 1, parts=[])
+
+
+def test_a_tokenizer_has_the_names_that_checkpoints_have(tmp_path, monkeypatch):
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    of = {name: load_tokenizer(name).to_str() for name in ("bundled", f"~/{tmp_path.name}", tmp_path)}
+    assert of["bundled"] == load_tokenizer(resolve_model_dir("bundled")).to_str() != of[tmp_path]
+    assert of[f"~/{tmp_path.name}"] == of[tmp_path]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"bundled/tokenizer\.json does not exist"):
+        load_tokenizer(Path("./bundled"))
 
 
 def test_conversations_of_a_file(tmp_path):

@@ -24,6 +24,7 @@ from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
 from client.scenarios import Point, read_scenarios
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, loading, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
@@ -139,6 +140,24 @@ def benchmark(model_dir, out, *more):
     arguments = ["--model-dir", str(model_dir), "--out", str(out), "--commit", "c", "--rows", "a", *more]
     args = run.argument_parser().parse_args(arguments)
     return run.Benchmark(args, plan.make_plan(args))
+
+
+def test_the_bundled_model_is_measured_by_its_name(tmp_path, monkeypatch):
+    served = []
+
+    @contextmanager
+    def fake_serve(spec, variables, *_):
+        served.append(variables["MODEL_DIR"])
+        yield Running("http://127.0.0.1:1", 1.0, "1")
+
+    loads = noted_loads(monkeypatch)
+    monkeypatch.setattr(run, "serve", fake_serve)
+    monkeypatch.chdir(tmp_path)
+    found = benchmark("bundled", tmp_path / "out", "--server", "ours", "--no-warm-up")
+    found.run_server(found.plan.servers[0])
+    folder = resolve_model_dir("bundled")
+    assert served == [str(folder)] and len(loads) == 1 and not found.problems
+    assert found.document["runs"][0]["checkpoint"] == provenance.checkpoint_identity(folder)
 
 
 def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, monkeypatch):
@@ -664,6 +683,17 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as caught:
             bench_engine.main([*command, "--batches", batches])
         assert caught.value.code == status and message in capsys.readouterr().err
+
+
+def test_bench_engine_answers_conversations_with_the_bundled_model(tmp_path, monkeypatch):
+    path, out = tmp_path / "s.json", tmp_path / "out.json"
+    path.write_text(json.dumps([{"conversations": [{"value": "Once"}, {"value": "upon a time"}]}]))
+    monkeypatch.setattr(
+        bench_engine, "start_on_gpu", lambda _, values: start(EngineConfig.from_parameters(values))
+    )
+    small = ["--set", "device=cpu", "--set", "max_tokens_in_paged_kv_cache=416", "--out", str(out)]
+    bench_engine.main(["--model", "bundled", "--batches", "", "--sharegpt", str(path), *small])
+    assert json.loads(out.read_text())["offline"]["requests"] == 1
 
 
 def test_loading_ends_where_weights_do_not_load(tmp_path, capsys):

@@ -13,13 +13,15 @@ BUNDLED = "bundled"
 SERVE_PID = "FLASHINFER_BACKEND_SERVE_PID"  # set by serve for the server and all that comes of it
 
 
-def resolve_model_dir(name: str) -> Path:
-    """Folder of the checkpoint or tokenizer called `name`: a path, or "bundled" for the small model
-    that comes with the package.
+def named_folder(name: str) -> Path:
+    """Folder of the checkpoint or tokenizer called `name`, there or not: a path, or "bundled" for the small
+    model that comes with the package."""
+    return Path(__file__).parents[1] / "bundled_model" if name == BUNDLED else Path(name).expanduser()
 
-    Raises FileNotFoundError when there is no such folder.
-    """
-    folder = Path(__file__).parents[1] / "bundled_model" if name == BUNDLED else Path(name).expanduser()
+
+def resolve_model_dir(name: str) -> Path:
+    """named_folder of `name`. Raises FileNotFoundError when there is no such folder."""
+    folder = named_folder(name)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}; nothing is downloaded here,"
