@@ -34,7 +34,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.transport import protocol
-from perf_configs.engine_start import engine_parameters, start_on_gpu
+from perf_configs.engine_start import add_engine_options, parameters_from, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
@@ -96,6 +96,12 @@ class Driver:
     def busy(self) -> bool:
         return bool(self.socket.inbox or self.core.scheduler.requests or self.loop.in_flight)
 
+    def step_until_all_decode(self) -> None:
+        """Until the prompts of all requests so far are computed."""
+        self.step()
+        while self.core.scheduler.prefilling or self.core.scheduler.queue:
+            self.step()
+
     def drain(self) -> None:
         while self.busy:
             self.step()
@@ -108,10 +114,7 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
     generator = np.random.default_rng(batch)
     for _ in range(batch):
         driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + SPARE)
-    driver.step()
-    scheduler = core.scheduler
-    while scheduler.prefilling or scheduler.queue:
-        driver.step()
+    driver.step_until_all_decode()
     for _ in range(16):
         driver.step()
     torch.cuda.synchronize()
@@ -224,13 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
-    parser.add_argument(
-        "--load-format",
-        default="dummy",
-        choices=["auto", "dummy"],
-        help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
-    )
+    add_engine_options(parser)
     parser.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations to answer, all at once")
     parser.add_argument(
         "--requests", type=integer(1), metavar="N", help=f"conversations of that file (default: {REQUESTS})"
@@ -249,13 +246,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="tokens of prompt and answer of loads, all at once; without xREQUESTS as many requests as run at"
         " the same time",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KNOB=VALUE",
-        help="a knob of the engine; may be repeated",
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     if options.sharegpt is not None and not options.sharegpt.is_file():
@@ -266,16 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         loads = [parse_load(text) for text in filter(None, options.lengths.split(","))]
     except ValueError as error:
         parser.error(f"--lengths {error}")
-    defaults = {
-        "max_num_seqs": "1024",
-        "max_num_tokens_while_decoding": "8192",
-        "max_queue_size": "0",
-        "enable_kv_cache_reuse": "false",
-    }
-    try:
-        parameters = engine_parameters(options.model, options.load_format, defaults, options.set)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    parameters = parameters_from(parser, options, max_num_seqs="1024", max_queue_size="0")
     began = time.perf_counter()
     core = start_on_gpu(parser, parameters)
     batches = options.batches

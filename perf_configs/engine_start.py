@@ -16,6 +16,7 @@ from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.models.config import ModelConfig
 
 MAX_SEQ_LEN = 8192  # or what the checkpoint allows
+DEFAULTS = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
 OWN_OPTIONS = {"model_dir": "--model", "load_format": "--load-format"}
 
 
@@ -28,6 +29,35 @@ def engine_parameters(
     chosen = settings.engine_parameters(assignments, OWN_OPTIONS)
     own = {"model_dir": model, "load_format": load_format}
     return {"max_seq_len": str(min(MAX_SEQ_LEN, longest))} | defaults | chosen | own
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Which engine: --model, --load-format and --set."""
+    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
+    parser.add_argument(
+        "--load-format",
+        default="dummy",
+        choices=["auto", "dummy"],
+        help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="a knob of the engine; may be repeated",
+    )
+
+
+def parameters_from(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, **defaults: str
+) -> dict[str, str]:
+    """engine_parameters of these options, over knobs of the benchmark's own. Ends the program with a message
+    and status 2 for what is refused."""
+    try:
+        return engine_parameters(options.model, options.load_format, DEFAULTS | defaults, options.set)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:

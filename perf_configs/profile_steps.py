@@ -27,7 +27,7 @@ from client.arguments import integer
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
-from perf_configs.engine_start import engine_parameters, start_on_gpu
+from perf_configs.engine_start import add_engine_options, parameters_from, start_on_gpu
 
 CONTEXT, OUTPUT = 300, 200  # tokens of a decode row's prompt, unless told, and of its answer
 SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
@@ -45,9 +45,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) 
 
     for _ in range(rows):
         driver.submit(tokens(context), OUTPUT)
-    driver.step()
-    while core.scheduler.queue or core.scheduler.prefilling:
-        driver.step()
+    driver.step_until_all_decode()
     for _ in range(4):  # what is compiled late is there, and all rows decode
         if prompt:
             driver.submit(tokens(prompt), 1)
@@ -129,13 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
-    parser.add_argument(
-        "--load-format",
-        default="dummy",
-        choices=["auto", "dummy"],
-        help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
-    )
+    add_engine_options(parser)
     parser.add_argument(
         "--steps",
         default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES),
@@ -149,25 +141,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=CONTEXT,
         help="tokens of context of each decode row (default: %(default)s)",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KNOB=VALUE",
-        help="a knob of the engine; may be repeated",
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what is printed to a file, too")
     options = parser.parse_args(argv)
     try:
         wanted = parse_steps(options.steps)
     except ValueError as error:
         parser.error(f"--steps {error}")
-    defaults = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
-    try:
-        parameters = engine_parameters(options.model, options.load_format, defaults, options.set)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    core = start_on_gpu(parser, parameters)
+    core = start_on_gpu(parser, parameters_from(parser, options))
     config, context = core.config, options.context
     num_blocks = core.scheduler.kv_manager.num_blocks
     shapes = fitting_shapes(wanted, config, num_blocks, context)

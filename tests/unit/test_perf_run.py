@@ -574,6 +574,7 @@ def test_lengths_are_of_the_first_two_turns_of_what_the_engine_takes(tmp_path, m
     assert bench_engine.sharegpt_lengths(path, model_dir, 100, config) == [(short, answer)] * 2
 
 
+@pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
 @pytest.mark.parametrize(
     "item, message",
     [
@@ -584,10 +585,10 @@ def test_lengths_are_of_the_first_two_turns_of_what_the_engine_takes(tmp_path, m
         ("load_format=auto", "--set load_format: should be given as --load-format"),
     ],
 )
-def test_bench_engine_refuses_what_build_refuses(tmp_path, capsys, item, message):
+def test_engine_benchmarks_refuse_what_build_refuses(tmp_path, capsys, main, item, message):
     make_checkpoint("llama", tmp_path)
     with pytest.raises(SystemExit) as caught:
-        bench_engine.main(["--model", str(tmp_path), "--set", "max_num_seqs=8", "--set", item])
+        main(["--model", str(tmp_path), "--set", "max_num_seqs=8", "--set", item])
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -631,6 +632,21 @@ def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
     assert fitting(512, 256, blocks=64 * each + 4) == [(1, 0), (64, 0)]
     assert fitting(512, 256, blocks=64 * each + 5) == [(1, 0), (64, 0), (64, 64)]  # 65 tokens
     assert fitting(512, 256, blocks=64 * each - 1) == [(1, 0)]
+
+
+def test_engine_benchmarks_begin_with_sequences_that_decode(tmp_path):
+    """Prompts of 40 tokens in steps of 64."""
+    small = {"device": "cpu", "max_num_seqs": "8", "max_tokens_in_paged_kv_cache": "1024"}
+    small |= dict.fromkeys(("max_num_tokens", "max_num_tokens_while_decoding"), "64")
+    parameters = engine_parameters(str(make_checkpoint("llama", tmp_path)), "dummy", small)
+    driver = bench_engine.Driver(start(EngineConfig.from_parameters(parameters)))
+    for first in range(3, 7):
+        driver.submit(torch.arange(first, first + 40).numpy(), 20)
+    driver.step_until_all_decode()
+    driver.step()
+    assert driver.shapes[-1] == (0, 4, 0) and sum(tokens for _, _, tokens in driver.shapes) == 160
+    driver.drain()
+    assert driver.socket.output_tokens == 80
 
 
 def test_kinds_of_steps_are_read():
