@@ -46,7 +46,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Raises ValueError for arguments that contradict each other or name what is not there."""
     scenarios, known = read_scenarios(args.rows), read_servers()
     chosen = choose_servers(args.server, known)
-    urls = dict(map(_split_url, args.url))
+    given = [_split_url(item) for item in args.url]
+    urls = dict(given)
+    if twice := [name for name in urls if [name for name, _ in given].count(name) > 1]:
+        raise ValueError(f"--url {twice[0]}=URL is given twice: a server is measured at one address")
     if unknown := [name for name in urls if name not in known]:
         raise ValueError(f"unknown server {', '.join(unknown)}; servers are {', '.join(known)}")
     if unused := [name for name in urls if name not in {spec.name for spec in chosen}]:

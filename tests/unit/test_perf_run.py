@@ -468,6 +468,7 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
         (["--knob", "replicas=4"], "ours would run on 4 GPUs in row a and vllm:servers-4 on 1"),
         (["--knob", "tensor_parallel_size=2"], "ours would run on 2 GPUs in row a and vllm:servers-4 on 1"),
         (["--server", "vllm,ours-openai", "--check-tokens"], "--check-tokens is for Triton's ensemble"),
+        (["--url", "ours=http://x", "--url", "ours=http://y"], "--url ours=URL is given twice"),
         (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml"], "p.toml: there is no such file"),
