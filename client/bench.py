@@ -321,6 +321,10 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
     arrivals = args.find_rate or args.ramp or not all(map(math.isinf, args.request_rate))
     if "burstiness" in given and not arrivals:
         raise ValueError("--burstiness shapes arrivals: give --request-rate, --ramp or --find-rate")
+    if "model" in given and args.backend == "triton" and "{model}" not in (args.endpoint or "{model}"):
+        raise ValueError(
+            f"--model: --endpoint {args.endpoint} says which; write {{model}} in it, or leave one out"
+        )
     if args.label is not None and not args.output:
         raise ValueError("--label is for --output: reports call the server that")
     files = [path.resolve() for path in (args.output, args.csv, args.sglang_json) if path is not None]

@@ -162,6 +162,7 @@ WRONG_LOAD = [
     (["--extra-body", '{"prompt": "", "stream": false}'], "extra_body must not hold prompt, stream"),
     (["--endpoint", "/v2/{foo}"], "endpoint '/v2/{foo}' must begin with / and may hold {model}"),
     (["--endpoint", "v2"], "endpoint 'v2' must begin with /"),
+    (["--endpoint", "/v2/x", "--model", "y"], "--model: --endpoint /v2/x says which; write {model} in it"),
     (["--url", "foo"], "'foo' must have the form http://host:port"),
     (["--output", "/nonexist/x.json"], "'/nonexist/x.json' cannot be written"),
     (["--output", "/"], "'/' is a folder"),
