@@ -43,6 +43,8 @@ A line that ends with \\ goes on in the next. Ctrl-C stops an answer."""
 
 # Of a request's body: what the conversation says, and no option.
 OF_THE_CHAT = frozenset({"text_input", "messages", "stream", "model", "prompt"})
+OPTIONS = ("max_tokens", "temperature", "top_p")  # of the body, with options of their own here
+MAX_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -334,8 +336,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-tokens",
         type=integer(1, INT32[1]),
         metavar="N",
-        default=512,
-        help="most tokens of an answer (default: %(default)s)",
+        help=f"most tokens of an answer (default: {MAX_TOKENS})",
     )
     p.add_argument("--temperature", type=finite, metavar="X", help="0: greedy (default: the server's)")
     p.add_argument(
@@ -361,6 +362,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         p.error("argument --form: an OpenAI server applies its chat template; --form is for --backend triton")
     if told := sorted(OF_THE_CHAT & args.extra_body.keys()):
         p.error(f"argument --extra-body: {told[0]} is what the conversation says; leave it out")
+    if twice := [name for name in OPTIONS if getattr(args, name) is not None and name in args.extra_body]:
+        p.error(f"argument --extra-body: {twice[0]} is given by --{twice[0].replace('_', '-')} already")
     if args.api_key_env is not None and not os.environ.get(args.api_key_env):
         p.error(f"argument --api-key-env: there is no environment variable {args.api_key_env}")
     return args
@@ -381,8 +384,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             print(f"error: {url}: {why_unreachable(error)}", file=sys.stderr)
             return 1
-    options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p}
-    options = {name: value for name, value in options.items() if value is not None} | args.extra_body
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    options = {"max_tokens": MAX_TOKENS} | options | args.extra_body
     form = FORMS[args.form or "plain"]
     chat = Chat(args.backend, url, model, form, args.timeout, key, args.system, options)
     terminal = Terminal(chat)

@@ -134,6 +134,15 @@ def test_chat_takes_no_other_conversation(capsys):
         assert f"--extra-body: {name} is what the conversation says" in capsys.readouterr().err
 
 
+def test_chat_takes_an_option_once(capsys):
+    for option in ("--temperature", "--top-p", "--max-tokens"):
+        name = option[2:].replace("-", "_")
+        with pytest.raises(SystemExit):
+            chat.parse_args([option, "1", "--extra-body", json.dumps({name: 2})])
+        assert f"--extra-body: {name} is given by {option} already" in capsys.readouterr().err
+        assert chat.parse_args(["--extra-body", json.dumps({name: 2})]).extra_body == {name: 2}
+
+
 def test_what_is_no_tokens_is_called_chunks():
     answer = chat.Answer(chunks=9, ttft=0.1, seconds=0.5)
     assert answer.statistics() == "9 chunks, TTFT 100 ms, 20.0 chunks/s, 0.5 s"
