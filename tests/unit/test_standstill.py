@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.triton.standstill import Standstill
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -107,3 +110,18 @@ def test_nothing_is_left_when_all_have_ended(pair):
         child.process.stdin.close()
         assert child.process.wait(10) == 0
     assert not pair[0].file.parent.parent.exists()
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    folder, claim, tries = tmp_path / "runs" / "processes", rundir.claim, []
+
+    def vanishing(run_dir: Path) -> None:
+        tries.append(run_dir)
+        if len(tries) == 1:  # another server's last process has just removed the user's folder
+            raise FileNotFoundError(run_dir.parent)
+        claim(run_dir)
+
+    monkeypatch.setattr(rundir, "claim", vanishing)
+    guard = Standstill(folder)
+    assert len(list(folder.iterdir())) == 1
+    guard.close()

@@ -109,8 +109,8 @@ class Standstill:
 
     def _make(self) -> np.ndarray:
         while True:
-            rundir.claim(self._folder)
             with contextlib.suppress(FileNotFoundError):  # removed by the last process of another start
+                rundir.claim(self._folder)
                 return rundir.shared_array(self._file, np.int64, (1,))
 
     def _exit(self, stood_s: float) -> None:
