@@ -187,8 +187,9 @@ class Server:
 
     @property
     def run_dir(self) -> Path:
-        (found,) = self.runs.glob("flashinfer-backend-*/*-llm")
-        return found
+        found = self.runs.glob("flashinfer-backend-*/*-*")
+        (own,) = (path for path in found if not path.name.endswith("-processes"))
+        return own
 
     def engine_pid(self) -> int:
         return int(json.loads((self.run_dir / "engine.json").read_text())["pid"])

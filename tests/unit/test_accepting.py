@@ -25,6 +25,7 @@ from flashinfer_backend.triton import llm
 from flashinfer_backend.triton.llm import TritonPythonModel
 from flashinfer_backend.triton.requests import Limits
 from flashinfer_backend.triton.sequence import OpenRequest
+from flashinfer_backend.triton.standstill import Standstill
 
 
 class Counts:
@@ -70,7 +71,11 @@ def execute(
         request_id=lambda: "",
         requested_output_names=lambda: list(OUTPUTS - {"chunk"}),
     )
-    model.execute([request])
+    model._standstill = Standstill(folder / "runs" / "processes")
+    try:
+        model.execute([request])
+    finally:
+        model._standstill.close()
     ((_, _, error),) = sender.sent
     assert error is not None and not bench.responder.open_requests()
     return error, counts

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flashinfer_backend.core.paths import SERVE_PID, run_dir
+from flashinfer_backend.core.paths import SERVE_PID, processes_dir, run_dir
 from flashinfer_backend.serve import openai_door
 from flashinfer_backend.serve.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import orphans, rundir
@@ -95,6 +95,22 @@ def _wait_for(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return value
+
+
+def test_the_files_of_processes_that_are_gone_or_killed_are_removed(
+    shm: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    stub, other = start("left", SERVER, ENDLESS), start("others", OTHER, ENDLESS)
+    folders = [processes_dir(SERVER), processes_dir(OTHER)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (folders[0] / f"beat-{stub.pid}").touch()
+    (folders[0] / f"beat-{SERVER}").touch()  # of one that has ended before
+    (folders[1] / f"beat-{other.pid}").touch()
+    orphans.end_orphans(SERVER, grace_s=0)
+    assert not folders[0].exists()
+    assert [path.name for path in folders[1].iterdir()] == [f"beat-{other.pid}"]
 
 
 def test_serve_removes_what_a_stub_left_that_ended_before_the_server(

@@ -66,6 +66,16 @@ def run_dir(owner: int, llm_model_name: str) -> Path:
     return Path(base) / f"flashinfer-backend-{os.getuid()}" / f"{owner}-{llm_model_name}"
 
 
+def processes_dir(owner: int) -> Path:
+    """Folder of the files by which the processes of one server's models see that the others go on."""
+    return run_dir(owner, "processes")
+
+
+def processes_dirs() -> list[Path]:
+    """These folders of all servers of this user."""
+    return list(run_dir(0, "").parent.glob("*-processes"))
+
+
 def engine_dir(run_dir: Path, replica: int) -> Path:
     """Run directory of one of several engines of a model: of the first the model's own (`run_dir`), of
     another one beside it. No model's name has an @."""

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from flashinfer_backend.core.paths import processes_dirs
 from flashinfer_backend.transport import rundir
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -61,6 +62,7 @@ def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | No
         time.sleep(0.1)
     for stub in found.union(stubs):
         stub.remove_memory()
+    rundir.forget_processes(processes_dirs(), {stub.pid for stub in stubs if stub.alive})
     for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
         if stub.alive:
             with contextlib.suppress(ProcessLookupError):

@@ -13,7 +13,7 @@ import fcntl
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,23 @@ def remove(run_dir: Path) -> None:
 
 def forget_stubs(run_dir: Path) -> None:
     """Removes what stubs that were killed leave in the run directory."""
-    for pattern in ("stubs/*.sock", "seen-*", "load-*", "beat-*"):
-        for path in run_dir.glob(pattern):
-            pid = path.stem.rpartition("-")[2]
-            if pid.isdigit() and not process_alive(int(pid)):
+    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")]:
+        pid = path.stem.rpartition("-")[2]
+        if pid.isdigit() and not process_alive(int(pid)):
+            path.unlink(missing_ok=True)
+
+
+def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> None:
+    """Removes what stubs that have ended, or whose pids are among `ending`, leave in folders of
+    `paths.processes_dir`, and those that are empty then."""
+    for folder in folders:
+        for path in folder.glob("beat-*"):
+            pid = path.name.rpartition("-")[2]
+            if pid.isdigit() and (int(pid) in ending or not process_alive(int(pid))):
                 path.unlink(missing_ok=True)
+        for empty in (folder, folder.parent):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
 
 @contextlib.contextmanager

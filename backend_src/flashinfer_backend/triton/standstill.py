@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashinfer_backend.core.paths import owner_pid, run_dir
+from flashinfer_backend.core.paths import owner_pid, processes_dir
 from flashinfer_backend.transport import rundir
 
 BEAT_S = 0.1
@@ -42,7 +42,7 @@ class Standstill:
         """folder: where the processes of one server's models have their files; by default that of this
         server's. end: called with the seconds, instead of ending this process. Raises OSError where there is
         no room for the file."""
-        self._folder = folder or run_dir(owner_pid(), "processes")
+        self._folder = folder or processes_dir(owner_pid())
         self._end = end or self._exit
         self._file = self._folder / f"beat-{os.getpid()}"
         self._lock = threading.Lock()  # guards all below
