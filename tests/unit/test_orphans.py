@@ -8,6 +8,7 @@ import ipaddress
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,19 @@ def _wait_for(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return value
+
+
+def test_a_stub_whose_server_has_ended_takes_nobody_else_for_it() -> None:
+    """Its parent is another process then; an engine of that one would live as long as it."""
+    code = "from flashinfer_backend.core.paths import owner_pid; print(owner_pid())"
+    package = Path(rundir.__file__).parents[2]  # by that name Python does not find what is installed
+    env = {**os.environ, "PYTHONPATH": str(package)}
+    asked = []
+    for server in (os.getpid(), SERVER):
+        line = [NAME, "-c", code, "1", "1", str(server)]
+        asked.append(subprocess.run(line, executable=sys.executable, env=env, capture_output=True, text=True))
+    assert asked[0].stdout == f"{os.getpid()}\n"
+    assert f"tritonserver (process {SERVER}) has ended" in asked[1].stderr and not asked[1].stdout
 
 
 def test_the_files_of_processes_that_are_gone_or_killed_are_removed(

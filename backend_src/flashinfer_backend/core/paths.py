@@ -43,11 +43,22 @@ def unservable(path: Path) -> str | None:
     )
 
 
+def server_pid() -> int:
+    """In a stub: tritonserver, which starts its stubs itself.
+
+    Raises RuntimeError where that has ended: somebody else is the stub's parent then, who may live for ever.
+    """
+    parent, words = os.getppid(), processes.stub_words("self")
+    if words and words[5] != str(parent):
+        raise RuntimeError(f"tritonserver (process {words[5]}) has ended while this model was being loaded")
+    return parent
+
+
 def owner_pid() -> int:
     """In a stub: the process that the run directory is named by and that the engine ends with. That is serve,
     which starts tritonserver anew when it has to and keeps the engine meanwhile; without serve it is
-    tritonserver, the stub's parent."""
-    server = os.getppid()
+    tritonserver. Raises as `server_pid`."""
+    server = server_pid()
     serve = os.environ.get(SERVE_PID, "")
     if serve.isdigit():
         try:

@@ -12,3 +12,10 @@ def stat(pid: int | str) -> tuple[str, list[str]]:
     # A name is cut to 15 bytes, perhaps inside of a character, and may hold spaces and brackets.
     head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     return head.partition("(")[2], rest.split()
+
+
+def stub_words(pid: int | str) -> list[str]:
+    """The command line of a stub of Triton's Python backend: stub, model.py, shared memory, two sizes, pid of
+    the server, ...; nothing for another process. Raises OSError where there is no such process."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return words if words[0].endswith("/triton_python_backend_stub") and len(words) > 5 else []

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from flashinfer_backend.core import processes
 from flashinfer_backend.core.paths import processes_dirs
 from flashinfer_backend.transport import rundir
 
@@ -91,11 +92,9 @@ def close_memory(prefix: str) -> None:
 
 
 def find_stub(pid: int) -> Stub | None:
-    """The process, if it is a stub: by its command line, which is stub, model.py, shared memory, two sizes,
-    pid of the server, ..."""
+    """The process, if it is a stub."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        if words[0].endswith("/triton_python_backend_stub") and len(words) > 5:
+        if words := processes.stub_words(pid):
             return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name, rundir.start_ticks(pid))
     return None
 

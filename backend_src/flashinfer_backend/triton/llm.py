@@ -14,7 +14,7 @@ import msgspec
 from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
-from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir, server_pid
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -58,9 +58,9 @@ class TritonPythonModel:
         self._skip_special_tokens = flag_parameter(self._parameters, "skip_special_tokens", True)
         self._tokenizer_folder = resolve_model_dir(config.tokenizer_dir or config.model_dir)
         model_config = json.loads(args["model_config"])
-        server_pid, owner = os.getppid(), owner_pid()  # tritonserver starts its stubs itself
+        server, owner = server_pid(), owner_pid()
         # Without serve nobody has the server forward the headers that say which answers are JSON.
-        by_serve = owner != server_pid
+        by_serve = owner != server
         json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
@@ -70,7 +70,7 @@ class TritonPythonModel:
             config.stats_check_period_ms / 1000,
             on_stop=self._responder.stop,
             on_replaced=self._say_replaced,
-            on_server_lost=lambda: end_orphans(server_pid),
+            on_server_lost=lambda: end_orphans(server),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
         self._responder.metrics = Metrics(
