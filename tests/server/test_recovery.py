@@ -145,6 +145,21 @@ def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harme
     wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
 
 
+def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Server) -> None:
+    """Nothing is given up then, though a process of llm waits for it meanwhile, and runs nothing else."""
+    before = times_ready_again(harmed)
+    wait_for(lambda: not harmed.engine_status().requests_active, "quiet")
+    time.sleep(0.5)
+    (server,) = harmed.matching("bin/tritonserver")
+    server.suspend()
+    streams = start_streams(harmed, 4, max_tokens=8)
+    time.sleep(1.5)
+    server.resume()
+    for events in streams.join():
+        assert isinstance(events, list) and not any("error" in event for event in events), events
+    assert harmed.answers(PROMPT) and times_ready_again(harmed) == before
+
+
 def test_ctrl_c_leaves_nothing_though_streams_are_open(harmed: Server) -> None:
     """And nothing of what has died before. The last of these tests: it leaves no server."""
     streams = start_streams(harmed, 4)

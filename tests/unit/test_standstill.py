@@ -16,6 +16,7 @@ from flashinfer_backend.transport import rundir
 from flashinfer_backend.triton.standstill import Standstill
 
 CHILD = """
+import ctypes
 import sys
 from pathlib import Path
 from flashinfer_backend.triton import standstill
@@ -24,6 +25,9 @@ for line in sys.stdin:
     if line == "count\\n":
         print(max([0, *guard._counts.values()]), flush=True)
         continue
+    if line == "held up\\n":
+        with guard.held_up():
+            ctypes.PyDLL(None).usleep(1_200_000)  # and no other thread of Python runs
     with guard.watched():
         if line == "busy\\n":
             sum(range(60_000_000))  # one call, so no other thread of Python runs
@@ -103,6 +107,14 @@ def test_a_process_that_only_computes_goes_on(pair):
     busy, _ = pair
     assert busy.ask("busy") == "handled"
     assert busy.ask("something") == "handled"
+
+
+def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
+    held_up, _ = pair
+    assert held_up.ask("held up") == "handled"
+    assert held_up.ask("something") == "handled"
+    stand_still(held_up)
+    assert held_up.ask("something") == ""
 
 
 def test_nothing_is_left_when_all_have_ended(pair):

@@ -14,6 +14,7 @@ from typing import Any
 from flashinfer_backend.transport.protocol import Status
 
 Value = Callable[[Status], float]
+HeldUp = Callable[[], contextlib.AbstractContextManager[None]]
 
 # Family: (description, label, {label value: value}). Names and labels are TensorRT-LLM's.
 GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
@@ -98,9 +99,17 @@ ENGINE = "engine"  # the label with an engine's number, where a model has severa
 class EngineMetrics:
     """The families, and of each engine its metrics."""
 
-    def __init__(self, pb_utils: Any, labels: dict[str, str], run_dir: Path, engines: int) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        labels: dict[str, str],
+        run_dir: Path,
+        engines: int,
+        held_up: HeldUp = contextlib.nullcontext,
+    ) -> None:
         """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
-        metrics; Triton merges them."""
+        metrics; Triton merges them. held_up: entered around what keeps the interpreter while it waits for the
+        server (setting a gauge does, other calls let it go)."""
         kinds = pb_utils.MetricFamily
         described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
         described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}
@@ -114,6 +123,7 @@ class EngineMetrics:
                 self._families,
                 labels if engines == 1 else {**labels, ENGINE: str(number)},
                 run_dir / f"metrics{f'-{number}' if number else ''}.lock",
+                held_up,
             )
             for number in range(engines)
         ]
@@ -136,7 +146,10 @@ class _Engine:
     Triton's counters, so that the next writer neither loses nor repeats any.
     """
 
-    def __init__(self, families: Mapping[str, Any], labels: dict[str, str], lock: Path) -> None:
+    def __init__(
+        self, families: Mapping[str, Any], labels: dict[str, str], lock: Path, held_up: HeldUp
+    ) -> None:
+        self._held_up = held_up
         self._gauges: dict[tuple[str, str], Any] = {}
         for name, (_, label, values) in GAUGES.items():
             for kind in values:
@@ -159,10 +172,11 @@ class _Engine:
             }
             values[PAUSED] = self._count(status)
             values[UP, ""] = 1
-        for key, value in values.items():
-            if self._written.get(key) != value:
+        changed = {key: value for key, value in values.items() if self._written.get(key) != value}
+        with self._held_up():
+            for key, value in changed.items():
                 self._gauges[key].set(value)
-                self._written[key] = value
+        self._written.update(changed)
 
     def close(self) -> None:
         """Lets another instance write."""

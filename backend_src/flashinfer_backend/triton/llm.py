@@ -73,6 +73,7 @@ class TritonPythonModel:
             on_server_lost=lambda: end_orphans(server),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
+        self._standstill = Standstill()
         self._responder.metrics = Metrics(
             pb_utils,
             self._name,
@@ -80,6 +81,7 @@ class TritonPythonModel:
             folder,
             lambda: self._engines.statuses,
             config.stats_check_period_ms / 1000,
+            self._standstill.held_up,
         )
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)
@@ -90,7 +92,6 @@ class TritonPythonModel:
             probe,
             period_ms / 1000,
         )
-        self._standstill = Standstill()
         try:
             status = self._engines.wait_ready()
         except Exception:

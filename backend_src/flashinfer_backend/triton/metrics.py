@@ -18,7 +18,7 @@ from typing import Any
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport.protocol import Status
-from flashinfer_backend.triton.engine_metrics import EngineMetrics
+from flashinfer_backend.triton.engine_metrics import EngineMetrics, HeldUp
 from flashinfer_backend.triton.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
@@ -56,8 +56,10 @@ class Metrics:
         run_dir: Path,
         engine_statuses: Callable[[], list[Status | None]],
         period_s: float,
+        held_up: HeldUp,
     ) -> None:
-        """engine_statuses: of each engine the latest report, None while it is not there."""
+        """engine_statuses: of each engine the latest report, None while it is not there. held_up: as
+        EngineMetrics has it."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric needs its family to live
@@ -70,7 +72,7 @@ class Metrics:
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
         self._families.append(finished)
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
-        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()))
+        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), held_up)
         self._engine_statuses = engine_statuses
         self._notes: deque[tuple[str, float]] = deque()  # histogram and value
         self._ends: deque[str] = deque()  # reasons

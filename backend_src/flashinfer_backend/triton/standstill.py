@@ -65,6 +65,17 @@ class Standstill:
         finally:
             self._check(started)
 
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Around what waits for tritonserver and lets no other thread of Python run meanwhile: where that one
+        stands still, this process seems to."""
+        with self._lock:
+            self._look()
+            try:
+                yield
+            finally:
+                self._note(time.monotonic(), time.process_time(), self._read())
+
     def close(self) -> None:
         """Removes the file, and the folder after the last one."""
         self._closed.set()
@@ -90,12 +101,17 @@ class Standstill:
 
     def _look(self) -> None:
         """Notices that this process stood still since the last look."""
-        now, cpu = time.monotonic(), time.process_time()
-        counts = {name: int(count[0]) for name, count in self._others.items()}
+        now, cpu, counts = time.monotonic(), time.process_time(), self._read()
         if now - self._at >= STOOD_S and cpu - self._cpu < BUSY_S:
             beats = [count - self._counts.get(name, count) for name, count in counts.items()]
             if max(beats, default=0) >= OTHERS_BEATS:
                 self._stood_s, self._stood_until = now - self._at, now
+        self._note(now, cpu, counts)
+
+    def _read(self) -> dict[str, int]:
+        return {name: int(count[0]) for name, count in self._others.items()}
+
+    def _note(self, now: float, cpu: float, counts: dict[str, int]) -> None:
         self._at, self._cpu, self._counts = now, cpu, counts
 
     def _find_others(self) -> None:
