@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,19 @@ def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
     assert held_up.ask("something") == "handled"
     stand_still(held_up)
     assert held_up.ask("something") == ""
+
+
+def test_files_that_were_removed_are_made_again(pair):
+    stopped, other = pair
+    shutil.rmtree(stopped.file.parent.parent)
+    deadline = time.monotonic() + 30
+    while not (stopped.file.exists() and other.file.exists()):
+        assert time.monotonic() < deadline, "the files are not made again"
+        time.sleep(0.05)
+    time.sleep(2.5)  # so each has looked which others there are
+    stand_still(stopped)
+    assert stopped.ask("something") == ""
+    assert other.ask("something") == "handled"
 
 
 def test_nothing_is_left_when_all_have_ended(pair):

@@ -96,7 +96,9 @@ class Standstill:
             with self._lock:
                 self._look()
                 self._own += 1
-                if self._at >= self._look_at:
+                if self._at >= self._look_at and not self._closed.is_set():
+                    self._look_at = self._at + LOOK_AGAIN_S
+                    self._keep_own()
                     self._find_others()
 
     def _look(self) -> None:
@@ -115,13 +117,20 @@ class Standstill:
         self._at, self._cpu, self._counts = now, cpu, counts
 
     def _find_others(self) -> None:
-        self._look_at = self._at + LOOK_AGAIN_S
         found = {}
         for path in self._folder.glob("beat-*"):
             if path != self._file:
                 with contextlib.suppress(OSError, ValueError):  # just removed, or made and still empty
-                    found[path.name] = self._others.get(path.name) or np.memmap(path, np.int64, "r")
+                    key = f"{path.name} {path.stat().st_ino}"  # it may have been made again
+                    known = self._others.get(key)
+                    found[key] = np.memmap(path, np.int64, "r") if known is None else known
         self._others = found
+
+    def _keep_own(self) -> None:
+        """Makes the file again where somebody has removed it, as a cleaner of old files does."""
+        if not self._file.exists():
+            with contextlib.suppress(OSError):  # there is no room now, or no folder: tried again
+                self._own = self._make()
 
     def _make(self) -> np.ndarray:
         while True:
