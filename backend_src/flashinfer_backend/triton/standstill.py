@@ -32,6 +32,7 @@ STOOD_S = 0.7
 OTHERS_BEATS = 3  # of another process meanwhile: on a machine that stood still it has one, or two
 BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has one of its own
 RECENT_S = 1.0  # requests that waited are taken within this time after it
+CLOSE_S = 1.0
 LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
 
 
@@ -79,13 +80,17 @@ class Standstill:
     def close(self) -> None:
         """Removes the file, and the folder after the last one."""
         self._closed.set()
-        with self._lock:
-            self._file.unlink(missing_ok=True)
-            for folder in (self._folder, self._folder.parent):
-                with contextlib.suppress(OSError):  # others have files in it
-                    folder.rmdir()
+        locked = self._lock.acquire(timeout=CLOSE_S)  # held_up may wait for ever for a server that was killed
+        self._file.unlink(missing_ok=True)
+        for folder in (self._folder, self._folder.parent):
+            with contextlib.suppress(OSError):  # others have files in it
+                folder.rmdir()
+        if locked:
+            self._lock.release()
 
     def _check(self, since: float) -> None:
+        if time.monotonic() - self._at < STOOD_S and self._stood_until <= since:
+            return  # as nearly always: this is in the way of every chunk
         with self._lock:
             self._look()
             if self._stood_until > since:
@@ -123,7 +128,7 @@ class Standstill:
                 with contextlib.suppress(OSError, ValueError):  # just removed, or made and still empty
                     key = f"{path.name} {path.stat().st_ino}"  # it may have been made again
                     known = self._others.get(key)
-                    found[key] = np.memmap(path, np.int64, "r") if known is None else known
+                    found[key] = np.asarray(np.memmap(path, np.int64, "r")) if known is None else known
         self._others = found
 
     def _keep_own(self) -> None:
