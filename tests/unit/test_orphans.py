@@ -138,6 +138,7 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     (tmp_path / "server").write_text(
         f"mkdir -p {runs}/${SERVE_PID}-llm {runs}/${{{SERVE_PID}}}0-llm\n"
         f"(exec -a {NAME} bash {tmp_path}/model.py left 1 1 $$ {ready}) & stub=$!\n"
+        f"ls {runs}/${SERVE_PID}-processes > {tmp_path}/counting\n"
         "trap 'kill -9 $stub; wait $stub; exit 0' TERM\n"
         "wait; wait"
     )
@@ -165,5 +166,6 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert [path.name for path in shm.iterdir()] == ["others"]
+    assert (tmp_path / "counting").read_text() == f"beat-{os.getpid()}\n"  # serve, for single stubs
     (others,) = runs.iterdir()
     assert others.name.endswith("0-llm")

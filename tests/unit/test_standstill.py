@@ -151,3 +151,9 @@ def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path, monkeyp
     guard = Standstill(folder)
     assert len(list(folder.iterdir())) == 1
     guard.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_place_where_no_folder_can_be_made_is_said():
+    with pytest.raises(OSError, match="/proc/nowhere"):
+        Standstill(Path("/proc/nowhere/processes"))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.core.paths import SERVE_PID, replica_of, run_dir
+from flashinfer_backend.core.paths import SERVE_PID, processes_dir, replica_of, run_dir
 from flashinfer_backend.serve.asking import ask
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
@@ -39,6 +39,7 @@ from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_ope
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
 from flashinfer_backend.transport.restarts import RESTARTS, Restarts
 from flashinfer_backend.transport.supervisor import EngineRecord
+from flashinfer_backend.triton.standstill import Standstill
 
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
@@ -101,6 +102,12 @@ class Watchdog:
         """Until SIGINT, SIGTERM or SIGHUP, or until starting again is given up; the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
+        # So that a single process of a model knows by this one whether it stood still alone.
+        try:
+            counting = Standstill(processes_dir(os.getpid()))
+        except OSError as error:
+            _say(f"the server's processes have no place to meet: {error}")
+            return 1
         try:
             self._door.start(os.getpid())
             while True:
@@ -120,6 +127,7 @@ class Watchdog:
         finally:
             self._stand_in.close()
             self._door.close()
+            counting.close()
             _end_engines()
 
     def _stop(self, *_: object) -> None:

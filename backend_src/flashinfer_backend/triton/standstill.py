@@ -33,6 +33,7 @@ OTHERS_BEATS = 3  # of another process meanwhile: on a machine that stood still 
 BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has one of its own
 RECENT_S = 1.0  # requests that waited are taken within this time after it
 CLOSE_S = 1.0
+ATTEMPTS = 100  # to make a file in a folder that others remove when it is empty
 LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
 
 
@@ -138,10 +139,12 @@ class Standstill:
                 self._own = self._make()
 
     def _make(self) -> np.ndarray:
-        while True:
-            with contextlib.suppress(FileNotFoundError):  # removed by the last process of another start
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):  # the last process of another start removed the folder
                 rundir.claim(self._folder)
                 return rundir.shared_array(self._file, np.int64, (1,))
+        rundir.claim(self._folder)
+        return rundir.shared_array(self._file, np.int64, (1,))
 
     def _exit(self, stood_s: float) -> None:
         self._file.unlink(missing_ok=True)
