@@ -140,7 +140,7 @@ class Standstill:
 
     def _make(self) -> np.ndarray:
         for _ in range(ATTEMPTS):
-            with contextlib.suppress(FileNotFoundError):  # the last process of another start removed the folder
+            with contextlib.suppress(FileNotFoundError):  # another start's last process removed the folder
                 rundir.claim(self._folder)
                 return rundir.shared_array(self._file, np.int64, (1,))
         rundir.claim(self._folder)
