@@ -39,7 +39,10 @@ def create(run_dir: Path) -> None:
 def claim(run_dir: Path) -> None:
     """Makes a run directory without anything in it, as `create`."""
     user_dir = run_dir.parent
-    user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileNotFoundError:  # nobody removes the folder above: it would be tried again for ever
+        raise OSError(f"{user_dir} cannot be made; set XDG_RUNTIME_DIR to another folder") from None
     if user_dir.stat().st_uid != os.getuid():
         raise PermissionError(f"{user_dir} belongs to another user; remove it or set XDG_RUNTIME_DIR")
     user_dir.chmod(0o700)
@@ -59,23 +62,25 @@ def remove(run_dir: Path) -> None:
 
 def forget_stubs(run_dir: Path) -> None:
     """Removes what stubs that were killed leave in the run directory."""
-    for path in [*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")]:
-        pid = path.stem.rpartition("-")[2]
-        if pid.isdigit() and not process_alive(int(pid)):
-            path.unlink(missing_ok=True)
+    _forget([*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")])
 
 
 def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> None:
     """Removes what stubs that have ended, or whose pids are among `ending`, leave in folders of
     `paths.processes_dir`, and those that are empty then."""
     for folder in folders:
-        for path in folder.glob("beat-*"):
-            pid = path.name.rpartition("-")[2]
-            if pid.isdigit() and (int(pid) in ending or not process_alive(int(pid))):
-                path.unlink(missing_ok=True)
+        _forget(folder.glob("beat-*"), ending)
         for empty in (folder, folder.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()
+
+
+def _forget(files: Iterable[Path], ending: Collection[int] = ()) -> None:
+    """Removes those whose names end with the pid of a process that has ended, or of one in `ending`."""
+    for path in files:
+        pid = path.stem.rpartition("-")[2]
+        if pid.isdigit() and (int(pid) in ending or not process_alive(int(pid))):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import msgspec
 from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
-from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir, server_pid
+from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir, server_pid
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -73,7 +73,7 @@ class TritonPythonModel:
             on_server_lost=lambda: end_orphans(server),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
-        self._standstill = Standstill()
+        self._standstill = Standstill(processes_dir(owner))
         self._responder.metrics = Metrics(
             pb_utils,
             self._name,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.config_tools.knobs import POST
-from flashinfer_backend.core.paths import owner_pid, resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -85,8 +85,9 @@ class TritonPythonModel:
             TextTokenizer(resolve_model_dir(folder)).backend,
             flag_parameter(parameters, "skip_special_tokens", default=True),
         )
-        self._seen = SeenMarker(run_dir(owner_pid(), parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
-        self._standstill = Standstill()
+        owner = owner_pid()
+        self._seen = SeenMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
+        self._standstill = Standstill(processes_dir(owner))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         with self._standstill.watched():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.config_tools.knobs import PRE
-from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_word_ids, check_words
 from flashinfer_backend.triton.parameters import (
@@ -230,7 +230,7 @@ class TritonPythonModel:
             flag_parameter(parameters, "add_special_tokens", default=True),
             number_parameter(parameters, "max_prompt_bytes", default=0),
         )
-        self._standstill = Standstill()
+        self._standstill = Standstill(processes_dir(owner_pid()))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         with self._standstill.watched():

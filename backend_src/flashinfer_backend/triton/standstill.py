@@ -18,12 +18,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from flashinfer_backend.core.paths import owner_pid, processes_dir
 from flashinfer_backend.transport import rundir
 
 BEAT_S = 0.1
@@ -33,20 +32,16 @@ OTHERS_BEATS = 3  # of another process meanwhile: on a machine that stood still 
 BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has one of its own
 RECENT_S = 1.0  # requests that waited are taken within this time after it
 CLOSE_S = 1.0
-ATTEMPTS = 100  # to make a file in a folder that others remove when it is empty
 LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
 
 
 class Standstill:
     """A process's own file, and its view of the others'."""
 
-    def __init__(self, folder: Path | None = None, end: Callable[[float], None] | None = None) -> None:
-        """folder: where the processes of one server's models have their files; by default that of this
-        server's. end: called with the seconds, instead of ending this process. Raises OSError where there is
-        no room for the file."""
-        self._folder = folder or processes_dir(owner_pid())
-        self._end = end or self._exit
-        self._file = self._folder / f"beat-{os.getpid()}"
+    def __init__(self, folder: Path) -> None:
+        """folder: `paths.processes_dir` of the server. Raises OSError where there is no room for the file."""
+        self._folder = folder
+        self._file = folder / f"beat-{os.getpid()}"
         self._lock = threading.Lock()  # guards all below
         self._own = self._make()
         self._others: dict[str, np.ndarray] = {}
@@ -95,7 +90,7 @@ class Standstill:
         with self._lock:
             self._look()
             if self._stood_until > since:
-                self._end(self._stood_s)
+                self._exit()
 
     def _work(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -139,18 +134,16 @@ class Standstill:
                 self._own = self._make()
 
     def _make(self) -> np.ndarray:
-        for _ in range(ATTEMPTS):
+        while True:
             with contextlib.suppress(FileNotFoundError):  # another start's last process removed the folder
                 rundir.claim(self._folder)
                 return rundir.shared_array(self._file, np.int64, (1,))
-        rundir.claim(self._folder)
-        return rundir.shared_array(self._file, np.int64, (1,))
 
-    def _exit(self, stood_s: float) -> None:
+    def _exit(self) -> None:
         self._file.unlink(missing_ok=True)
         print(
-            f"this process stood still for {stood_s:.1f} s while others of the server went on. It ends, as"
-            " tritonserver may have given up what waited for it, and other requests would get the answers",
+            f"this process stood still for {self._stood_s:.1f} s while others of the server went on. It ends,"
+            " as tritonserver may have given up what waited for it, and other requests would get the answers",
             file=sys.stderr,
             flush=True,
         )
