@@ -5,22 +5,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
 import torch
+from hopper_driver import use_hopper
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import BlockTile, Product, Role, Step, Tiling, Tuned
 from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.tune import __main__ as command
 from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
+from flashinfer_backend.worker import prebuild_triton
+
+BUNDLED = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
 
 LLAMA_8B: dict[Role, tuned.Shape] = {
     "qkv": (6144, 4096),
@@ -322,14 +329,14 @@ def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
     bench.interfaces = lambda role, tokens: (20.0, 19.0 if tokens == 192 else 20.0)  # type: ignore[method-assign]
     base = command.starting_point(output, "NVIDIA X")
     assert base == replace(tuned.fallback(), device="NVIDIA X")
-    command.tune(base, bench, quick=True, output=output, measured={"shape": "a", "torch": "1"})
+    command.tune(base, bench, s.QUICK, output, measured={"shape": "a", "torch": "1"})
     printed = capsys.readouterr().out
     assert "qkv, 1..8 tokens: cuBLAS -> (16, 64, 256, 1, 3" in printed
     assert "o, 129..192 tokens: cuBLAS -> cublasLt" in printed
     found = command.starting_point(output, "NVIDIA X")
     assert found.tiling("qkv", 8, LLAMA_8B["qkv"]) == BEST and found.gated_linear.fewest_tokens == 65
     bench.shapes = LLAMA_8B | {"qkv": (5120, 4096)}
-    command.tune(found, bench, quick=True, output=output, measured={"shape": "b", "torch": "2"})
+    command.tune(found, bench, s.QUICK, output, measured={"shape": "b", "torch": "2"})
     both = tuned.read(output)
     assert [product.shape for product in both.products["qkv"]] == [(6144, 4096), (5120, 4096)]
     assert both.measured == {"shape": "a; b", "torch": "2"}
@@ -337,14 +344,61 @@ def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
         command.starting_point(output, "NVIDIA Y")
 
 
+def test_chosen_sizes_leave_the_gated_kernel_alone():
+    """Which sizes it takes follows from many, so a few say nothing of it."""
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None and h200.gated_linear.fewest_tokens == 65
+    base = replace(tuned.fallback(), gated_linear=h200.gated_linear)
+    few, many = Tiling(64, 64, 128), Tiling(128, 64, 128)
+    bench = Recorded({("gate_up", few): 1.0, ("down", many): 1.0}, {256: 10.0})
+    lines: list[str] = []
+    found = s.search(base, bench, s.Plan((48, 256), (80,), rounds=0, gated=False), lines.append)
+    assert found.gated_linear == h200.gated_linear
+    assert found.tiling("gate_up", 48, LLAMA_8B["gate_up"]) == few
+    assert found.tiling("gate_up", 256, LLAMA_8B["gate_up"]) is None
+    assert found.tiling("down", 256, LLAMA_8B["down"]) == many
+    assert "gate_up, 256 tokens: as before, as the gated kernel has them" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "32,16"], "32,16: the numbers should rise"),
+        (["--tokens", "0"], "should be a whole number from 1"),
+        (
+            ["--fp8-blocks", "--tokens", "16"],
+            r"is for weights without scales of 128x128 blocks; leave it out",
+        ),
+        (["--layers", "9"], r"--layers 9: the model has 2"),
+        (["--tensor-parallel-size", "8"], "tensor_parallel_size=8 should divide num_attention_heads"),
+        (["--tensor-parallel-size", "3"], "invalid choice: 3"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path, capsys, monkeypatch):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    small = dataclasses.replace(BUNDLED, num_heads=4, num_kv_heads=2, num_layers=2, **sizes)
+    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: small)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--model", "bundled", "--output", str(tmp_path / "new.json"), *arguments])
+    assert end.value.code == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_weights_of_4_bits_have_another_command(tmp_path, capsys, monkeypatch):
+    awq = dataclasses.replace(BUNDLED, quantization=Quantization("int4_128"))
+    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: awq)
+    with pytest.raises(SystemExit):
+        command.main(["--model", "bundled", "--output", str(tmp_path / "new.json")])
+    assert "weights of 4 bits are measured by perf_configs/kernels/bench_int4.py" in capsys.readouterr().err
+
+
 def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):
     assert command.starting_point(tmp_path / "new.json", "NVIDIA H200") == tuned.load("NVIDIA H200")
 
 
 def test_a_checkpoint_of_16_bits_is_measured_in_blocks():
-    config = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
-    whole = dataclasses.replace(config, num_heads=4, num_kv_heads=2, **sizes)
+    whole = dataclasses.replace(BUNDLED, num_heads=4, num_kv_heads=2, **sizes)
     formats = command.in_blocks(whole).weight_formats()
     assert formats == {role: {"fp8_block"} for role in ("qkv", "o", "gate_up", "down")}
     with pytest.raises(ValueError, match="should have multiples of 128"):
@@ -361,8 +415,10 @@ def test_the_command_needs_a_gpu(tmp_path, capsys):
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
-def test_what_is_measured_is_a_step_of_the_model():
-    config = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_measured_is_a_step_of_the_model(ranks):
+    """Of one rank's share, where it has others."""
+    config = BUNDLED.local(Shard(0, ranks))
     model = Transformer(config, torch_ops, "float32", "cpu", max_seq_len=64)
     load_weights(model, "", "dummy")
     bench = ModelBench(model)
@@ -376,5 +432,36 @@ def test_what_is_measured_is_a_step_of_the_model():
     torch.manual_seed(0)
     body = bench.step(5)
     logits = body()
-    assert logits.shape == (5, config.vocab_size) and logits.isfinite().all()
+    assert logits.shape == (5, config.vocab_rows) and logits.isfinite().all()
     assert torch.equal(body(), logits)  # a replay computes the same: nothing is added up
+    assert not torch.equal(bench.step(5, layers=1)(), logits)
+
+
+def test_candidates_are_compiled_together(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    pytest.importorskip("flashinfer")
+    use_hopper(monkeypatch, tmp_path)
+    from flashinfer_backend.ops import cuda_ops
+    from flashinfer_backend.ops.triton_linear import _linear
+
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}
+    config = dataclasses.replace(BUNDLED, num_heads=8, num_kv_heads=2, num_layers=2, **sizes)
+    bench = ModelBench(Transformer(config.local(Shard(0, 2)), cuda_ops, "bfloat16", "meta", max_seq_len=64))
+    shape = bench.shapes["down"]
+    one = h200.tiling("down", 8, shape)
+    assert one is not None
+    others = [s.with_tiling(h200, "down", shape, 8, replace(one, stages=stages)) for stages in (2, 4)]
+    variants: list = []
+    monkeypatch.setattr(prebuild_triton, "compile_together", variants.extend)
+    bench._compile(8, [h200, *others])
+    # Each role's, and two more of the down projection.
+    assert len(variants) == 7 and {kernel for kernel, _ in variants} == {_linear}
+    monkeypatch.undo()
+    use_hopper(monkeypatch, tmp_path)
+    told: list[int] = []
+    assert prebuild_triton.compile_together(variants[:2], lambda: told.append(1)) == []
+    assert len(told) == 2 and len(list(tmp_path.rglob("*.cubin"))) == 2
+    broken = (variants[0][0], "{}")
+    assert prebuild_triton.compile_together([broken]) == [broken]

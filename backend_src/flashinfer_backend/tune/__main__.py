@@ -2,6 +2,7 @@
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
     python -m flashinfer_backend.tune --model DIR --output FILE [--fp8 | --fp8-blocks] [--quick]
+        [--tensor-parallel-size N] [--tokens LIST] [--layers N] [--seconds S]
 
 DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
 there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
@@ -19,12 +20,13 @@ import msgspec
 import torch
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.arguments import require_cuda
+from flashinfer_backend.core.arguments import require_cuda, some_seconds, whole
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import Quantization
-from flashinfer_backend.tune.search import FULL, QUICK, Bench, changes, search
+from flashinfer_backend.tune.search import FULL, QUICK, Bench, Plan, changes, search
 
 QUICK_LAYERS = 4  # enough for their weights not to fit the cache
 
@@ -52,21 +54,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     fp8.add_argument(
         "--fp8-blocks", action="store_true", help="weights in FP8 with scales of 128x128 blocks, as Qwen's"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="the part of the model that each of so many GPUs has; one GPU is enough to measure it",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=sizes,
+        metavar="LIST",
+        help="sizes of steps, such as 16,32,64: tilings are chosen for these alone, and the gated kernel's"
+        " numbers stay",
+    )
+    parser.add_argument("--layers", type=whole(1), help="how many of the model's layers")
+    parser.add_argument(
+        "--seconds", type=some_seconds, help="after which what is not measured keeps its numbers"
+    )
     options = parser.parse_args(argv)
-    require_cuda(parser)
     try:
-        name = torch.cuda.get_device_name()
-        config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
-        if options.fp8:
-            config = config.quantised_on_load()
-        if options.fp8_blocks:
-            config = in_blocks(config)
-        base = starting_point(options.output, name)
-        bench = make_bench(config, options.quick)
+        config = share(options)
+        plan = make_plan(options, config)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    tune(base, bench, options.quick, options.output, with_what(options.model))
+    require_cuda(parser)
+    try:
+        base = starting_point(options.output, torch.cuda.get_device_name())
+        bench = make_bench(config)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    tune(base, bench, plan, options.output, with_what(options.model, config))
     return 0
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of tokens separated by commas, rising."""
+    found = [whole(1)(each) for each in text.split(",")]
+    if sorted(set(found)) != found:
+        raise argparse.ArgumentTypeError(f"{text}: the numbers should rise")
+    return tuple(found)
+
+
+def share(options: argparse.Namespace) -> ModelConfig:
+    """What of the model is measured. Raises ValueError where it cannot be had."""
+    config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
+    if options.fp8:
+        config = config.quantised_on_load()
+    if options.fp8_blocks:
+        config = in_blocks(config)
+    if config.quantization.format.startswith("int4"):
+        raise ValueError("weights of 4 bits are measured by perf_configs/kernels/bench_int4.py")
+    layers = options.layers or (QUICK_LAYERS if options.quick else config.num_layers)
+    if options.layers and layers > config.num_layers:
+        raise ValueError(f"--layers {layers}: the model has {config.num_layers}")
+    config = replace(config, num_layers=min(layers, config.num_layers))
+    return config.local(Shard(0, options.tensor_parallel_size))
+
+
+def make_plan(options: argparse.Namespace, config: ModelConfig) -> Plan:
+    """How much is measured. Raises ValueError where sizes of steps are no choice."""
+    plan = QUICK if options.quick else FULL
+    if options.tokens:
+        if any(format.startswith("fp8_block") for format in config.weight_formats()["gate_up"]):
+            raise ValueError("--tokens is for weights without scales of 128x128 blocks; leave it out")
+        plan = replace(plan, tokens=options.tokens, gated=False)
+    return replace(plan, seconds=options.seconds) if options.seconds else plan
 
 
 def in_blocks(config: ModelConfig) -> ModelConfig:
@@ -95,9 +148,9 @@ def starting_point(output: Path, device: str) -> Tuned:
     return msgspec.structs.replace(numbers, device=device)
 
 
-def tune(base: Tuned, bench: Bench, quick: bool, output: Path, measured: dict[str, str]) -> Tuned:
+def tune(base: Tuned, bench: Bench, plan: Plan, output: Path, measured: dict[str, str]) -> Tuned:
     """Measure, write, and print what is chosen otherwise now."""
-    found = search(base, bench, QUICK if quick else FULL, say=lambda line: print(line, flush=True))
+    found = search(base, bench, plan, say=lambda line: print(line, flush=True))
     shapes = dict.fromkeys([*filter(None, base.measured.get("shape", "").split("; ")), measured["shape"]])
     found = msgspec.structs.replace(found, measured=measured | {"shape": "; ".join(shapes)})
     tuned.write(output, found)
@@ -108,24 +161,24 @@ def tune(base: Tuned, bench: Bench, quick: bool, output: Path, measured: dict[st
     return found
 
 
-def with_what(model: str) -> dict[str, str]:
+def with_what(model: str, config: ModelConfig) -> dict[str, str]:
     """What a reader wants to know of a measurement."""
     import triton
 
     versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "triton": triton.__version__}
     versions = {name: str(version) for name, version in versions.items()}  # torch's is no plain text
-    return {"shape": Path(model).name, **versions, "by": "python -m flashinfer_backend.tune"}
+    size = config.shard.size
+    shape = Path(model).name + (f" on each of {size} GPUs" if size > 1 else "")
+    return {"shape": shape, **versions, "by": "python -m flashinfer_backend.tune"}
 
 
-def make_bench(config: ModelConfig, quick: bool) -> Bench:
-    """The model on the GPU, with random weights."""
+def make_bench(config: ModelConfig) -> Bench:
+    """The model, or a rank's share of it, on the GPU, with random weights."""
     from flashinfer_backend.models.transformer import Transformer
     from flashinfer_backend.models.weights import load_weights
     from flashinfer_backend.ops import cuda_ops
     from flashinfer_backend.tune.measure import ModelBench
 
-    if quick:
-        config = replace(config, num_layers=min(QUICK_LAYERS, config.num_layers))
     dtype = torch.float16 if config.dtype == "float16" else torch.bfloat16
     model = Transformer(config, cuda_ops, dtype, "cuda", max_seq_len=config.longest_seq_len)
     load_weights(model, "", "dummy")

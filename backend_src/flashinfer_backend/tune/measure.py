@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import Role, Shape, Tuned
+from flashinfer_backend.models.config import LAYER_ROLES
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device, gated_linear
+from flashinfer_backend.ops.collectives import Collectives
 from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.tune.search import Kind
+from flashinfer_backend.worker import prebuild_triton
 
 INTERFACES = ("cublas", "cublaslt")
 WEIGHTS = 10
@@ -77,20 +80,24 @@ def interface_times(weights: Sequence[Tensor], tokens: int) -> tuple[float, floa
     return older / len(weights), newer / len(weights)
 
 
+class _Copies(Collectives):
+    """One rank without the others: where they would be summed, a kernel that copies stands between the
+    products."""
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial.clone()
+
+
 class ModelBench:
-    """search.Bench with a model's products; the model's weights are random numbers."""
+    """search.Bench with the products of a model, or of one rank's share; its weights are random numbers."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
         config = model.config
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
-        self.shapes: dict[Role, Shape] = {
-            "qkv": (width + 2 * config.num_kv_heads * config.head_dim, hidden),
-            "o": (hidden, width),
-            "gate_up": (2 * config.intermediate_size, hidden),
-            "down": (hidden, config.intermediate_size),
-            "head": (config.vocab_size, hidden),
-        }
+        self.shapes: dict[Role, Shape] = {role: config.shape(role) for role in LAYER_ROLES}
+        self.shapes["head"] = config.vocab_rows, config.hidden_size
+        if config.shard.size > 1:
+            model.collectives = _Copies()
         self.kinds: dict[Role, Kind] = {"head": "dense"}
         for role, formats in config.weight_formats().items():
             if len(formats) > 1:
@@ -100,16 +107,16 @@ class ModelBench:
             self.kinds[role] = "dense" if format == "dense" else "blocks" if blocks else "rows"
         self._stream = torch.cuda.Stream() if model.device.type == "cuda" else None
 
-    def step(self, tokens: int) -> Callable[[], Tensor]:
+    def step(self, tokens: int, layers: int | None = None) -> Callable[[], Tensor]:
         """The products of a step of so many tokens, one after the other as in a step, without what is between
-        them: rotation and attention."""
+        them: rotation and attention. layers: only the first ones."""
         model, config = self.model, self.model.config
         start = self._random(tokens, config.hidden_size)
         attended = self._random(tokens, config.num_heads, config.head_dim)
 
         def body() -> Tensor:
             hidden = start.clone()
-            for index, layer in enumerate(model.layers):
+            for index, layer in enumerate(model.layers[:layers]):
                 model.ops.norm_linear(
                     hidden, layer.input_norm, config.rms_norm_eps, layer.qkv, layer.qkv_bias
                 )
@@ -122,6 +129,7 @@ class ModelBench:
         """See search.Bench."""
         from triton.errors import TritonError
 
+        self._compile(tokens, candidates)
         body = self.step(tokens)
         times = [math.inf] * len(candidates)
         graphs = {}
@@ -139,6 +147,14 @@ class ModelBench:
         for index, us in zip(graphs, microseconds(list(graphs.values())), strict=True):
             times[index] = us
         return times
+
+    def _compile(self, tokens: int, candidates: Sequence[Tuned]) -> None:
+        """Compile what the candidates need, all at once. Those that cannot be compiled fail in steps()."""
+        body, variants = self.step(tokens, layers=1), {}
+        for candidate in candidates:
+            with device.use(candidate):
+                variants.update(dict.fromkeys(prebuild_triton.collect(body)))
+        prebuild_triton.compile_together(list(variants))
 
     def interfaces(self, role: Role, tokens: int) -> tuple[float, float]:
         """See search.Bench."""

@@ -75,7 +75,8 @@ class Plan:
     tokens: of steps for which tilings are chosen, rising. interface_tokens: for which cuBLAS's interfaces are
     compared, the first for those above `above`. rounds: of neighbours, for each tiling. seconds: after which
     what is left keeps its numbers. blocks: tokens of steps for which tiles of products with blocks are
-    chosen, and compared with cuBLAS, rising; the last for all more.
+    chosen, and compared with cuBLAS, rising; the last for all more. gated: the gated kernel is measured, too;
+    else it keeps its numbers and its tokens.
     """
 
     tokens: tuple[int, ...]
@@ -84,6 +85,7 @@ class Plan:
     seconds: float = math.inf
     above: int = 64
     blocks: tuple[int, ...] = (16, 64, 1024)
+    gated: bool = True
 
 
 FULL = Plan(
@@ -102,10 +104,12 @@ def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = p
     end = time.monotonic() + plan.seconds
     numbers = base
     kind = bench.kinds["gate_up"]
-    waves = bench.waves() if kind != "blocks" else {}
+    waves = bench.waves() if plan.gated and kind != "blocks" else {}
     if waves:
         numbers = _with_gated(numbers, kind, wave_us=waves)
         say("gated kernel: " + ", ".join(f"{tile} tokens {us:.1f} us" for tile, us in waves.items()))
+    elif not plan.gated:
+        say("gated kernel: as before")
     elif kind == "blocks":
         say("gated kernel: as before, as it does not take weights of blocks")
     else:
@@ -115,11 +119,14 @@ def search(base: Tuned, bench: Bench, plan: Plan, say: Callable[[str], None] = p
     else:
         say("cuBLAS's interfaces: as before, as the layers' weights are in FP8")
     # Tilings are compared with cuBLAS: the gated kernel is compared with the better of them.
-    without = numbers if kind == "blocks" else _with_gated(numbers, kind, fewest_tokens=None)
+    keep = kind == "blocks" or not plan.gated
+    without = numbers if keep else _with_gated(numbers, kind, fewest_tokens=None)
     for tokens in plan.tokens:
         for role in tuned.ROLES:
             if time.monotonic() > end:
                 say(f"{role}, {tokens} tokens: out of time, as before")
+            elif role == "gate_up" and not plan.gated and _is_gated(numbers, kind, tokens):
+                say(f"{role}, {tokens} tokens: as before, as the gated kernel has them")
             elif bench.kinds[role] != "blocks":
                 without = _best_tiling(without, role, tokens, bench, plan.rounds, say)
     for role in tuned.ROLES:
@@ -135,6 +142,11 @@ def _with_gated(numbers: Tuned, kind: Kind, **fields: Any) -> Tuned:
     return replace(
         numbers, fp8_gated_linear=replace(numbers.fp8_gated_linear or numbers.gated_linear, **fields)
     )
+
+
+def _is_gated(numbers: Tuned, kind: Kind, tokens: int) -> bool:
+    gated = numbers.gated_linear if kind == "dense" else numbers.fp8_gated_linear
+    return gated is not None and gated.fewest_tokens is not None and tokens >= gated.fewest_tokens
 
 
 def _interfaces(
@@ -301,7 +313,7 @@ def _seeds(role: Role, tokens: int, fp8: bool) -> list[Tiling]:
     by_role = [file.fp8_products if fp8 else file.products for file in files]
     steps = [step for products in by_role for product in products.get(role, ()) for step in product.steps]
     known = [step.tiling for step in steps if step.tokens == tokens and step.tiling]
-    known.append(Tiling(min(max(tokens, 16), 128), 64, 128))
+    known.append(Tiling(min(max(1 << (tokens - 1).bit_length(), 16), 128), 64, 128))
     if fp8 and tokens <= FEW:
         tile = 1 if tokens == 1 else 16
         known += [replace(tiling, tokens=tile, quantise=True) for tiling in known]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -47,32 +47,45 @@ def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int
 
 def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began: float) -> int:
     variants = collect(lambda: call_operations(config, model, dtype))
-    index = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def choose_device() -> None:
-        if index is not None:
-            torch.cuda.set_device(index)
-
-    workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
     finished = 0
 
     def how_far() -> str:
         elapsed = time.monotonic() - began
         return f"compiled {finished} of {len(variants)} Triton kernels in {elapsed:.0f} s"
 
-    with telling(how_far, lambda: finished), ThreadPoolExecutor(workers, "triton", choose_device) as threads:
-        futures = {threads.submit(kernel.preload, data): (kernel, data) for kernel, data in variants}
-        failed = []
-        for future in as_completed(futures):
-            if future.exception() is None:
-                finished += 1
-            else:
-                failed.append(futures[future])
+    def one_more() -> None:
+        nonlocal finished
+        finished += 1
+
+    with telling(how_far, lambda: finished):
         # CPython 3.11's parser now and then fails where several threads use it: once more, alone.
-        for kernel, data in failed:
+        for kernel, data in compile_together(variants, one_more):
             kernel.preload(data)
             finished += 1
     return len(variants)
+
+
+def compile_together(
+    variants: Sequence[tuple[Any, str]], compiled: Callable[[], None] = lambda: None
+) -> list[tuple[Any, str]]:
+    """Compile what collect() found, in a thread for each core, for the current device. Calls `compiled` after
+    each, and returns those that failed."""
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def choose_device() -> None:
+        if index is not None:
+            torch.cuda.set_device(index)
+
+    failed = []
+    workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
+        futures = {threads.submit(kernel.preload, data): (kernel, data) for kernel, data in variants}
+        for future in as_completed(futures):
+            if future.exception() is None:
+                compiled()
+            else:
+                failed.append(futures[future])
+    return failed
 
 
 def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
