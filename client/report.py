@@ -15,129 +15,15 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from client import configurations, report_plots
+from client import report_plots
 from client.device_log import COLUMNS, NO_GPU, describe
+from client.measured import Measured, read, told_apart
 from client.metrics import percentile_name
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run of one server: rate in requests/s (None: all at once), slots in flight at most (None: no
-    bound)."""
-
-    label: str
-    rate: float | None
-    slots: int | None
-    ramp: str | None
-    row: str
-    started: str
-    command: str
-    server: str
-    machine: str
-    interrupted: bool
-    prompts_sha256: str
-    summary: dict[str, Any]
-    requests: dict[str, list[Any]]
-    devices: dict[str, Any] | None  # None where a file is older than that
-    repeat: int = 0  # which of several runs of the same point
-
-    @property
-    def load(self) -> str:
-        """In a few words."""
-        words = [f"row {self.row}"] if self.row else []
-        if self.ramp is not None or self.rate is not None:
-            words.append(f"{self.ramp or format(self.rate, 'g')} req/s")
-        if self.slots is not None:
-            words.append(f"{self.slots} in flight")
-        if self.rate is self.slots is self.ramp is None:
-            words.append("all at once")
-        return ", ".join(words)
-
-
-def read(path: Path, name: str | None = None) -> list[Measured]:
-    """The runs of a result file of either form. Raises ValueError for another file."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        runs = document.get("runs", [document])
-        machines = document.get("machines", {})
-        labels = configurations.labels(run for run in runs if "row" in run)
-        return [_measured(run, machines, labels, name) for run in runs]
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} holds no results of client bench or perf_configs.run") from None
-
-
-def _measured(
-    run: dict[str, Any],
-    machines: dict[str, Any],
-    labels: dict[tuple[str, configurations.Configuration], str],
-    name: str | None,
-) -> Measured:
-    if "row" in run:  # of perf_configs.run
-        label = labels[configurations.base_label(run), configurations.configuration(run)]
-        command = f"{run['command']} {run['knobs']} {run.get('flags') or ''}"
-        command = " ".join([command, *(f"{k}={v}" for k, v in (run.get("environment") or {}).items())])
-        server = f"{run['server']} {run['version']}, commit {run['commit']}"
-        facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
-    else:
-        label, server, command = run["label"], run["server"], run["command"]
-        facts, slots = run["machine"], run["max_concurrency"]
-    summary, requests = run["summary"], run.get("requests", {})
-    if not (isinstance(summary["completed"], int) and isinstance(requests, dict)):
-        raise TypeError
-    return Measured(
-        label=name or label,
-        rate=run["request_rate"],
-        slots=slots,
-        ramp=run.get("ramp"),
-        row=run.get("row", ""),
-        started=run["started"],
-        command=" ".join(command.split()),
-        server=server,
-        machine=_facts(facts),
-        interrupted=run.get("interrupted", False),
-        prompts_sha256=run["prompts_sha256"],
-        summary=summary,
-        requests=requests,
-        devices=run.get("devices"),
-        repeat=run.get("repeat", 0),
-    )
-
-
-def _facts(facts: dict[str, Any]) -> str:
-    """A machine in one line."""
-    gpus = facts.get("gpus") or ([] if facts.get("gpu", "none") == "none" else [facts["gpu"]])
-    words = [*gpus] or ["no GPU"]
-    words += [facts["processor"]] if "processor" in facts else []
-    words += [f"{facts['cores']} cores"]
-    words += [f"{facts['memory_gib']} GiB"] if "memory_gib" in facts else []
-    words += [f"Linux {facts['kernel']}", f"Python {facts['python']}"]
-    words += [f"{name} {version}" for name, version in facts["packages"].items()]
-    return ", ".join(words)
-
-
-def told_apart(files: Sequence[tuple[Path, list[Measured], bool]]) -> list[Measured]:
-    """The runs of all files. Those of client bench in different files may be of different loads, which no
-    curve should join: a label that several files have gets the file's name, unless it was given (True)."""
-    sources: dict[str, set[Path]] = {}
-    for path, runs, _ in files:
-        for run in runs:
-            sources.setdefault(run.label, set()).add(path)
-    return [
-        run
-        if given or run.row or len(sources[run.label]) == 1
-        else replace(run, label=f"{run.label}, {path.name}")
-        for path, runs, given in files
-        for run in runs
-    ]
 
 
 def number(value: float | None) -> str:

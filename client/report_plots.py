@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,8 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-if TYPE_CHECKING:
-    from client.report import Measured
+from client.measured import Measured
 
 # A page's colours, by their names in its style sheet; plots are drawn in the light ones. With red-green
 # blindness, too, curves are told apart by their colours; markers and dashes tell as well.

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import small_tokenizers
 
-from client import bench, find_rate, grpc_wire, ready, report, report_plots, results
+from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results
 from client.bench_options import make_parser
 from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts, load_tokenizer
 from client.load import Load, run_load
@@ -398,12 +398,12 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
     page = (tmp_path / "page.html").read_text()
     assert "<h1>a &lt; b</h1>" in page and "NVIDIA H200" in page and page.count("<svg") == 3
     assert "2 further runs are left out" in page  # of ten; the others are four loads of two servers
-    runs = [run for run in report.read(committed) if run.row == "s"]
+    runs = [run for run in measured.read(committed) if run.row == "s"]
     shown = report_plots._spread_out(runs)
     assert [run.rate for run in shown if run.label == "ours"] == [10, 20, 46, 60]
     assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]
     with pytest.raises(ValueError, match="cannot be read"):
-        report.read(tmp_path / "missing.json")
+        measured.read(tmp_path / "missing.json")
 
 
 def test_a_report_joins_files_of_one_server_only_where_it_is_told_to(tmp_path):
@@ -441,7 +441,7 @@ def test_a_report_of_rows_that_are_not_there_names_those_that_are(tmp_path, caps
 
 
 def test_failed_requests_are_in_no_curve_of_first_tokens():
-    committed = report.read(ROOT / "perf_configs/results/2026-11-21-h200.json")
+    committed = measured.read(ROOT / "perf_configs/results/2026-11-21-h200.json")
     run = next(run for run in committed if run.requests)
     times, errors = run.requests["ttft"], [None, "cut off"] + [None] * (len(run.requests["ttft"]) - 2)
     part = replace(run, requests=run.requests | {"error": errors})

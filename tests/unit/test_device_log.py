@@ -15,7 +15,7 @@ from safetensors import safe_open
 from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
-from client import bench, device_log, report
+from client import bench, device_log, measured, report
 from client.device_log import (
     NO_GPU,
     DeviceLog,
@@ -127,7 +127,7 @@ def test_only_a_gpu_that_cannot_be_read_is_missed(tmp_path: Path, monkeypatch):
             pass
         assert log.result() == {"none": reason}
         path.write_text(json.dumps(run(log.result())))
-        shown = report.markdown(report.read(path), "t")
+        shown = report.markdown(measured.read(path), "t")
         assert ("Power" in shown) == bool(node) and ("mismatch" in shown) == bool(node)
 
 
@@ -151,17 +151,17 @@ def test_reports_show_power_and_clocks(tmp_path: Path):
         ({"none": "NVML: no driver"}, "* Power and clocks of GPUs were not read (NVML: no driver)."),
     ):
         path.write_text(json.dumps(run(devices)))
-        runs = report.read(path)
+        runs = measured.read(path)
         assert shown in report.markdown(runs, "t")
         assert "Power and clocks" in report.page(runs, "t")
     path.write_text(json.dumps(run(None)))  # of before it was recorded
-    assert "Power" not in report.markdown(report.read(path), "t")
+    assert "Power" not in report.markdown(measured.read(path), "t")
 
 
 def test_repeats_are_told_apart(tmp_path: Path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"runs": [run(None), run(None) | {"repeat": 1, "prompts_sha256": "q"}]}))
-    text = report.markdown(report.read(path), "t")
+    text = report.markdown(measured.read(path), "t")
     assert "| ours | 2 req/s, run 1 |" in text and "| ours | 2 req/s, run 2 |" in text
     assert "had the same prompts" not in text  # each repeat has its own
 

@@ -15,8 +15,8 @@ import pytest
 import small_tokenizers
 
 from checkpoints import make_checkpoint
-from client import report
 from client.configurations import base_label, labels
+from client.measured import read
 from client.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs import plots, provenance, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
@@ -288,7 +288,7 @@ def test_committed_results_of_two_configurations_are_told_apart(tmp_path):
     name = "2026-11-22-h200x4-70b"
     paths = [run.ROOT / f"perf_configs/results/{name}{how}.json" for how in ("", "-tp2x2")]
     results.save(results.merge(map(results.load, paths)), tmp_path / "both.json")
-    found = [each.label for each in report.read(tmp_path / "both.json") if "sharegpt" in each.row]
+    found = [each.label for each in read(tmp_path / "both.json") if "sharegpt" in each.row]
     assert found == ["ours", "ours (replicas=2, tensor_parallel_size=2)", "vllm:servers-4"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client import report, report_plots
+from client import measured, report, report_plots
 from client.metrics import RequestRecord, request_columns, summarise
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def written(path, *runs):
         for rate, slots, records in runs
     ]  # fmt: skip
     path.write_text(json.dumps({"runs": documents}))
-    return report.read(path)
+    return measured.read(path)
 
 
 def answer(ttft, index=0, **more):
@@ -116,7 +116,7 @@ def test_why_requests_failed_and_that_they_waited_is_said(tmp_path):
 
 
 def test_a_servers_settings_are_shown():
-    runs = report.read(ROOT / "perf_configs/results/2026-11-23-h200-openai.json")
+    runs = measured.read(ROOT / "perf_configs/results/2026-11-23-h200-openai.json")
     text = report.markdown(runs, "t")
     for flags in ("--api-server-count 4", "--api-server-count 1", "--workers 4"):
         assert flags in text
