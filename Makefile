@@ -67,12 +67,14 @@ else
 pip = $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: $(PIP_ARGS)
 endif
 # xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
+# Tests have one: their kernels run in its interpreter.
 ifeq ($(GPU),0)
 guided = && $(pip) --no-deps -r requirements/guided-cpu.txt
+kernels = && $(pip) --no-deps -r requirements/kernels-cpu.txt
 endif
 install = $(pip) $(constraints) --editable '.[$(1)]' $(guided)
-size := $(if $(filter 0,$(GPU)),0.4 GB; 3 GB where torch brings CUDA,4 GB)
-announcement := installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
+size = $(if $(filter 0,$(GPU)),$(1) GB; 3 GB where torch brings CUDA,4 GB)
+announcement = installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT)) $(SERVE_ARGS)
@@ -116,13 +118,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/for-serve: $(BIN)/python $(pinned)
-	@echo "$(announcement)"
+	@echo "$(call announcement,0.4)"
 	@$(call install,$(serve_extras))
 	@touch $@
 
 $(VENV)/for-development: $(BIN)/python $(pinned)
-	@echo "$(announcement)"
-	@$(call install,$(development_extras))
+	@echo "$(call announcement,0.6)"
+	@$(call install,$(development_extras)) $(kernels)
 	@touch $@ $(VENV)/for-serve
 
 clean:

@@ -37,7 +37,7 @@ def resolutions(tmp_path_factory):
     words = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-build", "--no-python-downloads"]
     words += ["--python-platform", "x86_64-manylinux_2_35", "--override", str(overrides)]
     words += ["--constraint", "requirements/constraints.txt", "--all-extras", "pyproject.toml"]
-    words += ["requirements/guided-cpu.txt", "--python-version"]
+    words += ["requirements/guided-cpu.txt", "requirements/kernels-cpu.txt", "--python-version"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
     options = {"cwd": ROOT, "env": env | {"UV_HTTP_TIMEOUT": "20"}, "text": True}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -56,7 +56,7 @@ def test_every_python_gets_wheels_only(python, resolutions):
     if resolutions[python].returncode and UNREACHABLE.search(err):
         pytest.skip(f"the package index cannot be reached: {err.splitlines()[0]}")
     assert resolutions[python].returncode == 0, err
-    assert "nvidia-pytriton==0.7.0" in out and "\ntorch==" not in out
+    assert "nvidia-pytriton==0.7.0" in out and "\ntriton==3.6.0" in out and "\ntorch==" not in out
 
 
 def test_the_advertised_pythons_are_those_of_the_pages():

@@ -7,6 +7,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.tune import __main__ as command
 from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
@@ -439,16 +442,28 @@ def test_what_is_measured_is_a_step_of_the_model(ranks):
 
 def test_candidates_are_compiled_together(monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    pytest.importorskip("flashinfer")
     use_hopper(monkeypatch, tmp_path)
-    from flashinfer_backend.ops import cuda_ops
-    from flashinfer_backend.ops.triton_linear import _linear
+    from flashinfer_backend.ops.triton_linear import _linear, linear
 
+    def product(role, x, weight, gated=False, **more):
+        tiling = choose(role, len(x), weight.data)
+        assert tiling is not None
+        return linear(x, weight.data, tiling, gated=gated, **more)
+
+    ops: Any = SimpleNamespace(  # of cuda_ops what few tokens take, which need no FlashInfer
+        norm_linear=lambda x, norm, eps, weight, bias, out=None: product(
+            weight.role, x, weight, norm_weight=norm, eps=eps, bias=bias, out=out
+        ),
+        linear_add=lambda x, weight, residual: product(weight.role, x, weight, residual=residual),
+        norm_gate_up_silu=lambda x, norm, eps, weight: product(
+            "gate_up", x, weight, norm_weight=norm, eps=eps, gated=True
+        ),
+    )
     h200 = tuned.load("NVIDIA H200")
     assert h200 is not None
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}
     config = dataclasses.replace(BUNDLED, num_heads=8, num_kv_heads=2, num_layers=2, **sizes)
-    bench = ModelBench(Transformer(config.local(Shard(0, 2)), cuda_ops, "bfloat16", "meta", max_seq_len=64))
+    bench = ModelBench(Transformer(config.local(Shard(0, 2)), ops, "bfloat16", "meta", max_seq_len=64))
     shape = bench.shapes["down"]
     one = h200.tiling("down", 8, shape)
     assert one is not None

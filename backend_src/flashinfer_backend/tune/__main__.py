@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tensor-parallel-size",
-        type=int,
+        type=whole(1),
         choices=(1, 2, 4, 8),
         default=1,
         help="the part of the model that each of so many GPUs has; one GPU is enough to measure it",
