@@ -47,7 +47,7 @@ from perf_configs.plan import (
     knob_values,
     make_plan,
 )
-from perf_configs.servers import ROOT, Running, ServerSpec, running_at, serve
+from perf_configs.servers import ROOT, Running, ServerSpec, StartError, check, running_at, serve
 
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
@@ -405,7 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{option} is for servers started here, and --url names all of them")
             benchmark = Benchmark(args, plan)
             check_conversations(args.sharegpt, benchmark.tokenizer, benchmark.plan.scenarios.values())
-    except (OSError, ValueError) as error:
+            for spec in {spec.name: spec for spec in started}.values():
+                check(spec, args.port)
+    except (OSError, ValueError, StartError) as error:
         parser.error(str(error))
     if merge_only:
         write_report(results.merge(earlier), path, args.step_times)

@@ -8,10 +8,10 @@ import http.client
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -31,6 +31,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
+CHECK_SECONDS = 60.0
 GPU_FREE_MIB = 4096  # more than before on a GPU counts as memory of a server that ends
 REPORT_SECONDS = 30.0  # of a start, between two lines that say what it waits for
 KEPT_LOG_BYTES = 300_000
@@ -52,9 +53,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """name is a table of servers.toml. prepare and command are bash scripts, no command means that it is not
-    started here; health and version are paths of its HTTP port. variants: what it can be started as; variant:
-    the name of the one that it is, "" where there is none to choose."""
+    """name is a table of servers.toml. check, prepare and command are bash scripts: is what it needs there,
+    what comes before the start, the server. No command means that it is not started here; health and version
+    are paths of its HTTP port. variants: what it can be started as; variant: the name of the one that it is,
+    "" where there is none to choose."""
 
     name: str
     backend: str
@@ -63,6 +65,7 @@ class ServerSpec:
     command: str
     start_seconds: float
     prepare: str = ""
+    check: str = ""
     model: str | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
     variant: str = ""
@@ -122,6 +125,43 @@ class Running:
         return "running already" if self.start_seconds is None else f"start {self.start_seconds} s"
 
 
+def check(spec: ServerSpec, port: int) -> None:
+    """Raises StartError where what the server needs is not installed, found out without starting it."""
+    if not spec.check:
+        return
+    with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
+        environment = os.environ | _variables(spec, port, Path(work))
+        try:
+            done = subprocess.run(
+                ["bash", "-ec", spec.check], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise StartError(f"{spec.label}: its check took more than {CHECK_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = done.stdout.decode(errors="replace").strip()
+        raise StartError(f"{spec.label} cannot be started{_where_to_find(spec)}: {said}")
+
+
+def _where_to_find(spec: ServerSpec) -> str:
+    """What to set for a server that lives in an environment of its own; "" for one of this interpreter."""
+    python, site = (f"{spec.name.upper()}_{name}" for name in ("PYTHON", "SITE"))
+    if python not in spec.check:
+        return ""
+    return (
+        f" ({python} should name the interpreter that has {spec.name}, or {site} the folder where it is"
+        " installed)"
+    )
+
+
+def _variables(spec: ServerSpec, port: int, work: Path) -> dict[str, str]:
+    """What all of a server's scripts have in their environment."""
+    return {
+        "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
+        "PYTHON": sys.executable, "FLAGS": spec.settings.flags, **spec.settings.environment,
+    }  # fmt: skip
+
+
 @contextmanager
 def serve(
     spec: ServerSpec, variables: dict[str, str], work: Path, port: int, limit: float, kept: Path
@@ -130,10 +170,7 @@ def serve(
     start, in seconds, beside the spec's own bound. The end of its log goes to kept, which stderr names, where
     the start fails or anything is raised before the server is stopped. Raises StartError."""
     work.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | variables | {
-        "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
-        "PYTHON": sys.executable, "FLAGS": spec.settings.flags, **spec.settings.environment,
-    }  # fmt: skip
+    environment = os.environ | variables | _variables(spec, port, work)
     url = f"http://127.0.0.1:{port}"
     if _answers(url + spec.health):
         raise StartError(f"{url}{spec.health} answers already; is another server running on port {port}?")
@@ -150,8 +187,7 @@ def serve(
             while not _answers(url + spec.health):
                 if process.poll() is not None:
                     said = tail(start.log_path)
-                    what = f"{spec.name} ended with status {process.returncode}{_where_to_find(spec, said)}"
-                    raise StartError(f"{what}\n{said}")
+                    raise StartError(f"{spec.name} ended with status {process.returncode}\n{said}")
                 start.wait(f"{spec.name} not healthy after {{limit:.0f}} s")
             yield Running(url, round(start.seconds, 1), server_version(url, spec), spec.model)
         except BaseException:
@@ -167,18 +203,6 @@ def serve(
             if process is not None:
                 _stop(process)
                 wait_for_free_gpus(used_before)
-
-
-def _where_to_find(spec: ServerSpec, log: str) -> str:
-    """What to set for a server that the interpreter of its command does not have; "" for another trouble."""
-    python, site = (f"{spec.name.upper()}_{name}" for name in ("PYTHON", "SITE"))
-    missing = re.search(rf"No module named '?{re.escape(spec.name)}(?![\w.])", log)
-    if python not in spec.command or missing is None:
-        return ""
-    return (
-        f": its Python has no {spec.name}. {python} should name the interpreter that has it, or {site} the"
-        " folder where it is installed"
-    )
 
 
 class _Start:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import small_tokenizers
@@ -547,24 +548,49 @@ def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_peer_that_is_not_there_is_looked_for_where_variables_say(tmp_path, monkeypatch, name):
+    """Found out without loading it."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
     bare.chmod(0o755)
-    monkeypatch.setenv(f"{name.upper()}_PYTHON", str(bare))
-    peer, variables = read_servers()[name], {"MODEL_DIR": "m", "LOAD_FORMAT": "", "TENSOR_PARALLEL_SIZE": ""}
+    package = tmp_path / "there" / name
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('loaded')")
+    peer = read_servers()[name]
     where = (
-        f"{name.upper()}_PYTHON should name the interpreter that has it, or {name.upper()}_SITE the folder"
+        f" cannot be started ({name.upper()}_PYTHON should name the interpreter that has {name}, or"
+        f" {name.upper()}_SITE the folder where it is installed): "
     )
-    for site, said in (("", where), ("there", "broken")):
-        (tmp_path / "there" / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "there" / name / "__init__.py").write_text("import nothing_broken")
-        monkeypatch.setenv(f"{name.upper()}_SITE", str(tmp_path / site) if site else "")
-        with (
-            pytest.raises(StartError) as caught,
-            serve(peer, variables, tmp_path, free_port(), 20.0, tmp_path / "kept"),
-        ):
-            pass
-        assert said in str(caught.value) and (where in str(caught.value).splitlines()[0]) == (said == where)
+    for python, site, said in (
+        (bare, "", f"No module named {name}"),
+        (tmp_path / "nowhere", "", "No such file or directory"),
+        (bare, package.parent, None),
+    ):
+        monkeypatch.setenv(f"{name.upper()}_PYTHON", str(python))
+        monkeypatch.setenv(f"{name.upper()}_SITE", str(site))
+        if said is None:
+            servers.check(peer, 8300)
+            continue
+        with pytest.raises(StartError) as caught:
+            servers.check(peer, 8300)
+        assert str(caught.value).startswith(peer.label + where) and str(caught.value).endswith(said)
+
+
+def test_what_our_own_servers_need_is_looked_for_too(tmp_path, monkeypatch):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    for name in ("ours", "ours-openai"):
+        servers.check(read_servers()[name], free_port())
+    monkeypatch.setattr(sys, "executable", str(bare))
+    for name in ("ours", "ours-openai"):
+        with pytest.raises(StartError, match=rf"{name}\S* cannot be started: (?s:.)*No module named"):
+            servers.check(read_servers()[name], free_port())
+
+
+def test_a_check_that_hangs_ends(monkeypatch):
+    monkeypatch.setattr(servers, "CHECK_SECONDS", 0.2)
+    with pytest.raises(StartError, match="ours: its check took more than 0 s"):
+        servers.check(replace(spec(""), check="exec sleep 60"), 8300)
 
 
 def test_a_start_that_the_calls_time_cuts_says_so(tmp_path):
@@ -636,7 +662,7 @@ def test_of_a_long_log_the_end_is_kept(tmp_path):
 
 def test_server_commands_are_valid_shell():
     for server in read_servers().values():
-        for script in (server.prepare, server.command):
+        for script in (server.check, server.prepare, server.command):
             subprocess.run(["bash", "-n", "-c", script], check=True, timeout=10)
 
 

@@ -76,7 +76,7 @@ def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_sta
     tmp_path, model_dir, server
 ):
     stand_in = tmp_path / "python"
-    stand_in.write_text("#!/bin/sh\necho loading weights\nexec sleep 60\n")
+    stand_in.write_text("#!/bin/sh\n[ $1 = -c ] && exit\necho loading weights\nexec sleep 60\n")
     stand_in.chmod(0o755)
     command = [sys.executable, "-m", "perf_configs.run", "--model-dir", str(model_dir), "--commit", "c"]
     command += ["--out", str(tmp_path / "out"), "--rows", "a", "--server", "ours,vllm:servers-1"]
@@ -494,6 +494,19 @@ def test_wrong_arguments_are_refused_before_a_server_is_used(
         run.main([*base, *(a.format(tmp=tmp_path) for a in arguments)])
     assert caught.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_is_not_installed_is_missed_before_another_is_measured(
+    tmp_path, model_dir, server, monkeypatch, capsys
+):
+    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere/python"))
+    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a"]
+    arguments += ["--url", f"ours={server.url}"]
+    with pytest.raises(SystemExit) as caught:
+        run.main([*arguments, "--server", "ours,vllm"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "vllm:servers-4 cannot be started (VLLM_PYTHON should name" in error
+    assert not server.bodies and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["/nonexist.json", "{tmp}/list.json", "{tmp}/engine.json"])
