@@ -32,6 +32,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 
+LAYERS, WIDTH = 4, 8192  # of a random checkpoint
 HIDDEN, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 2048, 8192, 16, 8, 128
 MB = 1e6
 SAMPLE_S = 0.002
@@ -136,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", type=named_folder, help="a checkpoint of one file, instead of a random one"
     )
-    parser.add_argument("--layers", type=integer(1), default=4)
-    parser.add_argument("--width", type=integer(1), default=8192, help="of the MLP")
+    parser.add_argument("--layers", type=integer(1), help=f"of the random one (default: {LAYERS})")
+    parser.add_argument("--width", type=integer(1), help=f"of the random one's MLP (default: {WIDTH})")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rank", type=integer(0), default=0)
     parser.add_argument("--size", type=integer(1), default=1, help="number of ranks")
@@ -145,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.rank >= options.size:
         parser.error(f"--rank {options.rank} should be below --size {options.size}: ranks count from 0")
+    for name in ("layers", "width"):
+        if options.model is not None and getattr(options, name) is not None:
+            parser.error(f"--{name} is of a random checkpoint, and --model names one: leave out one of them")
     if options.model is not None and not (options.model / "model.safetensors").is_file():
         parser.error(f"--model {options.model}: there is no model.safetensors, the one file that is loaded")
     dtype = getattr(torch, options.dtype)
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = options.model or Path(temporary)
         if options.model is None:
             # In a process of its own: memory that this one frees would be taken again by the model.
-            arguments = (folder, options.layers, options.width, dtype)
+            arguments = (folder, options.layers or LAYERS, options.width or WIDTH, dtype)
             writer = multiprocessing.get_context("spawn").Process(target=write_checkpoint, args=arguments)
             writer.start()
             writer.join()

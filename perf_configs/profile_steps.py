@@ -138,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--context",
         type=integer(1),
         metavar="N",
-        default=CONTEXT,
-        help="tokens of context of each decode row (default: %(default)s)",
+        help=f"tokens of context of each decode row (default: {CONTEXT})",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what is printed to a file, too")
     options = parser.parse_args(argv)
@@ -147,8 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         wanted = parse_steps(options.steps)
     except ValueError as error:
         parser.error(f"--steps {error}")
+    if options.context is not None and not any(rows for rows, _ in wanted):
+        parser.error(
+            "--context is of decode rows, and --steps has none: leave it out, or add a step like 64/0"
+        )
     core = start_on_gpu(parser, parameters_from(parser, options))
-    config, context = core.config, options.context
+    config, context = core.config, options.context or CONTEXT
     num_blocks = core.scheduler.kv_manager.num_blocks
     shapes = fitting_shapes(wanted, config, num_blocks, context)
     if len(shapes) < len(wanted):

@@ -244,6 +244,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK} tokens")
     options = parser.parse_args()
+    if options.symmetric and options.subtract_from is not None:
+        parser.error("--subtract-from is of zero points, which --symmetric weights have not: leave out one")
     require_cuda(parser)
     from flashinfer_backend.ops import triton_int4
 

@@ -670,6 +670,17 @@ def test_kinds_of_steps_are_read():
             profile_steps.parse_steps(text)
 
 
+@pytest.mark.parametrize("steps, idle", [("0/64,0/128", True), ("0/64,1/0", False)])
+def test_a_context_is_of_decode_rows(tmp_path, monkeypatch, capsys, steps, idle):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as caught:
+        profile_steps.main(
+            ["--model", str(make_checkpoint("llama", tmp_path)), "--steps", steps, "--context", "300"]
+        )
+    error = capsys.readouterr().err
+    assert caught.value.code == (2 if idle else 1) and ("--context is of decode rows" in error) is idle
+
+
 def ends_later(offline, begun, *values):
     begun.append(1 / (1 - len(begun)))
     return offline(*values)
@@ -737,6 +748,11 @@ def test_loading_ends_where_weights_do_not_load(tmp_path, capsys):
     for arguments, message in (
         (["--rank", "2", "--size", "2"], "--rank 2 should be below --size 2"),
         (["--model", "/nowhere"], "--model /nowhere: there is no model.safetensors"),
+        (
+            ["--model", str(tmp_path), "--layers", "4"],
+            "--layers is of a random checkpoint, and --model names",
+        ),
+        (["--model", str(tmp_path), "--width", "64"], "--width is of a random checkpoint, and --model names"),
     ):
         with pytest.raises(SystemExit) as end:
             loading.main(arguments)
