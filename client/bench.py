@@ -321,6 +321,10 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
     arrivals = args.find_rate or args.ramp or not all(map(math.isinf, args.request_rate))
     if "burstiness" in given and not arrivals:
         raise ValueError("--burstiness shapes arrivals: give --request-rate, --ramp or --find-rate")
+    filters = sorted(given & {"top_k", "top_p"})
+    if filters and not args.extra_body.get("temperature", args.temperature):
+        option = f"--{filters[0].replace('_', '-')}"
+        raise ValueError(f"{option}: requests are greedy and take no notice of it; give --temperature, too")
     if "model" in given and args.backend == "triton" and "{model}" not in (args.endpoint or "{model}"):
         raise ValueError(
             f"--model: --endpoint {args.endpoint} says which; write {{model}} in it, or leave one out"
@@ -356,6 +360,8 @@ def _lengths(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
             raise ValueError(f"--{option.replace('_', '-')} means nothing to dataset {args.dataset!r}")
     if "think_time" in given and "turns" not in taken:
         raise ValueError(f"--think-time means nothing to dataset {args.dataset!r}, which has single turns")
+    if "think_time" in given and args.turns == 1:
+        raise ValueError("--think-time is between two turns, and --turns 1 has one; leave out one of them")
     return {name: getattr(args, options[name]) for name in taken if name in options}
 
 

@@ -364,6 +364,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         p.error(f"argument --extra-body: {told[0]} is what the conversation says; leave it out")
     if twice := [name for name in OPTIONS if getattr(args, name) is not None and name in args.extra_body]:
         p.error(f"argument --extra-body: {twice[0]} is given by --{twice[0].replace('_', '-')} already")
+    if args.temperature == 0 and args.top_p is not None:
+        p.error("argument --top-p: --temperature 0 is greedy and takes no notice of it; leave out one")
     if args.api_key_env is not None and not os.environ.get(args.api_key_env):
         p.error(f"argument --api-key-env: there is no environment variable {args.api_key_env}")
     return args

@@ -104,6 +104,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="give up after so many seconds without an answer (default: %(default)g)",
     )
     args = p.parse_args(argv)
+    sampling = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
+    if args.temperature == 0 and sampling:
+        option = f"--{sampling[0].replace('_', '-')}"
+        p.error(f"argument {option}: --temperature 0 is greedy and takes no notice of it; leave out one")
     if args.url is None:
         args.url = "127.0.0.1:8001" if args.grpc else "http://127.0.0.1:8000"
     if args.grpc and "://" in args.url:

@@ -249,7 +249,11 @@ WRONG = [
     (["--goodput", "ttft=1", "--goodput", "ttft=9"], "--goodput limits a time twice"),
     (["--api-key-env", "NO_SUCH_KEY"], "there is no such environment variable"),
     (["--backend", "triton-grpc", "--endpoint", "/x"], "takes no endpoint"),
-    (["--top-p", "0.5", "--extra-body", '{"top_p": 1}'], "must not hold top_p too"),
+    (["--temperature", "1", "--top-p", "0.5", "--extra-body", '{"top_p": 1}'], "must not hold top_p too"),
+    (["--top-p", "0.5"], "--top-p: requests are greedy and take no notice of it; give --temperature"),
+    (["--top-k", "5", "--temperature", "0"], "--top-k: requests are greedy"),
+    (["--top-k", "5", "--extra-body", '{"temperature": 0}'], "--top-k: requests are greedy"),
+    (["--dataset", "multi-turn", "--turns", "1", "--think-time", "3"], "--think-time is between two turns"),
 ]
 
 
@@ -263,6 +267,13 @@ def test_wrong_arguments(server, tokenizer_folder, tmp_path, capsys, arguments, 
         bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
     assert server.bodies == []
+
+
+def test_top_p_beside_a_temperature(server, tokenizer_folder):
+    asked = ["--url", server.url, "--tokenizer", tokenizer_folder, "--num-prompts", "1", "--workers", "1"]
+    for more in (["--temperature", "1"], ["--extra-body", '{"temperature": 1}']):
+        assert bench.main([*asked, "--warm-up", "0", "--top-p", "0.5", *more]) == 0
+    assert [(body["top_p"], body["temperature"]) for body in server.bodies] == [(0.5, 1)] * 2
 
 
 def test_a_model_that_the_server_does_not_have_is_named():

@@ -269,7 +269,7 @@ def test_failed_requests_set_the_exit_status(tmp_path):
 
 
 def test_generate_prints_the_stream_and_reports_errors(server, capsys):
-    arguments = ["--url", server.url, "--max-tokens", "4", "--temperature", "0", "--seed", "7", "--stop", "x"]
+    arguments = ["--url", server.url, "--max-tokens", "4", "--temperature", "1", "--seed", "7", "--stop", "x"]
     assert generate.main(["split hello", *arguments]) == 0
     assert capsys.readouterr().out == " w0 w1 w2 w3\n"
     body = server.bodies[0]

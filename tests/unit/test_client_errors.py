@@ -228,6 +228,8 @@ WRONG_GENERATE = [
     (["--top-k", str(2**31)], "must be a whole number from -2147483648 to 2147483647"),
     (["--min-tokens", "x"], "must be a whole number from -2147483648 to 2147483647"),
     (["--timeout", "0"], "must be a number of seconds over 0"),
+    (["--temperature", "0", "--top-p", "0.5"], "--top-p: --temperature 0 is greedy"),
+    (["--temperature", "0", "--seed", "0"], "--seed: --temperature 0 is greedy"),
 ]
 
 

@@ -143,6 +143,13 @@ def test_chat_takes_an_option_once(capsys):
         assert chat.parse_args(["--extra-body", json.dumps({name: 2})]).extra_body == {name: 2}
 
 
+def test_chat_is_not_both_greedy_and_sampled(capsys):
+    assert chat.parse_args(["--temperature", "0.5", "--top-p", "0.5"]).top_p == 0.5
+    with pytest.raises(SystemExit):
+        chat.parse_args(["--temperature", "0", "--top-p", "0.5"])
+    assert "--top-p: --temperature 0 is greedy" in capsys.readouterr().err
+
+
 def test_what_is_no_tokens_is_called_chunks():
     answer = chat.Answer(chunks=9, ttft=0.1, seconds=0.5)
     assert answer.statistics() == "9 chunks, TTFT 100 ms, 20.0 chunks/s, 0.5 s"
