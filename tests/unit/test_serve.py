@@ -11,6 +11,7 @@ import time
 import pytest
 
 from flashinfer_backend.serve import launcher as serve
+from flashinfer_backend.serve import preflight
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.serve.server_log import ServerLog
@@ -252,6 +253,18 @@ def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys)
     arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path / "sp ace")]
     assert serve.main(arguments) == 1
     assert f"starts no models from {tmp_path / 'sp ace'}/" in capsys.readouterr().err
+
+
+def test_a_place_for_backends_is_refused_where_none_are_copied(tmp_path, capsys, monkeypatch):
+    """In NVIDIA's image."""
+    binary = tmp_path / "image/bin/tritonserver"
+    binary.parent.mkdir(parents=True)
+    binary.touch()
+    monkeypatch.setattr(preflight, "IMAGE_ROOT", tmp_path / "image")
+    arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path), "--check"]
+    assert serve.main(arguments) == 1
+    said = f"serve: --backends is where the wheel's Python backend is copied to, and {binary} has its own"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):

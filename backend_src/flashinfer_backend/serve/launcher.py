@@ -202,6 +202,11 @@ def main(argv: list[str] | None = None) -> int:
         if not options.check and not repository.is_dir():
             raise ServeError(f"no folder {repository}: write one with build.py --output")
         server = find_server(options.backends or cache / "backends")
+        if options.backends is not None and server.backends is None:
+            raise ServeError(
+                f"--backends is where the wheel's Python backend is copied to, and {server.binary} has its"
+                " own: leave it out"
+            )
         for place in (repository, server.backends):
             if place is not None and (reason := unservable(place)):
                 raise ServeError(reason)
