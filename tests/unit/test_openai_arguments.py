@@ -51,6 +51,14 @@ def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monke
     assert "needs the package a_package_that_is_not_here; install it with" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("tools", "reasoning"), [("hermes", "harmony"), ("harmony", "think")])
+def test_a_format_that_would_not_be_read_beside_harmony_is_refused(capsys, free_port, tools, reasoning):
+    formats = ["--tool-format", tools, "--reasoning-format", reasoning]
+    assert main(["--model", "bundled", "--set", "device=cpu", *formats, "--port", free_port]) == 1
+    said = f"openai: --tool-format {tools} and --reasoning-format {reasoning}: Harmony writes both"
+    assert said in capsys.readouterr().err
+
+
 def test_settings_may_be_given_one_by_one(capsys, free_port):
     arguments = ["--model", "bundled", "--set", "device=tpu", "--set", "max_num_seqs=2"]
     assert main([*arguments, "--port", free_port]) == 1

@@ -16,7 +16,7 @@ from flashinfer_backend.config_tools.settings import check_parameters, engine_pa
 from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
-from flashinfer_backend.openai.arguments import API_ARGUMENTS, KEYS_VARIABLE
+from flashinfer_backend.openai.arguments import API_ARGUMENTS, AUTO, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import Parent, metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions, check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
@@ -134,6 +134,12 @@ def _worker_options(options: Any, config: EngineConfig, folder: Path, server: in
     name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ValueError(f"--chat-template {options.chat_template}: there is no such file")
+    formats = options.tool_format, options.reasoning_format
+    if "harmony" in formats and not {"harmony", "none", AUTO} >= set(formats):
+        raise ValueError(
+            f"--tool-format {formats[0]} and --reasoning-format {formats[1]}: Harmony writes both, and all"
+            " of an answer is read so; give harmony for both, or leave out the other one"
+        )
     return WorkerOptions(
         engine=config,
         run_dir=str(folder),
