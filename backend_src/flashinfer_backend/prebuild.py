@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
             "model_dir": options.model or BUNDLED
         }
         config = EngineConfig.from_parameters(settings)
+        if config.device == "cpu":
+            raise ValueError("device=cpu: an engine on a CPU has no kernels to compile; leave it out")
         model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
         if config.quantization == "fp8":
             model = model.quantised_on_load()

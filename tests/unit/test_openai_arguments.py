@@ -59,6 +59,11 @@ def test_a_format_that_would_not_be_read_beside_harmony_is_refused(capsys, free_
     assert said in capsys.readouterr().err
 
 
+def test_an_engine_without_kernels_is_not_prebuilt(capsys):
+    assert prebuild.main(["--model", "bundled", "--set", "device=cpu"]) == 1
+    assert "prebuild: device=cpu: an engine on a CPU has no kernels to compile" in capsys.readouterr().err
+
+
 def test_settings_may_be_given_one_by_one(capsys, free_port):
     arguments = ["--model", "bundled", "--set", "device=tpu", "--set", "max_num_seqs=2"]
     assert main([*arguments, "--port", free_port]) == 1
