@@ -375,6 +375,8 @@ def main() -> None:
     if options.flashinfer and left > 0:
         for key, times in flashinfer_beside(options, left).items():
             found[key] = found.get(key, {}) | times
+    elif options.flashinfer:
+        print(f"FlashInfer: not measured, the {options.limit:g} s of --limit are over")
     print_table(found, tiles, sizes)
     missing = [(role, tokens) for tokens in sizes for role in shapes if tokens not in tiles[role]]
     if missing:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core.tuned import BlockTile
@@ -45,3 +47,13 @@ def test_what_was_not_measured_is_not_cublas():
         "fp8_blocks": {"o": (FEW,)},
         "fp8_blocks_by_cublas": {},
     }
+
+
+def test_flashinfer_for_which_no_time_is_left_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "require_cuda", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench, "try_cublas", lambda: None)
+    monkeypatch.setattr(bench, "measure", lambda shapes, *_: ({}, {role: {} for role in shapes}))
+    monkeypatch.setattr(sys, "argv", ["bench_fp8_blocks.py", "--limit", "1e-9", "--flashinfer", "60"])
+    bench.main()
+    assert "FlashInfer: not measured, the 1e-09 s of --limit are over\n" in capsys.readouterr().out
