@@ -75,6 +75,14 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
+def test_numbers_in_tables_do_not_break_over_two_lines(page):
+    """A space between thousands may: U+00A0 may not."""
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    rows = [re.sub(r"`[^`]*`", "``", line) for line in text.splitlines() if line.startswith("|")]
+    assert not [found for row in rows for found in re.findall(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", row)]
+
+
+@each_page
 def test_headings_that_links_name_exist(page):
     targets = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", text_of(page))
     pages = [(page.parent / file if file else page, name) for file, name in targets]

@@ -187,8 +187,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "llm_instance_count", "2", "int", ((LLM, "instance_group.count"),), low=1, high=64,
-        meaning="processes which pass requests and tokens between Triton and the engine, 6 000 to 11 000 "
-        "responses/s each; 4 to 6 for a large GPU",
+        meaning="processes which pass requests and tokens between Triton and the engine, "
+        "6\u00a0000 to 11\u00a0000 responses/s each; 4 to 6 for a large GPU",
     ),
     Knob(
         "postprocessing_instance_count", "2", "int", ((POST, "instance_group.count"),), low=1, high=64,
