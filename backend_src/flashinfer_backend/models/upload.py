@@ -41,8 +41,9 @@ class Uploader:
     something is done with a tensor.
 
     Pinned memory of BUFFERS * CHUNK bytes, the threads and the open files are its own until it is closed; on
-    a CPU nothing is pinned. Mapped files would cost a page fault for each few pages, and what a disk cannot
-    read would end the process.
+    a CPU nothing is pinned. Each file stays open that long, a descriptor for each shard: some 200 of the
+    largest checkpoints, in each rank's process, where 1024 is the usual limit. Mapped files
+    would cost a page fault for each few pages, and what a disk cannot read would end the process.
     """
 
     def __init__(self, device: torch.device, places: Iterable[Place] = ()) -> None:
