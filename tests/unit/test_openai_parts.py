@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,21 @@ def write(folder: Path, **files: Any) -> Path:
         file.parent.mkdir(exist_ok=True)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
+
+
+def test_the_first_chat_imports_nothing() -> None:
+    # An import of a second would hold up the streams of the process.
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from flashinfer_backend.openai.template import ChatTemplate\n"
+        "template = ChatTemplate.load(Path(sys.argv[1])); before = set(sys.modules)\n"
+        "template.render([{'role': 'user', 'content': 'Hi'}])\n"
+        "late = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not late & {'transformers', 'jinja2', 'torch', 'numpy'}, late\n"
+    )
+    command = [sys.executable, "-c", program, str(resolve_model_dir("bundled"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> None:

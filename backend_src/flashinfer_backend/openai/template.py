@@ -41,7 +41,12 @@ class ChatTemplate:
         tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
         found = {"default": file.read_text(encoding="utf-8")} if file else _find(folder, config)
         default = found.get("default", found.get("tool_use"))
-        return None if default is None else cls(default, tokens, found.get("tool_use"))
+        if default is None:
+            return None
+        # It takes a second, in which the first chat would hold up every stream of the process.
+        import transformers.utils.chat_template_utils  # noqa: F401
+
+        return cls(default, tokens, found.get("tool_use"))
 
     def render(
         self,
