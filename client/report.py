@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from client import report_plots
 from client.device_log import COLUMNS, NO_GPU, describe
 from client.measured import Measured, read, told_apart
 from client.metrics import percentile_name
@@ -140,13 +139,6 @@ def _variables(colours: dict[str, str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
 
 
-# What is printed is light, whatever the screen is.
-COLOURS = f"""
-:root {{ color-scheme: light; {_variables(report_plots.LIGHT)} }}
-@media screen and (prefers-color-scheme: dark) {{
-  :root {{ color-scheme: dark; {_variables(report_plots.DARK)} }}
-}}
-"""
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--background);
   max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -165,6 +157,18 @@ code { font-size: .85em; overflow-wrap: anywhere; }
 """
 
 
+def _colours() -> str:
+    """What is printed is light, whatever the screen is."""
+    from client import report_plots
+
+    return f"""
+:root {{ color-scheme: light; {_variables(report_plots.LIGHT)} }}
+@media screen and (prefers-color-scheme: dark) {{
+  :root {{ color-scheme: dark; {_variables(report_plots.DARK)} }}
+}}
+"""
+
+
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(name: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{name}>{html.escape(cell)}</{name}>" for cell in cells) + "</tr>\n"
@@ -174,7 +178,9 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(runs: Sequence[Measured], title: str) -> str:
-    """The HTML page, plots included as SVG."""
+    """The HTML page, plots included as SVG. Needs matplotlib."""
+    from client import report_plots
+
     head, rows = table(runs)
     text = html.escape
     parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
@@ -197,7 +203,7 @@ def page(runs: Sequence[Measured], title: str) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{COLOURS}{STYLE}</style>\n"
+        f"<style>{_colours()}{STYLE}</style>\n"
         f"</head>\n<body>\n<h1>{text(title)}</h1>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
     )
 
@@ -240,8 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not runs:
             raise ValueError("there are no runs to report")
         written = [args.out.with_name(args.out.name + ending) for ending in (".md", ".html")]
-        written[0].write_text(markdown(runs, args.title), encoding="utf-8")
-        written[1].write_text(page(runs, args.title), encoding="utf-8")
+        texts = markdown(runs, args.title), page(runs, args.title)
+        for file, text in zip(written, texts, strict=True):
+            file.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,3 +185,18 @@ def test_page_is_dark_where_the_browser_prefers_it_and_printed_light(tmp_path):
     letters = re.findall(r"-->\s*<g ([^>]*)>", body)  # behind a comment that says what they read
     assert letters and all(letter.startswith('style="fill: var(--ink)') for letter in letters)
     assert set(re.findall(r"var\(--([^)]+)\)", style)) <= set(report_plots.LIGHT)
+
+
+def test_without_matplotlib_there_is_help_and_no_half_report(tmp_path):
+    runs, wanted = ROOT / "perf_configs/results/2026-11-21-h200.json", tmp_path / "report"
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from client.__main__ import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "report"]
+    asked = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0 and "--title" in asked.stdout, asked.stderr
+    run = subprocess.run(
+        [*command, runs, "--out", wanted], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode != 0 and "client report needs matplotlib" in run.stderr
+    assert not list(tmp_path.iterdir())
