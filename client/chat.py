@@ -21,6 +21,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from client.arguments import INT32, finite, http_url, integer, json_object, seconds
@@ -384,7 +385,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             model = "ensemble" if args.backend == "triton" else first_model(url, key)
         except (OSError, ValueError) as error:
-            print(f"error: {url}: {why_unreachable(error)}", file=sys.stderr)
+            hint = ""
+            if getattr(error, "code", None) == HTTPStatus.NOT_FOUND:
+                hint = "; it has no OpenAI API (Triton's ensemble: --backend triton)"
+            print(f"error: {url}: {why_unreachable(error)}{hint}", file=sys.stderr)
             return 1
     options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     options = {"max_tokens": MAX_TOKENS} | options | args.extra_body
