@@ -137,7 +137,7 @@ def test_end_to_end_grpc_client(contract: Server, streaming: bool, model: str) -
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_the_real_sglang_bench_serving(contract: Server, tmp_path: Path) -> None:
-    """docs/compatibility.md says which release to install for this, and how."""
+    """docs/clients.md says which release to install for this, and how."""
     result = tmp_path / "result.jsonl"
     command = [
         *(sys.executable, "-m", "sglang.bench_serving", "--backend", "trt", "--host", "127.0.0.1"),
