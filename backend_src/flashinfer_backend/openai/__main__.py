@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API: `python -m flashinfer_backend.openai --model DIR` starts an engine and serves it."""
+"""The OpenAI API: starts an engine and serves it, without tritonserver."""
 
 from __future__ import annotations
 

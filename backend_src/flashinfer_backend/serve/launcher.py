@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tritonserver on a model repository in the foreground: `python -m flashinfer_backend.serve`.
+"""Runs tritonserver on a model repository in the foreground.
 
 Finds the server (NVIDIA's image, or the wheel nvidia-pytriton), gives it the environment that its
 Python backend needs, and says when it is ready. The server ends with this process.

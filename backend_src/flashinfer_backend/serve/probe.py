@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A liveness probe that a broken server fails: `python -m flashinfer_backend.serve.probe`.
+"""A liveness probe that a broken server fails: exit status 1.
 
 tritonserver says that it is ready while a model has lost its processes, so the probe asks for a token.
 """
@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve.probe", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", default="ensemble", help="default: %(default)s")
-    parser.add_argument("--timeout", type=some_seconds, default=5.0, help="for each answer (default: 5)")
+    parser.add_argument(
+        "--timeout", type=some_seconds, default=5.0, metavar="S", help="for each answer (default: 5)"
+    )
     options = parser.parse_args(argv)
     found = problem(options.url.rstrip("/"), options.model, options.timeout)
     if found:

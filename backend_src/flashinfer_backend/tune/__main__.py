@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
-    python -m flashinfer_backend.tune --model DIR --output FILE [--fp8 | --fp8-blocks] [--quick]
-        [--tensor-parallel-size N] [--tokens LIST] [--layers N] [--seconds S]
-
 DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
 there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
 package, or those for devices that nobody has measured, are where it begins.
