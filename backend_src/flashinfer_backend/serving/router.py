@@ -25,8 +25,8 @@ from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
 
 # What one more open sequence in an engine costs a request that goes there, in prompt tokens. On an H200 with
 # Llama-3.1-8B in bfloat16 a token takes 4.05 ms alone and 5.47 ms beside 63 other sequences (rows a and b of
-# docs/benchmarks.md), so each of these adds 4.5 ms to an answer of 200 tokens. The prefill of 2048 tokens
-# takes 42.3 ms, so that of 218 tokens takes as long.
+# perf_configs/results/2026-11-21-h200.md), so each of these adds 4.5 ms to an answer of 200 tokens. The
+# prefill of 2048 tokens takes 42.3 ms, so that of 218 tokens takes as long.
 TOKENS_PER_SEQUENCE = 256
 # An engine whose reports stay away for so long, and for so many times their period, is stuck in a step or
 # stopped. It gets nothing while others report. Reports come between steps; the longest, of 8192 tokens of a
