@@ -42,6 +42,11 @@ HELP = """\
 /quit             leave, as Ctrl-D does
 A line that ends with \\ goes on in the next. Ctrl-C stops an answer."""
 
+# What follows the error of a server that is asked for its models, by the error's status.
+HINTS: dict[int | None, str] = {
+    HTTPStatus.UNAUTHORIZED: "; --api-key-env NAME gives a key",
+    HTTPStatus.NOT_FOUND: "; it has no OpenAI API (Triton's ensemble: --backend triton)",
+}
 # Of a request's body: what the conversation says, and no option.
 OF_THE_CHAT = frozenset({"text_input", "messages", "stream", "model", "prompt"})
 OPTIONS = ("max_tokens", "temperature", "top_p")  # of the body, with options of their own here
@@ -385,9 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             model = "ensemble" if args.backend == "triton" else first_model(url, key)
         except (OSError, ValueError) as error:
-            hint = ""
-            if getattr(error, "code", None) == HTTPStatus.NOT_FOUND:
-                hint = "; it has no OpenAI API (Triton's ensemble: --backend triton)"
+            hint = HINTS.get(getattr(error, "code", None), "")
             print(f"error: {url}: {why_unreachable(error)}{hint}", file=sys.stderr)
             return 1
     options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}

@@ -174,7 +174,10 @@ def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"HTTP/1.0 401 Unauthorized\r\n\r\n", "HTTP Error 401: Unauthorized"),
+        (
+            b"HTTP/1.0 401 Unauthorized\r\n\r\n",
+            "HTTP Error 401: Unauthorized; --api-key-env NAME gives a key",
+        ),
         (
             b"HTTP/1.0 404 Not Found\r\n\r\n",
             "HTTP Error 404: Not Found; it has no OpenAI API (Triton's ensemble: --backend triton)",
