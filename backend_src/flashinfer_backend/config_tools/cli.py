@@ -268,13 +268,17 @@ def markdown_table() -> str:
         "",
         "## TensorRT-LLM's other names",
         "",
-        "These are accepted where they ask for what happens anyway, and refused otherwise. "
+        "A value that is named here, or an empty one, asks for what happens anyway and is accepted. All "
+        "others are refused. "
         "Models that load, and the OpenAI API with `--llm-config`, do the same with parameters of a "
         "config.pbtxt written by hand, and refuse names that stand in neither table.",
         "",
-        "| name | accepted | why nothing else |",
-        "|---|---|---|",
+        "| names and accepted values | why nothing else |",
+        "|---|---|",
     ]
+    by_hint: dict[str, list[str]] = {}
     for name, foreign in FOREIGN.items():
-        lines.append(f"| {name} | {', '.join(foreign.accepted) or '-'} | {foreign.hint} |")
+        values = f" = {' or '.join(foreign.accepted)}" if foreign.accepted else ""
+        by_hint.setdefault(foreign.hint, []).append(f"`{name}{values}`")
+    lines += [f"| {', '.join(names)} | {hint} |" for hint, names in by_hint.items()]
     return "\n".join(lines) + "\n"
