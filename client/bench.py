@@ -399,6 +399,9 @@ def main(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    finally:
+        if bench.runs and (files := [str(path) for path in (args.output, args.csv, args.sglang_json) if path]):
+            print(f"wrote {', '.join(files)}", file=sys.stderr)
     return 1 if failed or warm_up_counts.get("failed") else 0
 
 

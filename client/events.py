@@ -12,6 +12,8 @@ from typing import Any
 
 from client.wire import EventSplitter, error_message
 
+NOTHING_LISTENS = "nothing listens there; start the server first, or name another with --url"
+
 
 class ServerError(RuntimeError):
     """The server refused the request, failed during it, or was not reached; the message says which."""
@@ -54,5 +56,5 @@ def why_unreachable(error: BaseException) -> str:
     refused_by_http = isinstance(error, urllib.error.HTTPError)  # its reason lacks the status
     reason = error if refused_by_http else getattr(error, "reason", error)
     if isinstance(reason, ConnectionRefusedError):
-        return "nothing listens there; start the server first, or name another with --url"
+        return NOTHING_LISTENS
     return str(reason)

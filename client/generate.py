@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from client.arguments import INT32, UINT64, finite, http_url, integer, seconds
-from client.events import ServerError, post_events
+from client.events import NOTHING_LISTENS, ServerError, post_events
 
 # option -> (tensor of the ensemble, Triton dtype)
 NUMBERS = {
@@ -180,7 +180,8 @@ def stream_grpc(
             except queue.Empty:
                 raise ServerError(f"{url}: no answer within {timeout:g} s") from None
             if error is not None:
-                raise ServerError(str(error))
+                refused = "Connection refused" in str(error)  # gRPC's status says no more than UNAVAILABLE
+                raise ServerError(f"{url}: {NOTHING_LISTENS}" if refused else str(error))
             response = result.get_response()
             if response.outputs:
                 yield "\n".join(t.decode() for t in result.as_numpy("text_output").reshape(-1))

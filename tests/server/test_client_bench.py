@@ -54,8 +54,10 @@ def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsy
     assert grpc["summary"]["goodput_share"] == 1.0
     rows = list(csv.DictReader((tmp_path / "triton.csv").open()))
     assert [int(row["output_tokens"]) for row in rows] == http["requests"]["output_tokens"]
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
     assert "P95" in shown and "goodput" in shown and max(map(len, shown.splitlines())) <= 80
+    files = [str(tmp_path / f"triton-grpc.{end}") for end in ("json", "csv", "jsonl")]
+    assert told.splitlines()[-1] == f"wrote {', '.join(files)}"
 
 
 def test_sampling_and_refusals_over_grpc(server: Server, tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def test_generate_says_that_nothing_listens(capsys):
     assert said.startswith(f"error: http://{place}/")
     assert "nothing listens there; start the server first" in said
     assert generate.main(["--grpc", "--url", place, "Hello"]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {place}: nothing listens there; start the server first")
 
 
 def test_generate_times_an_answer_in_one_piece(answers, capsys):
