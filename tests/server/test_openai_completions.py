@@ -84,6 +84,20 @@ def test_a_stream_says_the_same(client: openai.OpenAI, door: OpenAiServer) -> No
     assert chunks[0]["usage"]["completion_tokens"] < last["usage"]["completion_tokens"]
 
 
+def test_a_stream_has_the_ids_of_tokens_that_write_no_text(door: OpenAiServer) -> None:
+    """Of a character's first bytes, for one."""
+    asked = {"return_token_ids": True, "structured_outputs": {"choice": ["né🙂京"]}}
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0.0, **asked}
+    (whole,) = door.call("/v1/completions", body)[2]["choices"]
+    choices = [chunk["choices"][0] for chunk in streamed(door, max_tokens=20, **asked)]
+    assert whole["text"] == "".join(choice["text"] for choice in choices) == "né🙂京"
+    assert len(whole["token_ids"]) > len(whole["text"])
+    assert [i for choice in choices for i in choice["token_ids"]] == whole["token_ids"]
+    assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [
+        whole["prompt_token_ids"]
+    ]
+
+
 def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, door: OpenAiServer) -> None:
     text = complete(client).choices[0].text
     assert complete(client, echo=True).choices[0].text == PROMPT + text

@@ -215,9 +215,12 @@ class _Reply:
         usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats
         begun: set[int] = set()
+        ids: dict[int, list[int]] = {}  # of each stream, not sent yet
         async for stream, chunk in self._streams:
             lists = await self._lists(stream, chunk)
             text = self._take(stream, chunk)
+            if request.return_token_ids:
+                ids.setdefault(stream.index, []).extend(chunk.ids)
             if request.echo and stream.index not in begun:
                 text = self._prompt_text(stream) + text
             if not text and not chunk.last and not (lists and lists.count):
@@ -229,7 +232,7 @@ class _Reply:
                 "finish_reason": finish_reason(chunk.code) if chunk.last else None,
             }
             if request.return_token_ids:
-                choice["token_ids"] = chunk.ids
+                choice["token_ids"] = ids.pop(stream.index)
                 if stream.index not in begun:
                     choice["prompt_token_ids"] = stream.row.prompt.tolist()
             begun.add(stream.index)
