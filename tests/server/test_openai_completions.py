@@ -104,6 +104,11 @@ def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, door: OpenAiServe
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed(door, echo=True)) == PROMPT + text
     nothing = complete(client, echo=True, max_tokens=0)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
+    # Whatever the engine's one token is, which nobody asked for.
+    first = door.call("/v1/completions", {"prompt": PROMPT, "temperature": 0.0, "return_token_ids": True})[2]
+    stopped = {"echo": True, "max_tokens": 0, "stop_token_ids": [first["choices"][0]["token_ids"][0]]}
+    assert complete(client, extra_body=stopped).choices[0].finish_reason == "length"
+    assert streamed(door, **stopped)[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, door: OpenAiServer) -> None:

@@ -147,6 +147,9 @@ class _Reply:
             return ""
         return text
 
+    def _finish_reason(self, chunk: Chunk) -> str:
+        return "length" if self._request.max_tokens == 0 else finish_reason(chunk.code)
+
     @property
     def _wants_probs(self) -> bool:
         """Whether for the answer, or to find the best ones."""
@@ -189,7 +192,7 @@ class _Reply:
             text = self._take(stream, chunk)
             choice: dict[str, Any] = {
                 "text": self._prompt_text(stream) + text if request.echo else text,
-                "finish_reason": "length" if request.max_tokens == 0 else finish_reason(chunk.code),
+                "finish_reason": self._finish_reason(chunk),
             }
             if request.return_token_ids:
                 choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), chunk.ids
@@ -229,7 +232,7 @@ class _Reply:
                 "index": stream.index,
                 "text": text,
                 "logprobs": self._shown(lists),
-                "finish_reason": finish_reason(chunk.code) if chunk.last else None,
+                "finish_reason": self._finish_reason(chunk) if chunk.last else None,
             }
             if request.return_token_ids:
                 choice["token_ids"] = ids.pop(stream.index)
