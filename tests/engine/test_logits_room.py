@@ -91,6 +91,29 @@ def test_one_that_waits_for_room_can_be_cancelled_and_refused_late() -> None:
     assert list(engine_.socket.tokens) == [1, 4]
 
 
+def test_what_waits_for_room_is_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    class SeenEntry(logits_room.Entry):
+        def __getattribute__(self, name: str) -> object:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(logits_room, "Entry", SeenEntry)
+    engine_ = engine()
+    for local_id in range(1, 101):
+        engine_.submit(local_id, 2, prompt_tokens=100, context_logits=True, timeout_us=local_id * 10**6)
+    engine_.step()
+    waiting = len(engine_.loop.logits)
+    assert waiting > 90
+    looks.clear()
+    now = time.monotonic_ns()
+    assert not engine_.loop.logits.drop_late(now) and not looks
+    late = engine_.loop.logits.drop_late(now + 50 * 10**9)
+    assert [request.handle & 0xFF for request in late] == list(range(101 - waiting, 51))
+    assert len(engine_.loop.logits) == 50
+
+
 def test_an_engine_with_nothing_else_to_do_still_refuses_them_in_time() -> None:
     engine_ = engine(stats_check_period_ms=60_000)
     engine_.submit(1, 2, prompt_tokens=ROWS, context_logits=True)

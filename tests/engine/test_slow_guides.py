@@ -200,6 +200,30 @@ def test_a_request_that_waited_for_its_turn_hears_of_its_own_guide(bench):
     bench.proceed.set()
 
 
+def test_what_waits_is_not_looked_at_in_every_step(bench, monkeypatch):
+    looks = []
+
+    class SeenWaiting(maker.Waiting):
+        def __getattribute__(self, name: str) -> Any:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    class SeenJob(maker._Job):
+        def __getattribute__(self, name: str) -> Any:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(grammar_queue, "Waiting", SeenWaiting)
+    monkeypatch.setattr(maker, "_Job", SeenJob)
+    slow = bench.start("slow1", "slow2")
+    waiting = [bench.submit(guide) for guide in [f"a{n}" for n in range(100)] + ["slow1"] * 100]
+    looks.clear()
+    assert not list(bench.queue.compiled()) and not bench.queue.drop_late(time.monotonic_ns())
+    assert len(looks) < 20
+    bench.proceed.set()
+    assert bench.wait(*slow, *waiting) == [None] * 202
+
+
 def test_the_memory_of_guides_is_bounded(bench, monkeypatch):
     monkeypatch.setattr(maker, "CACHED_GRAMMARS", 2)
     for guide in ("ab", "cd", "ab", "([", "ab", "cd"):

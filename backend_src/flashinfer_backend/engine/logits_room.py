@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from flashinfer_backend.core.deadlines import Deadlines
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.request import Request
 
@@ -54,6 +55,7 @@ class LogitsRoom:
         self._turns = Gate(STEP_BYTES)  # of the prompts' logits that the scheduler has and are not computed
         self._vocab_size, self._admit = vocab_size, admit
         self._entries: dict[int, Entry] = {}  # by handle, in order of arrival
+        self._deadlines = Deadlines()  # of those that wait
 
     def __len__(self) -> int:
         """How many wait."""
@@ -77,10 +79,11 @@ class LogitsRoom:
         """Lets a request in, at once or when there is room: by priority, then by arrival. It must not want
         more than there is in all."""
         row, prompt, params = 4 * self._vocab_size, len(request.prompt), request.params
-        turn = Place(row * prompt, request.priority, lambda: self._admit(request))
+        turn = Place(row * prompt, request.priority, lambda: self._start(request))
         start = (lambda: self._turns.enter(turn)) if params.context_logits else turn.start
         room = Place(row * params.logits_rows(prompt, request.max_new), request.priority, start)
         self._entries[request.handle] = Entry(request, room, turn)
+        self._deadlines.add(request)
         self._room.enter(room)
 
     def computed(self, handle: int) -> None:
@@ -105,16 +108,22 @@ class LogitsRoom:
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Forget and return who waits and whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = [entry for entry in self._entries.values() if 0 < entry.request.deadline_ns <= now_ns]
-        return self._forget([entry.request.handle for entry in late if entry.stage < Stage.COMPUTING])
+        return self._forget([request.handle for request in self._deadlines.late(now_ns)])
 
     def drop_stub(self, pid: int) -> None:
         """A stub holds nothing any more, and wants nothing."""
         self._forget([handle for handle in self._entries if handle >> 32 == pid])
 
+    def _start(self, request: Request) -> None:
+        self._deadlines.remove(request)  # before the scheduler may take it away
+        self._admit(request)
+
     def _forget(self, handles: list[int]) -> list[Request]:
         # All leave a gate at once: what one of them gives back lets in none of the others.
         gone = [self._entries.pop(handle) for handle in handles if handle in self._entries]
+        for entry in gone:
+            if entry.stage < Stage.COMPUTING:
+                self._deadlines.remove(entry.request)
         self._turns.leave(*(entry.turn for entry in gone))
         self._room.leave(*(entry.room for entry in gone))
         return [entry.request for entry in gone]

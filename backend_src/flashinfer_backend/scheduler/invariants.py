@@ -142,8 +142,8 @@ class InvariantChecker:
         _require(order == sorted(order), f"the queue is in the order {order}")
         timed = sorted((r.deadline_ns, r.handle) for r in waiting if r.deadline_ns)
         _require(
-            timed == [entry[:2] for entry in scheduler.queue._deadlines],
-            f"deadlines are {scheduler.queue._deadlines}, but those of the queue {timed}",
+            timed == scheduler.queue._deadlines.handles(),
+            f"deadlines are {scheduler.queue._deadlines.handles()}, but those of the queue {timed}",
         )
         begun = [r for r in scheduler.requests.values() if r.first_scheduled_ns and r.deadline_ns]
         _require(not begun, f"{len(begun)} requests that have begun may still be late")

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from flashinfer_backend.core.deadlines import Deadlines
 from flashinfer_backend.core.request import Request
 
 Rank = tuple[int, int, int, int]  # whether preempted, priority, length, order: the head has the largest
@@ -23,7 +24,7 @@ class RequestQueue:
         self.arrived = 0  # requests, ever
         self._ranks: dict[int, Rank] = {}  # by handle; no two are equal
         self._line: list[tuple[Rank, Request]] = []  # sorted: the head of the queue is at the end
-        self._deadlines: list[tuple[int, int, Request]] = []  # (deadline, handle, request), sorted
+        self._deadlines = Deadlines()
         self.tokens = 0  # that remain to be computed and generated, of all
 
     def __len__(self) -> int:
@@ -58,8 +59,7 @@ class RequestQueue:
         length = request.max_new if self._longest_first else 0
         place = self.reserve() if request.place is None else request.place
         self._insert(request, (0, -request.priority, length, -place))
-        if request.deadline_ns:
-            insort(self._deadlines, (request.deadline_ns, request.handle, request))
+        self._deadlines.add(request)
 
     def put_back(self, request: Request) -> None:
         """Make a preempted request the head. Its deadline was for its first slot."""
@@ -77,8 +77,7 @@ class RequestQueue:
 
     def late(self, now_ns: int) -> list[Request]:
         """Those whose deadline is `now_ns` or before, the earliest first."""
-        end = bisect_right(self._deadlines, now_ns, key=lambda entry: entry[0])
-        return [request for _, _, request in self._deadlines[:end]]
+        return self._deadlines.late(now_ns)
 
     def _insert(self, request: Request, rank: Rank) -> None:
         self._ranks[request.handle] = rank
@@ -88,8 +87,7 @@ class RequestQueue:
     def _leave(self, request: Request) -> None:
         del self._ranks[request.handle]
         self.tokens -= _tokens(request)
-        if request.deadline_ns:
-            del self._deadlines[bisect_left(self._deadlines, (request.deadline_ns, request.handle))]
+        self._deadlines.remove(request)
 
 
 def _tokens(request: Request) -> int:

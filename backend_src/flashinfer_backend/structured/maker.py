@@ -64,10 +64,13 @@ class GrammarMaker:
         self._known: OrderedDict[Key, Any] = OrderedDict()  # xgrammar.CompiledGrammar, or an exception
         self._bytes = 0  # of them
         self._jobs: dict[Key, _Job] = {}
-        self._queue: deque[_Job] = deque()  # those of them that wait for a turn
+        self._queue: OrderedDict[Key, _Job] = OrderedDict()  # those of them that wait for a turn
+        self._at_work: dict[_Job, None] = {}  # the others, in the order in which they were started
         self._turns = COMPILING_THREADS
         self._overdue: list[_Job] = []  # failed, and to be left behind as soon as there is room for it
         self.left_behind = 0  # threads
+        # Whose outcome is there, for the loop to take out; some may not be wanted any more.
+        self.done: deque[Waiting] = deque()
 
     def submit(self, waiting: Waiting, crowded: bool) -> None:
         """crowded: too many threads have been left behind to compile anything new."""
@@ -77,18 +80,19 @@ class GrammarMaker:
             if known is not None:
                 self._known.move_to_end(waiting.key)
             if isinstance(known, Exception):
-                waiting.outcome = known
+                self._finish(waiting, known)
             elif job is not None:
                 job.waiting.append(waiting)
             elif known is None and crowded:
-                waiting.outcome = GrammarError(
+                problem = (
                     f"{MOST_LEFT_BEHIND} or more guides that took too long are still at work; until they end"
                     " only guides that are compiled already are taken: try again later"
                 )
+                self._finish(waiting, GrammarError(problem))
             else:
                 job = self._jobs[waiting.key] = _Job(waiting.key, [waiting])
                 if known is None:
-                    self._queue.append(job)
+                    self._queue[job.key] = job
                     self._start_queued()
                 else:  # what is compiled waits for nothing that is not
                     self._start(job)
@@ -107,18 +111,17 @@ class GrammarMaker:
         job = self._jobs.get(waiting.key)
         if job is not None and waiting in job.waiting:
             job.waiting.remove(waiting)
-            if not job.waiting and job in self._queue:
-                self._queue.remove(job)
-                del self._jobs[job.key]
+            if not job.waiting and job.key in self._queue:
+                del self._queue[job.key], self._jobs[job.key]
 
     def pass_turns(self, now: float) -> None:
         """Leave behind what takes too long."""
         with self._lock:
-            for job in list(self._jobs.values()):
+            for job in list(self._at_work):
                 took = 0.0 if job.began is None else now - job.began
                 if took > MOST_WAIT_SECONDS:
                     self._fail(job, SlowGrammarError(TOO_LONG.format(MOST_WAIT_SECONDS)))
-                    del self._jobs[job.key]
+                    del self._jobs[job.key], self._at_work[job]
                     self._overdue.append(job)
                 elif took > UNWANTED_SECONDS and not job.waiting:
                     self._leave(job)
@@ -145,11 +148,15 @@ class GrammarMaker:
     def _start_queued(self) -> None:
         while self._queue and self._turns:
             self._turns -= 1
-            job = self._queue.popleft()
-            job.has_turn = True
-            self._start(job)
+            self._start(self._next_queued())
+
+    def _next_queued(self) -> _Job:
+        _, job = self._queue.popitem(last=False)
+        job.has_turn = True
+        return job
 
     def _start(self, job: _Job) -> None:
+        self._at_work[job] = None
         # A daemon: an engine that ends does not wait for a compilation.
         threading.Thread(target=self._run, args=(job,), name="guide", daemon=True).start()
 
@@ -170,8 +177,8 @@ class GrammarMaker:
         if not self._queue:
             self._turns += 1
             return None
-        job = self._queue.popleft()
-        job.has_turn = True
+        job = self._next_queued()
+        self._at_work[job] = None
         return job
 
     def _make(self, job: _Job) -> None:
@@ -185,7 +192,7 @@ class GrammarMaker:
                 if isinstance(outcome, SlowGrammarError):
                     self._fail(job, outcome)
                 elif waiting in job.waiting:
-                    waiting.outcome = outcome
+                    self._finish(waiting, outcome)
                     job.waiting.remove(waiting)
 
     def _guide(self, compiled: Any, end_id: int) -> Grammar | Exception:
@@ -219,12 +226,16 @@ class GrammarMaker:
                 job.began = time.monotonic()
                 return job.waiting[0]
             if self._jobs.get(job.key) is job:
-                del self._jobs[job.key]
+                del self._jobs[job.key], self._at_work[job]
             return None
+
+    def _finish(self, waiting: Waiting, outcome: Grammar | Exception) -> None:
+        waiting.outcome = outcome
+        self.done.append(waiting)
 
     def _fail(self, job: _Job, error: SlowGrammarError) -> None:
         for waiting in job.waiting:
-            waiting.outcome = error
+            self._finish(waiting, error)
         job.waiting.clear()
         self._remember(job.key, error)
 
