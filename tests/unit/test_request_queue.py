@@ -66,6 +66,31 @@ def test_the_longest_answer_is_known_whoever_is_at_the_head():
     assert (queue.head.handle, queue.longest) == (4, 30)
 
 
+def test_the_longest_of_thousands_is_found_without_a_look_at_each():
+    looks = []
+
+    class Seen(Request):
+        def __getattribute__(self, name: str) -> Any:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    queue = RequestQueue(longest_first=True)
+    lengths = np.random.default_rng(0).integers(1, 5000, 1000).tolist()
+    for handle, length in enumerate(lengths):
+        params = SamplingParams(max_tokens=length)
+        each = Seen(handle, np.zeros(4, np.int32), params, length, priority=handle % 9 - 4)
+        if handle < 5:
+            queue.put_back(each)
+        else:
+            queue.add(each)
+    while queue:
+        looks.clear()
+        longest = queue.longest
+        assert len(looks) <= 9 + 5
+        assert longest == max(each.max_new for each in queue)
+        queue.pop()
+
+
 def test_late_requests_leave_and_never_had_a_block():
     waiting = scheduler(max_num_seqs=1)
     for handle, deadline_ns in enumerate([0, 300, 200, 0, 100, 300], 1):

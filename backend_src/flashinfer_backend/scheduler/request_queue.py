@@ -45,10 +45,14 @@ class RequestQueue:
     @property
     def longest(self) -> int:
         """The most tokens that any of them may generate."""
-        (tail, _), (head, _) = self._line[0], self._line[-1]
-        if self._longest_first and tail[:2] == head[:2]:  # the usual case: one priority, nobody preempted
-            return self.head.max_new
-        return max(request.max_new for _, request in self._line)
+        most, end = 0, len(self._line)
+        while end:
+            rank, request = self._line[end - 1]
+            most = max(most, request.max_new)
+            # With the longest first, nobody behind the first of a priority has more.
+            group = rank[:2] if self._longest_first and not rank[0] else rank
+            end = bisect_left(self._line, (group,))
+        return most
 
     def reserve(self) -> int:
         """The place in the order of arrival of a request that comes now, and is added later."""
