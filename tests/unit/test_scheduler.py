@@ -312,6 +312,25 @@ def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     assert len(hashed) == 1
 
 
+def test_prompts_that_share_a_step_are_chosen_without_a_look_at_those_behind_them():
+    looks = set()
+
+    class Seen(Request):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "prompt":
+                looks.add(object.__getattribute__(self, "handle"))
+            return super().__getattribute__(name)
+
+    result = scheduler(prompts_together=8)
+    for handle in range(1, 10_000):
+        params = SamplingParams(max_tokens=8)
+        result.submit(Seen(handle=handle, prompt=np.zeros(1, np.int32), params=params, max_new=8))
+    looks.clear()
+    plan = result.schedule(in_flight=False)
+    assert plan is not None and plan.num_rows == 64
+    assert len(looks) == 64
+
+
 def test_equal_prompts_are_computed_once():
     """The second waits for the step that computes the first, and shares its blocks."""
     result = scheduler(100, 100, 100, reuse=True)

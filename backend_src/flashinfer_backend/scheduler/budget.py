@@ -55,7 +55,7 @@ class StepBudget:
             and rested
             and not (crowded or self._backlog)
             # Nor for more prompts than streams may wait for.
-            and not _exceed(waiting, config.max_num_tokens_while_decoding, begun)
+            and begun + waiting.known_tokens <= config.max_num_tokens_while_decoding
         )
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
@@ -90,7 +90,7 @@ class StepBudget:
             return False
         room = (numbers.short_tokens - streams) * numbers.short_steps
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-        return not _exceed(waiting, room, begun)
+        return begun + waiting.known_tokens <= room
 
     def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:
@@ -120,10 +120,4 @@ class StepBudget:
         """
         if not together or together + tokens <= self._numbers.prompts_together:
             return True
-        return _exceed(waiting, self._config.max_num_tokens)
-
-
-def _exceed(waiting: RequestQueue, limit: int, begun: int = 0) -> bool:
-    """Whether the prompts that wait, and `begun` tokens of others, are more than `limit`."""
-    lengths = (len(r.prompt) + len(r.generated) for r in waiting)
-    return any(total > limit for total in itertools.accumulate(lengths, initial=begun))
+        return waiting.known_tokens > self._config.max_num_tokens

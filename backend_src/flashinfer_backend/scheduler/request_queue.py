@@ -26,6 +26,7 @@ class RequestQueue:
         self._line: list[tuple[Rank, Request]] = []  # sorted: the head of the queue is at the end
         self._deadlines = Deadlines()
         self.tokens = 0  # that remain to be computed and generated, of all
+        self.known_tokens = 0  # that remain to be computed before a next one of each, if none are cached
 
     def __len__(self) -> int:
         return len(self._line)
@@ -87,10 +88,12 @@ class RequestQueue:
         self._ranks[request.handle] = rank
         insort(self._line, (rank, request))
         self.tokens += _tokens(request)
+        self.known_tokens += request.num_tokens
 
     def _leave(self, request: Request) -> None:
         del self._ranks[request.handle]
         self.tokens -= _tokens(request)
+        self.known_tokens -= request.num_tokens
         self._deadlines.remove(request)
 
 
