@@ -331,6 +331,42 @@ def test_prompts_that_share_a_step_are_chosen_without_a_look_at_those_behind_the
     assert len(looks) == 64
 
 
+def test_who_waits_for_blocks_holds_none_and_keeps_the_cached_ones(monkeypatch: pytest.MonkeyPatch):
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
+    result = Scheduler(config, KVCacheManager(101, 16, reuse=True))
+    manager = result.kv_manager
+
+    def submit(handle: int, first: int, tokens: int, max_new: int) -> Request:
+        params = SamplingParams(max_tokens=max_new, temperature=0.0)
+        prompt = np.arange(first, first + tokens, dtype=np.int32)
+        result.submit(Request(handle=handle, prompt=prompt, params=params, max_new=max_new))
+        return result.requests[handle]
+
+    def step() -> None:
+        plan = result.schedule(in_flight=False)
+        assert plan is not None
+        outcome = accept(result.table, plan, np.full(len(plan.sample_slots), 9, np.int32))
+        for slot in outcome.slots[outcome.codes != RUNNING].tolist():
+            result.release(result.table.requests[slot])
+
+    wanted = submit(1, 0, 160, max_new=1).prompt  # 10 blocks, the oldest in the cache
+    step()
+    other = submit(2, 10_000, 480, max_new=1).prompt  # 30 blocks
+    step()
+    stream = submit(3, 20_000, 1, max_new=2000)
+    step()
+    submit(4, 0, 100 * 16, max_new=1)
+    monkeypatch.setattr(manager, "match", lambda keys: pytest.fail("blocks are held without a place"))
+    while len(manager._free):
+        step()
+    evicted = 0
+    while evicted < 25:
+        step()
+        evicted = 30 - manager.count(manager.prefix_keys(other))[0]
+        assert manager.count(manager.prefix_keys(wanted)) == (10, 10)
+    assert stream.slot >= 0 and len(result.queue) == 1
+
+
 def test_equal_prompts_are_computed_once():
     """The second waits for the step that computes the first, and shares its blocks."""
     result = scheduler(100, 100, 100, reuse=True)
@@ -369,7 +405,7 @@ def test_a_step_that_was_not_launched_is_undone():
     assert result.abandon(plan, [failing.slot]) == [failing]
     assert list(result.requests) == [1, 2] and [r.handle for r in result.queue] == [1, 2]
     assert not result.running and result.kv_manager.available == result.kv_manager.num_blocks
-    assert not result.kv_manager.count(result.kv_manager.prefix_keys(failing.prompt))
+    assert not any(result.kv_manager.count(result.kv_manager.prefix_keys(failing.prompt)))
     assert stream.generated.tolist() == [5, 5, 5]
     plan = result.schedule(in_flight=False)
     assert plan is not None

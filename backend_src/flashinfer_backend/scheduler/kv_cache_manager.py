@@ -64,14 +64,23 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
-    def count(self, keys: list[bytes]) -> int:
-        """How many blocks match(keys) would give; holds none."""
-        known = 0
+    def count(self, keys: list[bytes]) -> tuple[int, int]:
+        """How many blocks match(keys) would give, and how many of these are available now; holds none."""
+        known = unheld = 0
         for key in keys:
-            if key not in self._block_of:
+            block = self._block_of.get(key)
+            if block is None:
                 break
             known += 1
-        return known
+            unheld += block in self._lru
+        return known, unheld
+
+    def keep(self, keys: list[bytes]) -> None:
+        """Have the blocks of `keys`, all of which are known, evicted last: somebody waits who wants them."""
+        for key in reversed(keys):
+            block = self._block_of[key]
+            if block in self._lru:
+                self._lru.move_to_end(block)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with undefined content, or None (and no change) if there are too few."""

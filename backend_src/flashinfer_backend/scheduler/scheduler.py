@@ -179,7 +179,7 @@ class Scheduler:
         reusable = request.block_keys[: (num_tokens - 1) // size]
         if request.params.context_logits:
             reusable = []
-        found = self.kv_manager.count(reusable)
+        found, unheld = self.kv_manager.count(reusable)
         new_tokens = num_tokens - found * size
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
         chunked = self.config.enable_chunked_context or bool(len(request.generated))
@@ -187,7 +187,6 @@ class Scheduler:
             return None
         if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
             return None  # most of it is being computed for another prompt
-        reused = self.kv_manager.match(reusable[:found])
         needed = -(-num_tokens // size) - found
         reserve = 0
         if self.config.batch_scheduler_policy == "guaranteed_no_evict":
@@ -196,9 +195,11 @@ class Scheduler:
             headroom = reserve + self.reserved_blocks
         else:
             headroom = len(self.running)  # each may ask for a block soon
-        if needed + headroom > self.kv_manager.available:
-            self.kv_manager.release(reused)
+        if needed + headroom > self.kv_manager.available - unheld:
+            if unheld:
+                self.kv_manager.keep(reusable[:found])
             return None
+        reused = self.kv_manager.match(reusable[:found])
         new = min(needed, self.kv_manager.available - self.kv_manager.cached)
         blocks = self.kv_manager.allocate(needed)
         assert blocks is not None
