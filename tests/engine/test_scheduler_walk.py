@@ -61,7 +61,8 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
         if count > self.available:
             return None
         blocks = [self._free.pop() if self._free else self._lru.popitem(last=False)[0] for _ in range(count)]
-        self._references[blocks] = 1
+        for block in blocks:
+            self._references[block] = 1
         return blocks
 
     def of_the_block_alone(
