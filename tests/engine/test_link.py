@@ -136,6 +136,28 @@ def shared() -> Iterator[Shared]:
         assert not run_dir.exists() and not run_dir.parent.exists()
 
 
+def test_prompts_count_until_their_first_token_or_their_end(shared: Shared) -> None:
+    (link,) = shared.link._endpoints
+    greedy = SamplingParams(max_tokens=300, temperature=0.0)
+    answers = [Answer() for _ in range(40)]
+    for answer in answers:
+        link.submit(answer, PROMPT, greedy, to_compute=7)
+        assert link.tokens_to_compute % 7 == 0
+        if answer.handle % 2:
+            link.cancel(answer.handle)
+    refused = Answer()
+    link.submit(refused, b"", greedy, to_compute=1000)
+    assert all(answer.started.wait(TIMEOUT_S) for answer in answers) and refused.ended.wait(TIMEOUT_S)
+    wait_for(lambda: not link.tokens_to_compute)
+    for answer in answers:
+        link.cancel(answer.handle)
+    assert all(answer.ended.wait(TIMEOUT_S) for answer in answers)
+    wait_for(lambda: not link.open_sequences)
+    assert link.tokens_to_compute == 0
+    ended = time.time_ns()
+    wait_for(lambda: shared.status.timestamp_ns > ended)
+
+
 def test_cancel_ends_a_sequence(shared: Shared) -> None:
     before = shared.status.cancellations
     answer = submit(shared.link, max_tokens=400)

@@ -71,10 +71,11 @@ class Endpoint:
         self._on_status, self._on_replaced, self._on_server_lost = on_status, on_replaced, on_server_lost
         self._on_load = on_load
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _up, _sinks and, beside the thread, _closing
+        self._lock = threading.Lock()  # guards _up, _sinks, _prompts and, beside the thread, _closing
         self._up = False
         self._sinks: dict[int, Sink] = {}
         self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id
+        self._to_compute = 0  # all of these
         self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -107,7 +108,7 @@ class Endpoint:
     @property
     def tokens_to_compute(self) -> int:
         """Prompt tokens of this process's sequences that have had no token yet, as `submit` was told."""
-        return sum(list(self._prompts.values()))  # a copy: the link's thread takes some away
+        return self._to_compute
 
     def submit(
         self,
@@ -135,6 +136,7 @@ class Endpoint:
             self._sinks[local_id] = sink
             if to_compute:
                 self._prompts[local_id] = to_compute
+                self._to_compute += to_compute
             shared = handle if share_prompt_with == LEADS else share_prompt_with
             message = protocol.Submit(handle, prompt, params, shared, priority, timeout_us)
             self._outbox.append(protocol.encode(message))
@@ -279,7 +281,9 @@ class Endpoint:
         sinks, prompts = self._sinks, self._prompts
         changed = False
         for local_id, token, code in protocol.unpack_tokens(payload).tolist():
-            if prompts and prompts.pop(local_id, None) is not None:
+            if local_id in prompts:
+                with self._lock:
+                    self._forget_prompt(local_id)
                 changed = True
             if code == protocol.RUNNING:
                 sink = sinks.get(local_id)
@@ -303,8 +307,11 @@ class Endpoint:
 
     def _forget(self, local_id: int) -> Sink | None:
         with self._lock:
-            self._prompts.pop(local_id, None)
+            self._forget_prompt(local_id)
             return self._sinks.pop(local_id, None)
+
+    def _forget_prompt(self, local_id: int) -> None:
+        self._to_compute -= self._prompts.pop(local_id, 0)
 
     def _go_down(self, message: str) -> None:
         with self._lock:
@@ -316,6 +323,7 @@ class Endpoint:
         with self._lock:
             sinks, self._sinks = self._sinks, {}
             self._prompts.clear()
+            self._to_compute = 0
         self._on_load()
         for sink in sinks.values():
             sink.on_failure(message, False)
