@@ -15,7 +15,7 @@ import pytest
 
 from flashinfer_backend.structured.compiler import MOST_BLANKS, GrammarCompiler, is_safe_pattern
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import MOST_DEPTH, prepare_schema
+from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
 from flashinfer_backend.structured.regex import check_regex
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -54,6 +54,7 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "pattern": "^[^é]ü$"}, ["aü"], ["éü", "aé"]),
     ({"type": "string", "pattern": "^[а-я]{2,2000}$"}, ["где"], ["abc"]),
     ({"type": "string", "format": "date"}, ["2020-01-31"], ["2020-13-01", "x"]),
+    ({"type": "string", "format": "ipv4"}, ["0.10.250.199"], ["1.2.3", "1.2.3.04", "1.2.3.256", "1.2.3.4.5"]),
     ({"type": "string", "format": "custom"}, ["x"], [1]),
     ({"items": NUMBERS, "maxItems": 2}, [[], [1, 2]], [["a"], [1, 2, 3]]),
     ({"type": "array", "minItems": 1, "maxItems": 2}, [["a"], [1, None]], [[], [1, 2, 3]]),
@@ -226,6 +227,37 @@ def test_strings_are_json(compiler, string, text):
     prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
     compiled = compiler.compile_json_schema(prepared)
     assert admits(compiled, '"a b"') and not admits(compiled, text)
+
+
+POINTERS = ["", "/", "/a b/0", "/~0~1/é🙂/", "//]}["]
+RELATIVE = ["0", "0#", "12/a/~1", "1", "10#"]
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("json-pointer", POINTERS, ["a", "/~", "/~2", '/a"b', "/\n"]),
+        ("relative-json-pointer", RELATIVE, ["", "/a", "01", "1#/a", "a", '0/"', "0/\t"]),
+    ],
+)
+def test_pointers_are_json(compiler, format, good, bad):
+    """Of a format that jsonschema does not check without another package."""
+    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    for value in good:
+        assert admits(compiled, f'"{value}"'), value
+    for value in bad:
+        assert not admits(compiled, f'"{value}"'), value
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *FORMAT_PATTERNS])
+def test_texts_of_a_format_are_json(compiler, format, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PLAIN", set(range(128)))
+    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    schemas = Schemas(0)
+    texts = [text for _ in range(60) if (text := schemas.text(compiled, 200)) is not None]
+    assert texts and all(isinstance(json.loads(text), str) for text in texts)
 
 
 def test_the_older_form_of_tuples(compiler):

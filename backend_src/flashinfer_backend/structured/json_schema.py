@@ -42,9 +42,18 @@ OF_TYPE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 OF_TYPE["number"] = OF_TYPE["integer"]
 FORMATS = (
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer",
-    "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
+    "date", "date-time", "duration", "email", "hostname", "ipv6", "time", "uri", "uri-reference",
+    "uri-template", "uuid",
 )  # fmt: skip
+# Of these xgrammar's own grammars admit quotes and control characters within the string, which is no JSON
+# then, and 010 as a part of an address.
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\U0010ffff]|~[01])*)*"
+FORMAT_PATTERNS = {
+    "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+}
 OTHER_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
 NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 KEYWORDS = {keyword for group in OF_TYPE.values() for keyword in group}
@@ -325,7 +334,7 @@ class _Preparation:
     def _string(self, own: Schema, path: str) -> Schema:
         if own.get("format") in OTHER_FORMATS:
             raise _refused(path, f"format {own['format']!r} is not supported", "use 'pattern'")
-        if own.get("format") not in FORMATS:
+        if own.get("format") not in (*FORMATS, *FORMAT_PATTERNS):
             own.pop("format", None)
         lengths = "minLength" in own or "maxLength" in own
         several = [keyword for keyword in ("format", "pattern") if keyword in own] + [
@@ -342,6 +351,8 @@ class _Preparation:
             own["pattern"] = f"^{PLAIN_CHARACTER}{{{least},{most}}}$"
         elif "pattern" in own:
             own["pattern"] = self._pattern(own["pattern"], f"{path}/pattern")
+        elif own.get("format") in FORMAT_PATTERNS:
+            own["pattern"] = FORMAT_PATTERNS[own.pop("format")]
         return own
 
     def _pattern(self, pattern: Any, path: str) -> str:
