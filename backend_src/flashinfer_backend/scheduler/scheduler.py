@@ -239,10 +239,16 @@ class Scheduler:
 
     def _coming(self, keys: list[bytes], found: int) -> int:
         """How many blocks of `keys` from `found` on a prompt at work will have made: the longest such run."""
+        if found >= len(keys):
+            return 0
         longest = 0
-        for other in self.prefilling if found < len(keys) else ():
-            count = found  # a key stands for all tokens before it, so equal ones have one place
-            while count < min(len(keys), len(other.block_keys)) and other.block_keys[count] == keys[count]:
+        first = keys[found]  # a key stands for all tokens before it, so equal ones have one place
+        for other in self.prefilling:
+            theirs = other.block_keys
+            if found >= len(theirs) or theirs[found] != first:  # as good as always
+                continue
+            count = found + 1
+            while count < min(len(keys), len(theirs)) and theirs[count] == keys[count]:
                 count += 1
             longest = max(longest, count - found)
         return longest
