@@ -400,7 +400,8 @@ def main(
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
-        if bench.runs and (files := [str(path) for path in (args.output, args.csv, args.sglang_json) if path]):
+        files = [str(path) for path in (args.output, args.csv, args.sglang_json) if path is not None]
+        if bench.runs and files:
             print(f"wrote {', '.join(files)}", file=sys.stderr)
     return 1 if failed or warm_up_counts.get("failed") else 0
 
