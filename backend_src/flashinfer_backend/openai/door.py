@@ -96,7 +96,8 @@ class Door:
         for text in texts if most else ():
             if (size := len(text.encode(errors="replace"))) > most:
                 raise ApiError(
-                    f"the prompt has {size} bytes; this server takes at most {most} (--max-prompt-bytes)",
+                    f"the prompt is too long: it has {size} bytes; this server takes at most {most}"
+                    " (--max-prompt-bytes)",
                     code="context_length_exceeded",
                 )
         if sum(map(len, texts)) < LONG_TEXT:

@@ -116,9 +116,11 @@ def sampling_params(
 
 
 def _room(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
+    # Clients know the error by "prompt is too long" and "This model's maximum context length is".
     if prompt_len > limits.max_input_len:
         raise ApiError(
-            f"the prompt has {prompt_len} tokens; this model takes at most {limits.max_input_len}",
+            f"the prompt is too long: it has {prompt_len} tokens and may have {limits.max_input_len}."
+            f" This model's maximum context length is {limits.max_seq_len} tokens",
             code="context_length_exceeded",
         )
     room = limits.max_seq_len - prompt_len
