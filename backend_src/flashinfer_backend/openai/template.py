@@ -146,17 +146,19 @@ def _plain_call(call: Any, place: str) -> dict[str, Any]:
         raise ApiError(f"{place} should hold a function with a name and arguments", param=place)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-            json.dumps(arguments, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ApiError(
-                f"{place}.function.arguments escapes half of a surrogate pair, which is no character",
-                param=place,
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"{place}.function.arguments is not valid JSON: {error}", param=place) from None
+        arguments = _value_of(arguments)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _value_of(arguments: str) -> Any:
+    """A call's arguments as templates show them. What is no JSON stays text: agents send a call that was cut
+    off back, to let the model try again."""
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # ValueError: of half a surrogate pair, too
+        return arguments
+    return value
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
