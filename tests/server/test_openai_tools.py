@@ -46,6 +46,11 @@ class Animal(pydantic.BaseModel):
     legs: Literal[4]
 
 
+def openai_format(kind: type[pydantic.BaseModel]) -> dict[str, Any]:
+    """A response_format for JSON of this kind."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": kind.model_json_schema()}}
+
+
 def ask(client: openai.OpenAI, **more: Any) -> Any:
     body = {"model": "tiny-chat", "messages": ASK, "max_tokens": 200, "temperature": 0.0, **more}
     return client.chat.completions.create(**body)
@@ -280,6 +285,18 @@ def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
         assert fits(text(extra_body={"structured_outputs": {kind: guide}})), kind
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    """The format is of the content, and such an answer has none. Instructor sends both."""
+    more = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = ask(client, **more, response_format=openai_format(Animal), stream=stream)
+    content, calls, _ = gathered(answer) if stream else ("", calls_of(answer), "")
+    ((name, arguments),) = calls
+    assert (content, name) == ("", "weather")
+    check_weather(arguments)
+
+
 def test_any_json_object(client: openai.OpenAI) -> None:
     answer = ask(client, response_format={"type": "json_object"}, max_tokens=30)
     assert answer.choices[0].message.content.lstrip().startswith("{")
@@ -319,7 +336,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "more than one"),
         ({"structured_outputs": {"regex": "(("}}, "regex"),
         (
-            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
             "drop one",
         ),
     ],

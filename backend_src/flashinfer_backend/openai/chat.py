@@ -57,6 +57,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Tools
     guide: Guide = NO_GUIDE
+    guide_is_for_content: bool = False  # it is a response_format: calls need not follow it
     variables: Mapping[str, Any] | None = None  # of the template
     documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -74,9 +75,12 @@ class Turn:
         self.one_call = self.tools.choice == AUTO and not self.tools.parallel
         self.streaming = streaming or self.one_call
         self.guide = conversation.guide
-        if self.tools.guide != NO_GUIDE:
-            if self.guide != NO_GUIDE:
-                raise ApiError("tool_choice forces a call, so response_format cannot be followed; drop one")
+        if self.tools.guide != NO_GUIDE:  # such an answer has no content
+            if self.guide != NO_GUIDE and not conversation.guide_is_for_content:
+                raise ApiError(
+                    "tool_choice forces a call, so structured_outputs cannot be followed; drop one",
+                    param="structured_outputs",
+                )
             self.guide = self.tools.guide
         # Forced calls are plain JSON, whatever the model's own format.
         self.tool_format = door.tool_format if self.tools.choice == AUTO else "none"
@@ -248,6 +252,7 @@ async def chat(door: Door, request: ChatRequest) -> Response:
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
         guide_of(request.response_format, request.structured_outputs),
+        request.structured_outputs is None,
         variables,
         request.documents,
         request.add_generation_prompt,

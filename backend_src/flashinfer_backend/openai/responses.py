@@ -39,6 +39,7 @@ async def responses(door: Door, request: ResponsesRequest) -> Response:
             request.parallel_tool_calls,
         ),
         _guide(request),
+        request.structured_outputs is None,
         variables,
     )
     turn = Turn(door, conversation, bool(request.stream))
