@@ -285,6 +285,41 @@ def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
         assert fits(text(extra_body={"structured_outputs": {kind: guide}})), kind
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_the_model_chose_beside_a_response_format(
+    client: openai.OpenAI, door: OpenAiServer, stream: bool, strict: bool
+) -> None:
+    """Agents with typed answers send both: the model calls functions until it writes the answer."""
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
+    more: dict[str, Any] = {"tools": [tool], "response_format": openai_format(Animal), "stream": stream}
+    opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
+
+    def told(**also: Any) -> tuple[str, list[tuple[str, str]], str]:
+        answer = ask(client, **more, **also)
+        if stream:
+            return gathered(answer)
+        said = answer.choices[0]
+        calls = calls_of(answer) if said.message.tool_calls else []
+        return said.message.content or "", calls, said.finish_reason
+
+    (brace,) = door.call("/tokenize", {"prompt": "{", "add_special_tokens": False})[2]["tokens"]
+    answering = {"logit_bias": {str(brace): 100}}
+    content, calls, finish = told(**answering)
+    assert Animal.model_validate_json(content).legs == 4 and (calls, finish) == ([], "stop")
+    content, ((name, arguments),), finish = told(**opening)
+    assert (content, name) == ("", "weather") and arguments.startswith("{")
+    if strict:  # else the bias goes on in the arguments' texts
+        assert finish == "tool_calls"
+        check_weather(arguments)
+    form = {"format": {"type": "json_schema", "name": "a", "schema": Animal.model_json_schema()}}
+    flat = {"type": "function", "name": "weather", "strict": strict, **PLACE}
+    body = {"input": "Paris?", "tools": [flat], "text": form, "max_output_tokens": 400}
+    for also, kind in ((answering, "message"), (opening, "function_call")):
+        found = door.call("/v1/responses", {**body, **also})[2]["output"]
+        assert [item["type"] for item in found] == [kind]
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: Any, stream: bool) -> None:

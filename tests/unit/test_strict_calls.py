@@ -19,7 +19,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.choice import make_reader
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Reader
-from flashinfer_backend.openai.strict import calls_guide
+from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -244,6 +244,56 @@ def test_what_the_model_thinks_is_free(
         cut = compiled(name, "think", inside)
         assert follows(cut, tokenizer, before + thought) and allowed(cut, tokenizer.eos_id or 0)
     assert not follows(compiled(name, "think", False), tokenizer, f"<tool_call>{call}".replace("Ulm", "Bonn"))
+
+
+ANIMAL = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "legs": {"enum": [2, 4]}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+ALONE = {
+    "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{{"name": "{}", "arguments": {}}}]',
+    "llama3_json": '{{"name": "{}", "parameters": {}}}',
+    "qwen3_coder": "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OR_JSON)
+def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str) -> None:
+    """The guide of tools beside a response_format: one or the other is all of the answer."""
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    made = compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)))
+
+    def whole(text: str) -> bool:
+        guide = Grammar(made, tokenizer.eos_id or 0, size)
+        return follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
+
+    def told(text: str, pieces: Iterable[str]) -> Any:
+        content, _, calls = gathered(make_reader(name, "none", SCHEMAS, False, FUNCTIONS, True), pieces)
+        return content, calls
+
+    good, free = (XML[GOOD], XML[FREE]) if name == "qwen3_coder" else (GOOD, FREE)
+    call, other = ALONE[name].format("get.weather", good), ALONE[name].format("now", free)
+    answers = ['{"name": "Rex", "legs": 4}']
+    if name in ("hermes", "qwen3_coder"):  # the others' marks are special tokens
+        answers.append(json.dumps({"name": call, "legs": 4}))
+    for text in answers:
+        assert whole(text)
+        assert told(text, [text]) == told(text, text) == (text, [])
+    for text, calls in (
+        (call, [["get.weather", GOOD]]),
+        (other, [["now", FREE]]),
+        (f"{call}\n{other}", [["get.weather", GOOD], ["now", FREE]]),
+    ):
+        assert whole(text), text
+        assert told(text, [text]) == told(text, text) == ("", calls)
+    for text in ("Hello", '{"name": "Rex", "legs": 3}', f"I look. {call}", call.replace("Ulm", "Bonn"), ""):
+        assert not whole(text), text
+    assert not whole(f"{call} done") and not whole(answers[0] + call)
+    with pytest.raises(GrammarError, match="response_format: "):
+        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'))
 
 
 def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:

@@ -43,7 +43,7 @@ from flashinfer_backend.openai.formats.reasoning import OPEN
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, guide_of, sampling_params
-from flashinfer_backend.openai.strict import calls_guide
+from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
@@ -85,8 +85,17 @@ class Turn:
         # Forced calls are plain JSON, whatever the model's own format.
         self.tool_format = door.tool_format if self.tools.choice == AUTO else "none"
         self.reasoning_format = door.reasoning_format if self.guide == NO_GUIDE else "none"
-        # An answer that follows a guide of the request's own follows no other.
+        # An answer that follows a guide of the request's own follows no other, but for the format of content:
+        # such an answer may call functions instead.
+        self.calls_or_json = (
+            self.guide != NO_GUIDE
+            and conversation.guide_is_for_content
+            and self.tools.choice == AUTO
+            and self.tool_format in CALLS_OR_JSON
+        )
         self.bound = self.tools.bound if self.guide == NO_GUIDE else {}
+        if self.calls_or_json:
+            self.bound = self.tools.bound or dict.fromkeys(self.tools.schemas)
         self.prompt: list[int] = []
         self.inside = False  # the prompt opens the reasoning
         self.streams: Streams
@@ -111,13 +120,16 @@ class Turn:
             raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
         self.inside = self.reasoning_format == "think" and text.rstrip().endswith(OPEN)
         if self.bound:
-            if not limits.guided_decoding:
+            if not limits.guided_decoding and not self.calls_or_json:
                 raise ApiError(
                     "strict functions need guided decoding, which is switched off on this server"
                     " (guided_decoding_backend none); leave strict out",
                     param="tools",
                 )
-            self.guide = calls_guide(self.bound, self.tool_format, self.reasoning_format, self.inside)
+            content = self.guide[1] if self.calls_or_json else None
+            self.guide = calls_guide(
+                self.bound, self.tool_format, self.reasoning_format, self.inside, content
+            )
         marks = formats.WITH_SPECIAL_TOKENS
         special = self.tool_format in marks or self.reasoning_format in marks
         self.skip_special_tokens = request.skip_special_tokens and not special
@@ -142,7 +154,12 @@ class Turn:
         if self.tools.guide != NO_GUIDE:
             return ListReader()
         return formats.make_reader(
-            self.tool_format, self.reasoning_format, self.tools.schemas, self.inside, self.bound
+            self.tool_format,
+            self.reasoning_format,
+            self.tools.schemas,
+            self.inside,
+            self.bound,
+            self.calls_or_json,
         )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides for answers that may call functions by themselves: text is free, and calls match their schemas.
+"""Guides for answers that may call functions by themselves: text is free, or JSON of a response_format, and
+calls match their schemas.
 
 A guide is a structural tag of xgrammar (structured/compiler.py). It reads the text as the format's reader
 does (formats/): what the reader takes for a call, the guide holds to one of the functions.
@@ -34,6 +35,8 @@ from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 
 Format = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
+CONTENT = ""  # beside the functions' names: where a guide has the schema of the content
+CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
 BLANKS = r"[ \n\r\t]{0,8}"
 # Keywords of a function's parameters, beside those that are said with a tag for each property.
 _NOT_IN_XML = (
@@ -43,8 +46,11 @@ _NOT_IN_XML = (
 )  # fmt: skip
 
 
-def calls_guide(functions: Functions, tool_format: str, reasoning: str, inside: bool) -> Guide:
+def calls_guide(
+    functions: Functions, tool_format: str, reasoning: str, inside: bool, content: str | None = None
+) -> Guide:
     """functions: all that may be called, with the schemas of strict ones. inside: the prompt opens the
+    reasoning. content: a JSON schema; an answer without calls is JSON of it, for CALLS_OR_JSON and without
     reasoning. Raises ApiError for parameters that are not an object's, and for what the format cannot say."""
     for name, schema in functions.items():
         if schema is not None and schema.get("type") != "object":
@@ -54,10 +60,15 @@ def calls_guide(functions: Functions, tool_format: str, reasoning: str, inside: 
             )
     if reasoning == "harmony":  # then all of the text is read as Harmony
         tool_format = reasoning
-    answer = _FORMATS[tool_format](functions)
+    if content is None:
+        answer = _FORMATS[tool_format](functions)
+    else:
+        answer = _either(_json_of(CONTENT), _calls_alone(functions, tool_format))
     if reasoning == "think":
         answer = _after_thinking(answer, inside)
     schemas = {name: ANY_OBJECT if schema is None else schema for name, schema in functions.items()}
+    if content is not None:
+        schemas[CONTENT] = msgspec.json.decode(content)
     special = tool_format in WITH_SPECIAL_TOKENS
     tag = {"special_tokens": special, "functions": schemas, "format": answer}
     return CALLS_GUIDE, msgspec.json.encode(tag).decode()
@@ -88,7 +99,7 @@ def _mistral(functions: Functions) -> Format:
             _const(name),
             _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]{1,64}"))),
             _optional(_const(arguments)),
-            _parameters(name),
+            _json_of(name),
         )
         for name in functions
     ]
@@ -124,7 +135,7 @@ def _harmony(functions: Functions) -> Format:
         _sequence(_const(" "), _text("to=", MESSAGE, *ENDS), _const(MESSAGE)),
         _sequence(_const("<|"), _text("to=", MESSAGE, MESSAGE[2:], *ENDS), _const(MESSAGE)),
     )
-    calls = [_sequence(_const(name), to_body, _parameters(name), _regex(BLANKS)) for name in functions]
+    calls = [_sequence(_const(name), to_body, _json_of(name), _regex(BLANKS)) for name in functions]
     message = _sequence(
         header,
         _optional(
@@ -214,13 +225,24 @@ def _json_call(functions: Functions, key: str) -> Format:
     calls = []
     for name in functions:
         head = [r"\{", '"name"', ":", f'"{re.escape(name)}"', ",", f'"{key}"', ":", ""]
-        calls.append(_sequence(_regex(BLANKS.join(head)), _parameters(name), _regex(BLANKS + r"\}")))
+        calls.append(_sequence(_regex(BLANKS.join(head)), _json_of(name), _regex(BLANKS + r"\}")))
     return _either(*calls)
 
 
-def _parameters(name: str) -> Format:
-    """JSON of a function's arguments; structured/compiler.py puts the schema in."""
+def _json_of(name: str) -> Format:
+    """JSON of a function's arguments, or of the content; structured/compiler.py puts the schema in."""
     return {"type": "json_schema", "function": name, "at": "#"}
+
+
+def _calls_alone(functions: Functions, tool_format: str) -> Format:
+    """One call after the other, and nothing else."""
+    if tool_format == "llama3_json":
+        call = _json_call(functions, "parameters")
+        mark = _optional(_sequence(_const(Llama3Reader.mark), _regex(BLANKS)))
+        return _sequence(mark, call, _repeated(_sequence(_regex(rf"{BLANKS};?{BLANKS}"), call)))
+    ((mark, call),) = _FORMATS[tool_format](functions)["rules"]
+    marked = _sequence(_const(mark), call)
+    return _sequence(marked, _repeated(_sequence(_regex(BLANKS), marked)))
 
 
 def _free_until(mark: str, call: Format) -> Format:

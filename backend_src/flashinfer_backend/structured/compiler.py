@@ -61,8 +61,9 @@ class GrammarCompiler:
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
             if grammar_type == CALLS_GUIDE:
+                beside = " and response_format" if "" in tag["functions"] else ""
                 raise GrammarError(
-                    f"strict functions: {reason}; leave such keywords or strict out"
+                    f"strict functions{beside}: {reason}; leave such keywords or strict out"
                 ) from error
             raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
         raise GrammarError(
@@ -95,14 +96,15 @@ class GrammarCompiler:
 
 def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
     """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. functions: the schemas of
-    their parameters. Raises GrammarError."""
+    their parameters, and under "" that of the content, where there is one. Raises GrammarError."""
     found = dict(tag)
     function = found.pop("function", None)
     if function is not None:
         try:
             schema = prepare_schema(json.dumps(functions[function]), is_safe_pattern, found.pop("at"))
         except ValueError as error:
-            raise GrammarError(f"the parameters of {function}: {error}") from error
+            what = f"the parameters of {function}" if function else "response_format"
+            raise GrammarError(f"{what}: {error}") from error
         return found | {"json_schema": json.loads(schema), "max_whitespace_cnt": MOST_BLANKS}
     for key in ("elements", "rules"):
         if key in found:

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, split_held
+from flashinfer_backend.openai.formats.events import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    Event,
+    PlainReader,
+    Reader,
+    split_held,
+)
 from flashinfer_backend.openai.formats.json_scan import CallListScanner, CallScanner, ValueScanner
 
 
@@ -182,6 +190,31 @@ class MistralReader(MarkedReader):
                 self._not_a_call(events, self._list.raw)
         elif self._value is None:
             self._not_a_call(events, self._text)
+
+
+class CallsOrContentReader:
+    """Calls from the first word on, or content alone, in which nothing is a call: a guide saw to that."""
+
+    def __init__(self, calls: MarkedReader) -> None:
+        self._calls = calls
+        self._reader: Reader | None = None
+        self._text = ""
+
+    def feed(self, text: str) -> list[Event]:
+        if self._reader is None:
+            self._text += text
+            mark, begin = self._calls.mark, self._text.lstrip()
+            if mark.startswith(begin) and begin != mark:
+                return []
+            self._reader = self._calls if begin.startswith(mark) else PlainReader()
+            text = self._text
+        return self._reader.feed(text)
+
+    def finish(self) -> list[Event]:
+        if self._reader is None:
+            self._reader = PlainReader()
+            return self._reader.feed(self._text)
+        return self._reader.finish()
 
 
 class Llama3Reader:

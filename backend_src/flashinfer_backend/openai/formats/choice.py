@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashinfer_backend.openai.formats.calls import HermesReader, Llama3Reader, MistralReader
+from flashinfer_backend.openai.formats.calls import (
+    CallsOrContentReader,
+    HermesReader,
+    Llama3Reader,
+    MarkedReader,
+    MistralReader,
+)
 from flashinfer_backend.openai.formats.events import PlainReader, Reader
 from flashinfer_backend.openai.formats.harmony import HarmonyReader
 from flashinfer_backend.openai.formats.qwen_xml import QwenXmlReader
@@ -46,10 +52,12 @@ def make_reader(
     schemas: Schemas,
     inside: bool,
     bound: Mapping[str, Mapping[str, Any] | None] | None = None,
+    or_content: bool = False,
 ) -> Reader:
     """tools: the format of calls, "none" where none can come. schemas: of the functions' parameters. inside:
     the prompt opens the reasoning. bound: what the answer's guide was made for (openai/strict.py), if it has
-    one: its calls are of these functions, with arguments that are whole and match the schemas given here."""
+    one: its calls are of these functions, with arguments that are whole and match the schemas given here.
+    or_content: it has the guide of an answer that is calls alone or content alone."""
     if "harmony" in (tools, reasoning):
         return HarmonyReader(whole_arguments=bool(bound))
     reader: Reader
@@ -64,4 +72,6 @@ def make_reader(
         reader = MistralReader()
     else:
         reader = PlainReader()
+    if or_content and isinstance(reader, MarkedReader):
+        reader = CallsOrContentReader(reader)
     return ThinkReader(reader, inside) if reasoning == "think" else reader
