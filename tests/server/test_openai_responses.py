@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ import openai
 import pydantic
 import pytest
 from openai_server import OpenAiServer
+
+from flashinfer_backend.openai.requests import ResponsesRequest
+from flashinfer_backend.openai.responses import messages_of
 
 ASK = "Why is the sky blue?"
 TOOL: Any = {
@@ -108,6 +112,29 @@ def check_events(events: list[Any]) -> list[str]:
     return [item.type for item in final.output]
 
 
+def test_reasoning_that_the_client_keeps(client: openai.OpenAI, door: OpenAiServer) -> None:
+    """LiteLLM and the Vercel AI SDK ask for it, and send it back without the text."""
+    more: Any = {
+        "include": ["reasoning.encrypted_content"],
+        "extra_body": {"chat_template_kwargs": {"think_first": True}},
+    }
+    events = list(respond(client, stream=True, **more))
+    (item,) = (e.item for e in events if e.type == "response.output_item.done")
+    for kept in (item, respond(client, **more).output[0]):
+        assert (kept.type, base64.b64decode(kept.encrypted_content).decode()) == (
+            "reasoning",
+            item.content[0].text,
+        )
+    sent = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": item.encrypted_content}
+    request = ResponsesRequest(input=[{"role": "user", "content": ASK}, sent])
+    assert messages_of(request)[1]["reasoning_content"] == item.content[0].text
+    assert respond(client, input=[*request.input, {"role": "user", "content": ASK}]).output_text
+    assert not hasattr(respond(client).output[0], "encrypted_content")
+    for foreign in ("gAAAA?", "/w==", 5):
+        body = {"input": [{**sent, "encrypted_content": foreign}]}
+        assert "encrypted_content is not of this server" in door.error("/v1/responses", body)[1]
+
+
 @pytest.mark.parametrize("kind", ["text", "call", "reasoning"])
 def test_a_stream_says_the_same(client: openai.OpenAI, kind: str) -> None:
     more: dict[str, Any] = {}
@@ -160,6 +187,8 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
     ("more", "words"),
     [
         ({"previous_response_id": "x"}, "keeps no responses"),
+        ({"include": ["message.output_text.logprobs"]}, "include holds"),
+        ({"top_logprobs": 2}, "top_logprobs is not supported"),
         ({"store": True}, "keeps nothing"),
         ({"tools": [{"type": "web_search"}]}, "only functions"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),

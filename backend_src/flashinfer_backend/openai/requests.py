@@ -13,12 +13,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from flashinfer_backend.core.values import INT32_MAX
+from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.openai.errors import ApiError
 
 MOST_CHOICES = 128  # of one request: n times its prompts
 MOST_STOPS = 64
 MOST_TOP_LOGPROBS = 20
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
 
 LEAST_TIMEOUT_S = 1e-6
 MOST = 3e38  # of numbers that the engine keeps in 32 bits: beyond them they were infinite
@@ -219,12 +221,17 @@ class ResponsesRequest(Sampling, kw_only=True):
                 param="stream_options",
             )
         _refuse_store(self.store)
-        for name in (
-            *("background", "conversation", "max_tool_calls", "previous_response_id", "prompt"),
-            *("top_logprobs", "include"),
-        ):
+        for name in ("background", "conversation", "previous_response_id", "prompt"):
             if getattr(self, name):
                 raise ApiError(f"{name} is not supported: this server keeps no responses", param=name)
+        for name in ("max_tool_calls", "top_logprobs"):
+            if getattr(self, name):
+                raise ApiError(f"{name} is not supported", param=name)
+        for what in self.include or []:
+            if what != ENCRYPTED_REASONING:
+                raise ApiError(
+                    f"include holds {shown(what)}; only {ENCRYPTED_REASONING} is supported", param="include"
+                )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
