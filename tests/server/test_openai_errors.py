@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai_server import OpenAiServer, model_with_template, openai_running
+from running import TIMEOUT_S
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -93,6 +95,19 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert code == "context_length_exceeded" and "prompt is too long" in message
     assert "This model's maximum context length is 2048 tokens" in message
     assert door.metric('errors_total{status="404"}') >= 3
+
+
+def test_what_can_be_read_has_a_head(door: OpenAiServer) -> None:
+    """aiperf looks for the metrics in this way; an error would count among the requests'."""
+    refused = door.metric('errors_total{status="405"}')
+    for path in ("/health", "/metrics", "/version", "/", "/v1/models", "/v1/models/tiny-chat"):
+        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=TIMEOUT_S)
+        for method in ("HEAD", "GET"):  # on one connection: the head leaves nothing behind
+            connection.request(method, path)
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (200, method == "GET" and path != "/health")
+        connection.close()
+    assert door.metric('errors_total{status="405"}') == refused
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiServer) -> None:

@@ -30,6 +30,7 @@ from flashinfer_backend.openai.tokens import detokenize, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
+READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -69,22 +70,22 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         return _json(_model(door, door.check_model(request.path_params["name"])))
 
     for prefix in ("/v1", ""):
-        app.add_api_route(f"{prefix}/models", models, response_model=None)
-        app.add_api_route(prefix + "/models/{name:path}", model, response_model=None)
+        app.add_api_route(f"{prefix}/models", models, methods=READING, response_model=None)
+        app.add_api_route(prefix + "/models/{name:path}", model, methods=READING, response_model=None)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READING)
     async def health() -> Response:
         return Response(status_code=200 if door.ready else 503)
 
-    @app.get("/version")
+    @app.api_route("/version", methods=READING)
     async def version() -> Response:
         return _json({"version": __version__})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READING)
     async def metrics() -> Response:
         return Response(door.metrics.text(door.link.engines.statuses), headers={"content-type": METRICS_TYPE})
 
-    @app.get("/")
+    @app.api_route("/", methods=READING)
     async def page() -> Response:
         return FileResponse(PAGE, media_type="text/html")
 
