@@ -371,7 +371,7 @@ def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokeni
     runs = json.loads(output.read_text())["runs"]
     assert [(run["request_rate"], run["seed"]) for run in runs] == [(50, 0), (100, 1)]
     shown = capsys.readouterr()
-    assert "\n100 requests/s\n" in shown.out and shown.err == f"wrote {output}\n"
+    assert "\n100 requests/s\n" in shown.out and shown.err == f"wrote {output}\n" * 2
 
 
 def test_the_parts_of_mixed_prompts_share_none_with_the_next_run():
