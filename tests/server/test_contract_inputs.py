@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every input of TensorRT-LLM's ensemble does what it does there, or is refused by its name.
 
-The reference is transformers on the bundled model. docs/compatibility.md names these tests.
+The reference is transformers on the bundled model. The rows of docs/compatibility.md are these tests' claims.
 """
 
 from __future__ import annotations
