@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps tritonserver serving: whatever of it dies, it is started again; the engine stays meanwhile.
 
-tritonserver replaces no process that a model loses and goes on saying that it is ready, and this release
-has no sound way to reload a model (docs/triton-notes.md). So the end of a stub, of the engine or of the
-server itself has one answer: what is open gets an error, the server is ended with all its stubs, and
-started again. Between, a stand-in answers on the HTTP port.
+tritonserver replaces no process that a model loses and goes on saying that it is ready, and this release has
+no sound way to reload a model (docs/notes/triton-server.md). So the end of a stub, of the engine or of the
+server itself has one answer: what is open gets an error, the server is ended with all its stubs, and started
+again. Between, a stand-in answers on the HTTP port.
 """
 
 from __future__ import annotations
