@@ -4,6 +4,7 @@
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -129,8 +130,18 @@ def test_every_field_of_the_engine_is_a_knob():
     assert ENGINE_PLACES.keys() | ENGINE_IN_TRT <= set(EngineConfig.__struct_fields__)
 
 
-def test_every_other_parameter_of_llm_is_read_by_its_stub():
+def test_every_field_of_the_engine_is_read():
     """A knob that nobody reads would be accepted and ignored."""
+    package = ROOT / "backend_src/flashinfer_backend"
+    files = [path for path in package.rglob("*.py") if path.parent.name != "config_tools"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    configs = ("config", "_config")
+    read = {node.attr for node in attributes if ast.unparse(node.value).rpartition(".")[2] in configs}
+    assert set(EngineConfig.__struct_fields__) - read == set()
+
+
+def test_every_other_parameter_of_llm_is_read_by_its_stub():
     stub = (ROOT / "backend_src/flashinfer_backend/triton/llm.py").read_text(encoding="utf-8")
     known = {*EngineConfig.__struct_fields__, "gpt_model_type"}  # whose words say what happens anyway
     for knob in KNOBS:
