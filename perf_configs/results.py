@@ -223,6 +223,8 @@ def verdict(requirement: Requirement, ours: Repeats | None, peer: Repeats | None
             return None, "invalid: different checkpoints"
         if len({form for run in runs if (form := run.get("load_format")) is not None}) > 1:
             return None, "invalid: different weights"
+        if [run.get("repeat", 0) for run in ours.runs] != [run.get("repeat", 0) for run in peer.runs]:
+            return None, f"invalid: {_which_runs(ours)} of ours, {_which_runs(peer)} of the peer's"
         if [run["prompts_sha256"] for run in ours.runs] != [run["prompts_sha256"] for run in peer.runs]:
             return None, "invalid: different prompts"
         if len({size for run in runs if (size := run.get("tensor_parallel_size")) is not None}) > 1:
@@ -234,6 +236,12 @@ def verdict(requirement: Requirement, ours: Repeats | None, peer: Repeats | None
         if _overlap(ours.values(requirement.metric), peer.values(requirement.metric)):
             note += " (within the spread)"
     return ratio, ("pass" if requirement.met(a, ratio) else "**miss**") + note
+
+
+def _which_runs(of: Repeats) -> str:
+    """Their numbers, as the table of all runs has them: prompts are the same only where these are."""
+    numbers = [str(run.get("repeat", 0) + 1) for run in of.runs]
+    return f"run{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
