@@ -186,7 +186,8 @@ class Benchmark:
         return load_prompts(dataset, self.tokenizer, count, seed, **scenario.lengths)
 
     def run_row(self, scenario: Scenario, spec: ServerSpec, running: Running) -> None:
-        """Warm-up, then every point of the row; each is in the result file once it is done."""
+        """Warm-up, then every point of the row; each is in the result file once it is done. One that no
+        longer fits into the call's time is left out, with those after it."""
         warm_up: dict[str, Any] = {}
         if not self.args.no_warm_up:
             prompts = self.prompts(scenario, scenario.warm_up_prompts, WARM_UP_SEED)
@@ -201,8 +202,16 @@ class Benchmark:
                 error = next(iter(summary["errors"]), "none was sent")
                 self.problems.append(f"{spec.label} row {scenario.row}: its whole warm-up failed: {error}")
                 return
+        took: dict[Point, float] = {}  # seconds of each point's last run
         rounds = [point for _ in range(self.args.repeats) for point in scenario.points]
         for number, point in enumerate(rounds):
+            repeat, began = number // len(scenario.points), time.monotonic()
+            if (left := self.remaining()) <= took.get(point, 0.0):
+                self.left_out.append(
+                    f"{spec.label} row {scenario.row} from rate {point.request_rate:g}, run {repeat + 1} of "
+                    f"{self.args.repeats} ({_seconds_wanted(took.get(point), left)})"
+                )
+                return
             # A seed of its own: a server that caches prefixes would know the prompts of the run before.
             seed = scenario.seed + number
             prompts = self.prompts(scenario, point.num_prompts, seed)
@@ -212,7 +221,6 @@ class Benchmark:
             started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             with DeviceLog(self.devices) as log:
                 result = run_load(load, prompts)
-            repeat = number // len(scenario.points)
             title = f"row {scenario.row} ({scenario.title}), {spec.label}, rate {point.request_rate:g}"
             title += f", run {repeat + 1} of {self.args.repeats}" if self.args.repeats > 1 else ""
             print(format_table(result.summary, title), flush=True)
@@ -240,6 +248,7 @@ class Benchmark:
             new = {"machines": {self.machine: self.facts}, "runs": [run]}
             self.document = results.merge([self.document, new])
             results.save(self.document, self.path)
+            took[point] = time.monotonic() - began
 
     def floor_of_steps(self, gpus: int, point: Point, prompts: Sequence[Prompt]) -> dict[str, float]:
         """TPOT if each step took what the devices need to read weights and cache once; nothing where the
@@ -335,14 +344,21 @@ class Benchmark:
                 for scenario in scenarios:
                     wanted, left = self.seconds_of(scenario), self.remaining()
                     if wanted > left:
-                        times = f"some {wanted:.0f} s wanted, {max(0.0, left):.0f} left"
+                        times = _seconds_wanted(wanted, left)
                         self.left_out.append(f"{spec.label} row {scenario.row} ({times})")
                         continue
-                    began, failed = time.monotonic(), self.failed_requests
+                    began, before = time.monotonic(), (self.failed_requests, len(self.left_out))
                     self.run_row(scenario, spec, running)
                     took = time.monotonic() - began
-                    if self.failed_requests == failed:  # requests that fail may take no time at all
+                    # Requests that fail may take no time at all, and a part of a row takes less.
+                    if (self.failed_requests, len(self.left_out)) == before:
                         self.took[scenario.row] = max(took, self.took.get(scenario.row, 0.0))
+
+
+def _seconds_wanted(wanted: float | None, left: float) -> str:
+    """Why something is left out. wanted: None where it never ran."""
+    some = "" if wanted is None else f"some {wanted:.0f} s wanted, "
+    return f"{some}{max(0.0, left):.0f} left"
 
 
 def _count(number: int, what: str) -> str:

@@ -564,6 +564,32 @@ def test_options_of_servers_that_are_started_are_refused_where_none_is(option, t
     assert f"{option.partition('=')[0]} is for servers started here" in capsys.readouterr().err
 
 
+def test_runs_that_no_longer_fit_are_left_out(tmp_path, model_dir, monkeypatch):
+    """In a time of its own: each run takes 10 of the 35 s."""
+    passed, loads = [0.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: passed[0])
+
+    def fake_load(load, prompts):
+        passed[0] += 10.0
+        loads.append(load.request_rate)
+        records = [RequestRecord(0, 1, 2)]
+        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
+
+    monkeypatch.setattr(run, "run_load", fake_load)
+    monkeypatch.setattr(run, "serve", lambda *_: nullcontext(Running("http://127.0.0.1:1", 1.0, "1")))
+    how = ["--rows", "small", "--repeats", "3", "--no-warm-up", "--time-limit", str(35 + run.STOP_RESERVE)]
+    found = benchmark(model_dir, tmp_path, *how)
+    found.run_server(read_servers()["ours"])
+    assert loads == [10.0, 20.0, 10.0]
+    why = "some 10 s wanted, 5 left"
+    assert found.left_out == [f"ours row small from rate 20, run 2 of 3 ({why})"] and not found.took
+    assert [(r["request_rate"], r["repeat"]) for r in found.document["runs"]] == [(10, 0), (10, 1), (20, 0)]
+    passed[0] = 35.0
+    row, running = found.plan.scenarios["small"], Running("http://127.0.0.1:1", None, "1")
+    found.run_row(row, read_servers()["ours"], running)
+    assert found.left_out[1:] == ["ours row small from rate 10, run 1 of 3 (0 left)"] and len(loads) == 3
+
+
 def test_knobs_reach_the_build_and_cannot_carry_shell():
     knobs = plan.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
     assert knobs == "--set max_num_seqs=512 --set dtype=bfloat16"
