@@ -153,6 +153,7 @@ class Benchmark:
         self.left_out: list[str] = []
         self.problems: list[str] = []
         self.failed_requests = 0
+        self.measured = 0  # runs of this call
         self.commit = args.commit or current_commit()
         self.devices = find_devices()
         self.floor: dict[str, Any] = {"none": "a server ran already"}
@@ -248,6 +249,7 @@ class Benchmark:
             new = {"machines": {self.machine: self.facts}, "runs": [run]}
             self.document = results.merge([self.document, new])
             results.save(self.document, self.path)
+            self.measured += 1
             took[point] = time.monotonic() - began
 
     def floor_of_steps(self, gpus: int, point: Point, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -437,8 +439,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for spec in benchmark.plan.servers:
             benchmark.run_server(spec)
     except KeyboardInterrupt:
-        found = benchmark.path.exists()
-        there = f"what was measured is in {benchmark.path}" if found else "nothing was measured"
+        runs = f"{_count(benchmark.measured, 'run')} of this call" if benchmark.measured else ""
+        there = f"what was measured, {runs}, is in {benchmark.path}" if runs else "nothing was measured"
         print(f"interrupted: {there}", file=sys.stderr)
         return EXIT_INTERRUPTED
     for line in benchmark.problems:

@@ -388,7 +388,8 @@ def test_ctrl_c_says_where_the_results_are(tmp_path, model_dir, monkeypatch, cap
     monkeypatch.setattr(run, "running_at", lambda url, spec: Running(url, None, "1"))
     for rows, said in (
         ("b", "interrupted: nothing was measured"),
-        ("a,b", "interrupted: what was measured is in"),
+        ("a,b", "interrupted: what was measured, 1 run of this call, is in"),
+        ("b", "interrupted: nothing was measured"),  # beside the file of the call before
     ):
         arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "c"]
         assert run.main([*arguments, "--rows", rows, "--server", "ours", "--url", "ours=http://x"]) == 130
