@@ -205,8 +205,9 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
     if backend == "openai":
         return str(choice.get("text") or "")
     delta = choice.get("delta") or {}
-    if not delta.keys() - {"role"} and summary.finish_reason is None:
-        return None  # it announces the role, before there is a token
+    held = {name for name, value in delta.items() if value is not None}
+    if not held - {"role"} and (summary.finish_reason is None or summary.chunk_times):
+        return None  # it announces the role, before there is a token, or says why the answer ended
     text = delta_text(delta)
     # The announcement of the role may hold an empty text.
     return None if "role" in delta and not text and summary.finish_reason is None else text

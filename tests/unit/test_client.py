@@ -109,6 +109,29 @@ def test_concurrency_is_bounded_over_all_workers():
     assert len({body["text_input"] for body in server.bodies}) == 15
 
 
+def test_of_a_chat_only_what_the_model_said_counts():
+    """Servers differ in what they send before it and after it."""
+    role, end = {"role": "assistant", "content": ""}, {"delta": {}, "finish_reason": "length"}
+    nulls = {"delta": {"role": None, "content": None}, "finish_reason": "length"}
+    usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
+
+    def read(*choices):
+        sent = [*({"choices": [choice]} for choice in choices), usage]
+        data = [(1.0 + i, f"data: {json.dumps(event)}\n\n".encode()) for i, event in enumerate(sent)]
+        return wire.read_stream("openai-chat", [*data, (9.0, b"data: [DONE]\n\n")], 2, exact=True)
+
+    first, second = ({"delta": {"content": text}} for text in "ab")
+    for before in ([{"delta": role}], []):
+        for after in ([second, end], [second, nulls], [second | {"finish_reason": "length"}]):
+            summary = read(*before, first, *after)
+            assert (summary.text, summary.error, summary.reported_tokens) == ("ab", None, 2)
+            assert summary.chunk_times == [1.0 + len(before), 2.0 + len(before)]
+    # A token without text is one, and an answer of nothing else has its end for a chunk.
+    empty = {"delta": {"content": ""}, "finish_reason": "stop"}
+    assert read(first, empty).chunk_times == [1.0, 2.0]
+    assert read({"delta": role}, end).chunk_times == [2.0]
+
+
 def test_stream_reading_on_a_constructed_timeline():
     def event(text):
         return b"data: " + json.dumps({"text_output": text}).encode() + b"\n\n"
