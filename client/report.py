@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -52,6 +53,33 @@ def table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
             row.append("-" if share is None else f"{share:.1%}")
         rows.append(row)
     return head + (["good"] if goodput else []), rows
+
+
+MEDIANS = "Medians of several runs"
+MEDIANS_EXPLAINED = "In brackets the lowest and the highest run."
+
+
+def medians(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: of each point that ran several times the median run, with the lowest and the highest; no
+    rows where none did."""
+    metrics = {
+        "out tok/s": "output_tokens_per_s",
+        **{f"{name.upper()} {which} ms": f"{key}_{name}_ms" for name in ("ttft", "tpot")
+           for which, key in (("median", "median"), ("P99", "p99"))},
+    }  # fmt: skip
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for run in runs if any(run.repeat for run in runs) else ():
+        found.setdefault((run.label, run.load), []).append(run)
+    rows = []
+    for (label, load), several in found.items():
+        cells = []
+        for metric in metrics.values():
+            values = [v for run in several if (v := run.summary.get(metric)) is not None]
+            middle = number(statistics.median(values) if len(values) == len(several) else None)
+            spread = f" ({number(min(values))} to {number(max(values))})" if len(values) > 1 else ""
+            cells.append(middle + spread)
+        rows.append([label, load, str(len(several)), *cells])
+    return ["server", "load", "runs", *metrics], rows
 
 
 def power_table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
@@ -123,6 +151,11 @@ def markdown(runs: Sequence[Measured], title: str) -> str:
     lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED, ""]
     lines += ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    medians_head, medians_rows = medians(runs)
+    if medians_rows:
+        lines += ["", f"## {MEDIANS}", "", MEDIANS_EXPLAINED, "", "| " + " | ".join(medians_head) + " |"]
+        lines += ["|---|---" + "|---:" * (len(medians_head) - 2) + "|"]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in medians_rows]
     if found := troubles(runs):
         lines += ["", f"## {TROUBLES}", "", *(f"* {line}" for line in found)]
     power_head, power_rows = power_table(runs)
@@ -186,6 +219,10 @@ def page(runs: Sequence[Measured], title: str) -> str:
     parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
     parts.append(f"<p>{text(EXPLAINED)}</p>")
     parts.append(_html_table(head, rows))
+    medians_head, medians_rows = medians(runs)
+    if medians_rows:
+        parts += [f"<h2>{MEDIANS}</h2>", f"<p>{MEDIANS_EXPLAINED}</p>"]
+        parts.append(_html_table(medians_head, medians_rows))
     if found := troubles(runs):
         parts += [f"<h2>{TROUBLES}</h2>\n<ul>", *(f"<li>{text(line)}</li>" for line in found), "</ul>"]
     for plot in report_plots.draw(runs):

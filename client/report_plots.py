@@ -67,14 +67,31 @@ def draw(runs: Sequence[Measured]) -> list[Plot]:
             plots.append(_latency_by_rate(by_rate, servers))
         if _is_sweep(by_slots, "slots"):
             plots.append(_throughput_by_concurrency(by_slots, servers))
-        single = [run for run in runs if _first_token_times(run)]
+        single = middle_runs([run for run in runs if _first_token_times(run)])
         chosen = single if len(single) <= MOST_CURVES else _spread_out(single)
         if chosen:
             left_out = len(single) - len(chosen)
             note = f" {left_out} further runs are left out." if left_out else ""
+            if any(run.repeat for run in runs):
+                note = " Of several runs of a point: the middle one by its median time to first token." + note
             plots.append(_first_token(chosen, servers, note))
             plots.append(_timelines(chosen, servers, note))
     return plots
+
+
+def middle_runs(runs: Sequence[Measured]) -> list[Measured]:
+    """Of several runs of a point the one in the middle by its median time to first token, in the order of
+    runs: drawn one over the other, none of them could be followed."""
+    if not any(run.repeat for run in runs):
+        return list(runs)
+    found: dict[tuple[str, str], list[int]] = {}
+    for i, run in enumerate(runs):
+        found.setdefault((run.label, run.load), []).append(i)
+    middles = [
+        sorted(places, key=lambda i: float(np.median(_first_token_times(runs[i]))))[(len(places) - 1) // 2]
+        for places in found.values()
+    ]
+    return [runs[i] for i in sorted(middles)]
 
 
 def _is_sweep(runs: Sequence[Measured], name: str) -> bool:

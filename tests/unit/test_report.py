@@ -72,6 +72,27 @@ def test_several_runs_of_a_point_are_their_median(tmp_path):
     assert captions[0].endswith("Several runs of a point: their median.")
 
 
+def test_of_several_runs_the_middle_one_is_drawn_and_the_spread_is_said(tmp_path):
+    """Three of each of five points: 15 curves, with one name for every three, could not be read."""
+    runs = written(tmp_path / "r.json", *((2.0, None, [answer(ttft)]) for ttft in (0.3, 0.1, 0.2)))
+    points = [
+        replace(run, rate=rate, repeat=number)
+        for rate in (1.0, 2.0, 4.0, 8.0, 16.0)
+        for number, run in enumerate(runs)
+    ]
+    middles = report_plots.middle_runs(points)
+    assert [(run.rate, run.repeat) for run in middles] == [(r, 2) for r in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    plots = report_plots.draw(points)
+    assert ["the middle one by its median" in plot.caption for plot in plots] == [False, True, True]
+    assert report_plots.middle_runs(runs) == runs and report.medians(runs)[1] == []
+    for text in (report.markdown(points, "t"), report.page(points, "t")):
+        assert report.MEDIANS in text and "200 (100 to 300)" in text
+    head, rows = report.medians([*points, replace(points[0], label="other")])
+    assert head[:3] == ["server", "load", "runs"] and len(rows) == 6
+    assert rows[0][:3] == ["ours", "1 req/s", "3"] and rows[-1][:3] == ["other", "1 req/s", "1"]
+    assert rows[-1][head.index("TTFT median ms")] == "300"
+
+
 @pytest.mark.parametrize(
     "of, values, shown",
     [
