@@ -182,6 +182,8 @@ def test_every_scenario_can_be_read_and_says_what_it_serves_for():
     assert find_scenario("shared-prefix").lengths["prefixes"] == 8
     assert find_scenario("mixed").lengths["parts"][1] == Part(1, (8192, 8192), (256, 256))
     assert find_scenario("top-p").sampling["top_p"] == 0.9
+    # vLLM takes a slower path for requests with a seed of their own.
+    assert not any("seed" in read_scenario(path).sampling for path in files.values())
     with pytest.raises(ValueError, match=r"no scenario 'nothing': give a TOML file or one of a, b"):
         find_scenario("nothing")
 
