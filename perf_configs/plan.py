@@ -23,6 +23,7 @@ from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
 from client.wire import OPENAI, TRITON
 from flashinfer_backend.config_tools.settings import parse_pairs, split_assignments
+from flashinfer_backend.core.values import TRUE_WORDS
 from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
 
@@ -109,6 +110,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
                     f"ours would run on {gpus} GPUs in row {row} and {peers[0]} on "
                     f"{scenario.tensor_parallel_size}: tensor_parallel_size times replicas must be that"
                 )
+    if peers and len(peers) < len(started):
+        _check_prefix_caching(started, known, args.knob)
     if known_lengths := [row for row, s in scenarios.items() if s.priority_per_output_token]:
         _check_order(", ".join(known_lengths), started, known, profile, args.knob)
     # What runs already has no variant that is known here.
@@ -138,6 +141,25 @@ def _check_order(
                 f"rows {rows} are for the longest answers first: give --profile "
                 f"{LONGEST_FIRST.relative_to(ROOT)} or --knob schedule_policy=lof"
             )
+
+
+def _check_prefix_caching(
+    started: Sequence[ServerSpec], known: dict[str, ServerSpec], knobs: Sequence[str]
+) -> None:
+    """Raises ValueError where ours would cache prefixes and a peer not, or the other way round."""
+    ours = knob_values(knobs).get("enable_kv_cache_reuse", "false").lower() in TRUE_WORDS
+    for spec in started:
+        if spec.name in OWN or spec.settings.prefix_caching == ours:
+            continue
+        if not ours:
+            raise ValueError(
+                f"{spec.label} caches prefixes, and ours does so with --knob enable_kv_cache_reuse=true alone"
+            )
+        those = [f"{spec.name}:{n}" for n, v in known[spec.name].variants.items() if v.prefix_caching]
+        raise ValueError(
+            f"--knob enable_kv_cache_reuse=true has ours cache prefixes, and {spec.label} does not: "
+            + (f"take {' or '.join(those)}" if those else "leave it out")
+        )
 
 
 def knob_values(knobs: Sequence[str]) -> dict[str, str]:

@@ -44,11 +44,13 @@ class StartError(RuntimeError):
 @dataclass(frozen=True)
 class Variant:
     """A way to run a server: its flags, and variables laid over the environment. orders_by_priority: it takes
-    waiting requests with a smaller priority first; others may refuse requests that have one."""
+    waiting requests with a smaller priority first; others may refuse requests that have one. prefix_caching:
+    it caches prefixes, which all others of a peer's do not."""
 
     flags: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     orders_by_priority: bool = False
+    prefix_caching: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ def _variables(spec: ServerSpec, port: int, work: Path) -> dict[str, str]:
     """What all of a server's scripts have in their environment."""
     return {
         "PORT": str(port), "GRPC_PORT": str(port + 1), "METRICS_PORT": str(port + 2), "WORK": str(work),
-        "PYTHON": sys.executable, "FLAGS": spec.settings.flags, **spec.settings.environment,
+        "PYTHON": sys.executable, "FLAGS": spec.settings.flags,
+        "PREFIX_CACHING": "on" if spec.settings.prefix_caching else "off", **spec.settings.environment,
     }  # fmt: skip
 
 

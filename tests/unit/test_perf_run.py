@@ -28,7 +28,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, loading, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
-from perf_configs.servers import Running, StartError, read_servers
+from perf_configs.servers import Running, StartError, _variables, read_servers
 
 SIZES_8B = {
     **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -325,9 +325,29 @@ def test_prefix_caching_can_be_switched_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "serve", fake_serve)
     monkeypatch.setattr(run.Benchmark, "run_row", lambda *_: None)
-    found = benchmark(tmp_path, tmp_path / "out", "--knob", "enable_kv_cache_reuse=true")
+    how = ["--knob", "enable_kv_cache_reuse=true", "--server", "ours,vllm:prefix-caching,sglang:fa3-radix"]
+    found = benchmark(tmp_path, tmp_path / "out", *how)
     found.run_server(read_servers()["ours"])
     assert re.findall('enable_kv_cache_reuse"[^"]*"(.*?)"', built[0]) == ["true"]
+
+
+def test_peers_cache_prefixes_where_ours_does(tmp_path):
+    """By the real commands, with a program that writes down its arguments in place of Python."""
+    noted = tmp_path / "python"
+    noted.write_text('#!/bin/sh\necho "$@" >"$WORK/arguments"\n')
+    noted.chmod(0o755)
+    spec_of = read_servers()
+    for name, off in (("vllm", "--no-enable-prefix-caching"), ("sglang", "--disable-radix-cache")):
+        for variant, settings in spec_of[name].variants.items():
+            spec = replace(spec_of[name], variant=variant)
+            environment = (
+                os.environ | _variables(spec, 8300, tmp_path) | {f"{name.upper()}_PYTHON": str(noted)}
+            )
+            environment |= {"MODEL_DIR": "m", "LOAD_FORMAT": "dummy", "TENSOR_PARALLEL_SIZE": "1"}
+            subprocess.run(["bash", "-ec", spec.command], check=True, timeout=60, env=environment)
+            arguments = (tmp_path / "arguments").read_text().split()
+            assert (off not in arguments) is settings.prefix_caching and "--port" in arguments, spec.label
+        assert sum(settings.prefix_caching for settings in spec_of[name].variants.values()) == 1
 
 
 def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
@@ -433,6 +453,14 @@ def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, m
         (
             ["--rows", "known-lengths-random", "--server", "vllm"],
             "vllm:servers-4 does not order by it: take vllm:priority-256 or vllm:priority",
+        ),
+        (
+            ["--rows", "shared-prefix", "--knob", "enable_kv_cache_reuse=true"],
+            "ours cache prefixes, and vllm:servers-4 does not: take vllm:prefix-caching",
+        ),
+        (
+            ["--rows", "shared-prefix", "--server", "ours-openai,sglang:fa3-radix"],
+            "sglang:fa3-radix caches prefixes, and ours does so with --knob enable_kv_cache_reuse=true alone",
         ),
         (["--rows", "known-lengths-random", "--server", "sglang"], "sglang:fa3 does not order by it: leave"),
         (
