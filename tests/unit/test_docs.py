@@ -254,6 +254,17 @@ def test_manifests_name_each_other():
         assert {m["name"] for m in each["volumeMounts"]} == {volume["name"] for volume in volumes}
 
 
+def test_composed_images_share_no_cache():
+    """One that runs as root would own what another, which does not, has to write to."""
+    (compose,) = deployed("compose.yaml")
+    mounted = [
+        volume.rsplit("}", 1)[-1].split(":") for s in compose["services"].values() for volume in s["volumes"]
+    ]
+    caches = [source for source, target, *_ in mounted if target == "/cache"]
+    assert len(set(caches)) == len(caches) == len(compose["services"])
+    assert set(caches) == compose["volumes"].keys()
+
+
 def test_the_composed_vllm_is_the_first_variant_of_perf_configs():
     (compose,) = deployed("compose.yaml")
     vllm = compose["services"]["vllm"]
