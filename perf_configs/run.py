@@ -4,6 +4,7 @@
     python -m perf_configs.run --model-dir DIR --sharegpt FILE                     everything, both servers
     python -m perf_configs.run ... --server ours --rows a,b                        one server, some rows
     python -m perf_configs.run ... --server ours,vllm:all,sglang --repeats 3       three runs of each point
+    python -m perf_configs.run ... --dry-run                                       what would be done, not done
     python -m perf_configs.run ... --url ours=http://127.0.0.1:8000                a server that runs already
     python -m perf_configs.run --merge part1.json part2.json                       only merge and draw
 
@@ -126,6 +127,9 @@ def argument_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="have ours report every chunk's token count while measuring, too",
     )
+    p.add_argument(
+        "--dry-run", action="store_true", help="check all that a call needs, say what it would do, and end"
+    )
     p.add_argument("--no-warm-up", action="store_true", help="leave out the requests before each row")
     p.add_argument(
         "--out", type=Path, metavar="DIR", default=ROOT / "perf_configs/results",
@@ -173,6 +177,42 @@ class Benchmark:
         what = f"{_count(len(rows), 'row')} on {_count(len(servers), 'server')}"
         left = f"{self.remaining():.0f} (--time-limit less {STOP_RESERVE:.0f} for the end)"
         return f"{what}: some {wanted:.0f} s{starts}, of {left}"
+
+    def described(self) -> str:
+        """What the call would start, send and write, line by line."""
+        scenarios = self.plan.scenarios.values()
+        lines = ["servers, in this order:"]
+        for spec in self.plan.servers:
+            if (url := self.plan.urls.get(spec.name)) is not None:
+                lines.append(f"  {spec.label}: runs at {url}")
+                continue
+            for size in dict.fromkeys(scenario.tensor_parallel_size for scenario in scenarios):
+                words = [f"{name}={value}" for name, value in spec.settings.environment.items()]
+                if spec.name in results.OWN:
+                    words += [self.plan.profile.name, self.knobs_of_ours(size)]
+                else:
+                    words += [f"tensor parallel over {_count(size, 'GPU')}"]
+                words += [spec.settings.flags] if spec.settings.flags else []
+                lines.append(f"  {spec.label}: started, {' '.join(words)}")
+        lines.append("rows, the same on each:")
+        for scenario in scenarios:
+            warm_up = 0 if self.args.no_warm_up else scenario.warm_up_prompts
+            points = "; ".join(map(_in_words, scenario.points))
+            times = f", {self.args.repeats} times" if self.args.repeats > 1 else ""
+            lines.append(f"  {scenario.row}: {scenario.title}; some {self.seconds_of(scenario):.0f} s")
+            lines.append(f"    {_count(warm_up, 'prompt')} to warm up; {points}{times}")
+            lines += [f"    required: {r.metric} {r}" for r in scenario.requirements]
+        there = ", with what is in it" if self.path.exists() else ""
+        return "\n".join([*lines, f"results: {self.path}{there}"])
+
+    def knobs_of_ours(self, tensor_parallel_size: int) -> str:
+        """`--set name=value ...` of ours for rows of this size: what a comparison needs, and --knob over
+        it."""
+        # With tensor_parallel_size and replicas of its own the row's GPUs are cut up otherwise.
+        defaults = {"tensor_parallel_size": tensor_parallel_size, "enable_kv_cache_reuse": "false"}
+        given = knob_values(self.args.knob)
+        knobs = [f"{name}={value}" for name, value in defaults.items() if name not in given]
+        return knob_options([*knobs, *self.args.knob])
 
     def seconds_of(self, scenario: Scenario) -> float:
         """How long a row will probably take: somewhat more than on the slowest server that this call has
@@ -324,14 +364,10 @@ class Benchmark:
     def _run_server(
         self, spec: ServerSpec, tensor_parallel_size: int, scenarios: list[Scenario], kept_log: Path
     ) -> None:
-        # With tensor_parallel_size and replicas of its own the row's GPUs are cut up otherwise.
-        defaults = {"tensor_parallel_size": tensor_parallel_size, "enable_kv_cache_reuse": "false"}
-        given = knob_values(self.args.knob)
-        knobs = [f"{name}={value}" for name, value in defaults.items() if name not in given]
         variables = {
             "MODEL_DIR": str(self.args.model_dir.resolve()),
             "PROFILE": str(self.plan.profile.resolve()),
-            "KNOBS": knob_options([*knobs, *self.args.knob]),
+            "KNOBS": self.knobs_of_ours(tensor_parallel_size),
             "LOAD_FORMAT": self.args.load_format,
             "TENSOR_PARALLEL_SIZE": str(tensor_parallel_size),
         }
@@ -355,6 +391,13 @@ class Benchmark:
                     # Requests that fail may take no time at all, and a part of a row takes less.
                     if (self.failed_requests, len(self.left_out)) == before:
                         self.took[scenario.row] = max(took, self.took.get(scenario.row, 0.0))
+
+
+def _in_words(point: Point) -> str:
+    """A point's load."""
+    words = [] if math.isinf(point.request_rate) else [f"at {point.request_rate:g} requests/s"]
+    words += [] if point.max_concurrency is None else [f"{point.max_concurrency} at a time"]
+    return f"{_count(point.num_prompts, 'prompt')} {', '.join(words) or 'at once'}"
 
 
 def _seconds_wanted(wanted: float | None, left: float) -> str:
@@ -430,8 +473,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if merge_only:
         write_report(results.merge(earlier), path, args.step_times)
         return 0
-    signal.signal(signal.SIGTERM, _end_with_servers)
     print(benchmark.expected(), flush=True)
+    if args.dry_run:
+        print(benchmark.described())
+        return 0
+    signal.signal(signal.SIGTERM, _end_with_servers)
     try:
         if not benchmark.plan.urls:  # nothing of a server is on the devices yet
             benchmark.floor = floor.measure_apart()

@@ -593,6 +593,40 @@ def test_options_of_servers_that_are_started_are_refused_where_none_is(option, t
     assert f"{option.partition('=')[0]} is for servers started here" in capsys.readouterr().err
 
 
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, model_dir, monkeypatch, capsys):
+    for name in ("serve", "run_load", "running_at"):
+        monkeypatch.setattr(run, name, None)
+    monkeypatch.setattr(run.floor, "measure_apart", None)
+    monkeypatch.setattr(run, "check", lambda spec, port: None)
+    how = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "c", "--dry-run"]
+    how += ["--rows", "small,e,tp2-70b-one", "--knob", "max_num_seqs=8", "--repeats", "2"]
+    assert run.main([*how, "--server", "ours,vllm:servers-1"]) == 0
+    said = capsys.readouterr().out
+    first, *lines = said.splitlines()
+    assert first.startswith("3 rows on 2 servers: some 380 s beside the servers' starts, of 17")
+    ours, cache = (
+        "  ours: started, h200-8b.toml --set tensor_parallel_size=",
+        "--set enable_kv_cache_reuse=false",
+    )
+    flags = "--api-server-count 1 --disable-uvicorn-access-log --no-enable-log-requests"
+    assert lines[:5] == [
+        "servers, in this order:",
+        f"{ours}1 {cache} --set max_num_seqs=8",
+        f"{ours}2 {cache} --set max_num_seqs=8",
+        f"  vllm:servers-1: started, VLLM_USE_FLASHINFER_SAMPLER=1 tensor parallel over 1 GPU {flags}",
+        f"  vllm:servers-1: started, VLLM_USE_FLASHINFER_SAMPLER=1 tensor parallel over 2 GPUs {flags}",
+    ]
+    assert (
+        "    4 prompts to warm up; 20 prompts at 10 requests/s; 20 prompts at 20 requests/s, 2 times" in lines
+    )
+    assert "    1 prompt to warm up; 6 prompts 1 at a time, 2 times" in lines
+    assert "    required: p99_ttft_ms ratio ≤ 0.85" in lines
+    assert lines[-1].startswith(f"results: {tmp_path / 'out'}") and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):  # what it finds out it refuses
+        run.main([*how, "--server", "ours", "--rows", "d", "--sharegpt", str(tmp_path / "none.json")])
+    assert "none.json: there is no such file" in capsys.readouterr().err
+
+
 def test_runs_that_no_longer_fit_are_left_out(tmp_path, model_dir, monkeypatch):
     """In a time of its own: each run takes 10 of the 35 s."""
     passed, loads = [0.0], []
