@@ -4,7 +4,7 @@
     python -m perf_configs.run --model-dir DIR --sharegpt FILE                     everything, both servers
     python -m perf_configs.run ... --server ours --rows a,b                        one server, some rows
     python -m perf_configs.run ... --server ours,vllm:all,sglang --repeats 3       three runs of each point
-    python -m perf_configs.run ... --dry-run                                       what would be done, not done
+    python -m perf_configs.run ... --dry-run                                       what would be done, alone
     python -m perf_configs.run ... --url ours=http://127.0.0.1:8000                a server that runs already
     python -m perf_configs.run --merge part1.json part2.json                       only merge and draw
 
