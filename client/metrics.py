@@ -46,6 +46,7 @@ class RequestRecord:
     chunks: int = 0
     turn: int = 0  # within a conversation
     reported_tokens: int | None = None
+    reported_prompt_tokens: int | None = None  # what the server says of a text that the client counted
     last_token: float | None = None  # the last chunk that held tokens; None if the chunks did not say
     finish_reason: str | None = None
     error: str | None = None
@@ -141,6 +142,9 @@ def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCE
         "requests_with_checked_length": sum(r.reported_tokens is not None for r in done),
         "requests_with_fewer_chunks_than_tokens": len(fewer_chunks),
         "requests_with_fewer_chunks_unchecked": sum(r.reported_tokens is None for r in fewer_chunks),
+        "requests_with_other_prompt_length": sum(
+            r.reported_prompt_tokens not in (None, r.prompt_tokens) for r in done
+        ),
         "requests_that_waited_for_a_slot": len(slot_waits),
         "longest_slot_wait_s": round(max(slot_waits, default=0.0), 4),
     }
@@ -208,6 +212,8 @@ def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[floa
         lines.append(
             f"{unchecked} requests had fewer chunks than tokens: merged or lost ones (--check-tokens)"
         )
+    if other := summary["requests_with_other_prompt_length"]:
+        lines.append(f"{other} prompts had another number of tokens by the server's own count")
     for message, count in sorted(summary["errors"].items(), key=lambda item: -item[1]):
         lines.append(f"FAILED {count} x: {message}")
     return "\n".join(lines)

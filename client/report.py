@@ -102,6 +102,10 @@ def notes(runs: Sequence[Measured]) -> list[str]:
         found.append(f"{failed} requests failed; their times are in no number.")
     if any(run.summary.get("requests_that_waited_for_a_slot") for run in runs):
         found.append("Not every rate was offered: requests waited for a slot, and no time holds that wait.")
+    if other := sum(run.summary.get("requests_with_other_prompt_length", 0) for run in runs):
+        found.append(
+            f"{other} prompts had another number of tokens by the server's count than by the client's."
+        )
     by_load: dict[tuple[Any, ...], set[str]] = {}
     for run in runs:
         by_load.setdefault((run.row, run.load, run.repeat), set()).add(run.prompts_sha256)

@@ -335,6 +335,8 @@ def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestR
         record.error = UNCOUNTED
     if plan.form.backend == "openai-chat" and stream.reported_prompt_tokens is not None:
         record.prompt_tokens = stream.reported_prompt_tokens  # the chat template adds some
+    elif exchange.turn == 0:  # lengths of later turns are sums of parts, which may merge
+        record.reported_prompt_tokens = stream.reported_prompt_tokens
     if plan.keep_text:
         record.text = stream.text
     return record

@@ -302,6 +302,10 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
     for run in document["runs"]:
         for message, count in run["summary"]["errors"].items():
             lines.append(f"* row {run['row']}, {named.of(run)}: {count} x {message}")
+    for run in document["runs"]:
+        if other := run["summary"].get("requests_with_other_prompt_length"):
+            text = f"{other} prompts had another number of tokens by the server's count than by the client's"
+            lines += ["", f"Row {run['row']}, {named.of(run)}: {text}."]
     lines += _devices(document, named)
     lines += ["", "## Machines and servers", ""]
     for identity, facts in document["machines"].items():

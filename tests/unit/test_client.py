@@ -132,6 +132,18 @@ def test_of_a_chat_only_what_the_model_said_counts():
     assert read({"delta": role}, end).chunk_times == [2.0]
 
 
+def test_prompts_that_a_server_counts_otherwise_are_told(server):
+    """It says 1 of each. A server that adds or leaves out a special token does other work than the others."""
+    for tokens, other in (((1, 1), 0), ((1, 2), 1)):
+        prompts = [Prompt(f"a {i}", count, 3) for i, count in enumerate(tokens)]
+        result = run_load(Load("openai", server.url, workers=1), prompts)
+        assert result.summary["requests_with_other_prompt_length"] == other
+        assert [record.prompt_tokens for record in result.records] == [*tokens]
+        assert ("1 prompts had another number of tokens" in format_table(result.summary, "t")) is bool(other)
+    told = run_load(Load("triton", server.url, workers=1), [Prompt("a", 2, 3)]).summary
+    assert told["requests_with_other_prompt_length"] == 0
+
+
 def test_stream_reading_on_a_constructed_timeline():
     def event(text):
         return b"data: " + json.dumps({"text_output": text}).encode() + b"\n\n"

@@ -119,7 +119,7 @@ def test_the_table_says_pass_miss_and_why_not():
         measured("vllm", "d"),
         measured("vllm", "e", rate=8.0),
         measured("ours", "f", output_tokens_per_s=1200.0, machine="n"),
-        measured("vllm", "f"),
+        measured("vllm", "f", requests_with_other_prompt_length=3),
     )
     lines = results.markdown(merged, read_scenarios()).splitlines()
     table = {
@@ -136,6 +136,7 @@ def test_the_table_says_pass_miss_and_why_not():
     assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
     assert verdicts["f", "output_tokens_per_s"] == ("1.20", "pass (other machine)")
     assert "* row d, ours: 2 x HTTP 503" in lines
+    assert sum(line.startswith("Row f, vllm: 3 prompts had another number of tokens") for line in lines) == 1
     broken = measured("ours", "f") | {"warm_up": {"failed": 1}}
     required = Requirement("output_tokens_per_s", ratio_at_most=2)
     assert verdict(required, broken, measured("vllm", "f"))[1].startswith("invalid: 1 of ours failed in")

@@ -93,6 +93,15 @@ def test_of_several_runs_the_middle_one_is_drawn_and_the_spread_is_said(tmp_path
     assert rows[-1][head.index("TTFT median ms")] == "300"
 
 
+def test_prompts_that_a_server_counts_otherwise_are_said(tmp_path):
+    (run,) = written(
+        tmp_path / "r.json", (2.0, None, [answer(0.1), answer(0.1, 1, reported_prompt_tokens=6)])
+    )
+    assert report.notes([run])[0].startswith("1 prompts had another number of tokens by the server's count")
+    same = written(tmp_path / "s.json", (2.0, None, [answer(0.1, reported_prompt_tokens=5)]))
+    assert report.notes(same) == []
+
+
 @pytest.mark.parametrize(
     "of, values, shown",
     [
