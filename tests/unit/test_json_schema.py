@@ -16,7 +16,7 @@ import pytest
 from flashinfer_backend.structured.compiler import MOST_BLANKS, GrammarCompiler, is_safe_pattern
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
-from flashinfer_backend.structured.regex import check_regex
+from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -178,7 +178,7 @@ def compiler() -> Any:
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def admits(compiled: Any, text: str) -> bool:
+def admits(compiled: Any, text: str | bytes) -> bool:
     matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
     return bool(matcher.accept_string(text) and matcher.is_terminated())
 
@@ -348,6 +348,62 @@ def test_a_point_admits_a_newline(regex, admitted):
     """Unlike Python's. docs/openai.md and docs/compatibility.md say so."""
     compiled = GrammarCompiler("bundled", vocab_size=2048).compile("regex", regex)
     assert [text for text in ("axb", "a\nb") if admits(compiled, text)][-1] == admitted
+
+
+CLASSES = [
+    ".", r"\D", r"\W", r"\S", r"\.", "[^a]", "[^a-]", "[^-a]", r"[^\-a-c]", r"[^\W]", r"[^\n\]é]", r"[^\\]",
+    r"[^\ud800-\udfffa]", r"[\D]", r"[a\W-]", r"[\s\S]", r"[\dx\D]", "[é-\U0010ffff]", r"[\u0080-\uffff]",
+    r"[\x61\u{e9}-\u{10000}z]", r"[a\ud000-\udaff]", r"[\udaff-\uffff-]", "[-a.]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_classes_admit_no_surrogates(compiler, cls):
+    """And of all other characters what they admitted before."""
+    expected = {c for c in characters(compiler.compile_regex(cls), "") if not "\ud800" <= c <= "\udfff"}
+    assert expected and characters(compiler.compile_regex(prepare_regex(cls)), "") == expected
+    schema = {"type": "string", "pattern": ascii_regex(f"^{cls}$")}
+    asked = compiler.compile_json_schema(json.dumps(schema))
+    expected = {c for c in characters(asked, '"') if not "\ud800" <= c <= "\udfff"}
+    prepared = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
+    assert characters(prepared, '"') == expected
+
+
+SAMPLE = [*range(0x180), *range(0x1FF0, 0x2030), *range(0xCFFE, 0xE004, 3), 0xD7FF, 0xD800, 0xDFFF, 0xE000]
+SAMPLE += [0xFFFE, 0xFFFF, 0x10000, 0x10001, 0x10FFFF]
+
+
+def characters(compiled: Any, quote: str) -> set[str]:
+    """Those of a sample that it admits, surrogates by the bytes that UTF-8 would have for them."""
+    return {
+        chr(i) for i in SAMPLE if admits(compiled, f"{quote}{chr(i)}{quote}".encode(errors="surrogatepass"))
+    }
+
+
+@pytest.mark.parametrize("string", [{"minLength": 1}, {"maxLength": 3}, {"format": "json-pointer"}])
+def test_strings_of_a_length_have_no_surrogates(compiler, string):
+    prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared)
+    assert admits(compiled, '"/\ud7ff\ue000"') and not admits(compiled, b'"/\xed\xa0\x80"')
+
+
+@pytest.mark.parametrize(
+    "regex", [r"a\ud83d\ude00", r"[\ud800-\udbff]", "\ud83d", r"\u{dfff}", r"[ab\udc00]"]
+)
+def test_halves_of_surrogate_pairs_are_refused(regex):
+    with pytest.raises(
+        GrammarError, match=r"^\\ud[0-9a-f]{3}(-\\udbff)? speaks of halves|^\\u\{dfff\} speaks"
+    ):
+        prepare_regex(regex)
+    with pytest.raises(GrammarError, match=r"halves of surrogate pairs.* \(at #/pattern\)"):
+        prepare_schema(json.dumps({"pattern": regex}), is_safe_pattern)
+
+
+@pytest.mark.parametrize(
+    "regex", ["[" * 300_000, r"[\u0041" * 50_000, "[^" * 150_000, "[a" + r"\]" * 150_000]
+)
+def test_classes_without_an_end_stay_as_they_are(regex):
+    assert prepare_regex(regex) == regex
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import ascii_regex, check_regex
+from flashinfer_backend.structured.regex import ascii_regex, check_regex, without_surrogates
 
 MOST_DEPTH = 100  # of subschemas in each other: the time to compile them grows with the cube
 MOST_SUBSCHEMAS = 10_000  # after the merging of allOf and $ref
 MOST_MULTIPLE, MOST_MULTIPLES_RANGE = 1024, 10_000  # xgrammar's, for integers
 UNLIMITED = 2**31 - 1  # more than any sequence has tokens; xgrammar counts with 32 bits
-# A character that needs no escape in a JSON string. Its last one keeps the class out of xgrammar's automaton
-# for ASCII patterns, which takes seconds for a thousand repetitions.
-PLAIN_CHARACTER = "[ !#-\\[\\]-\U0010ffff]"
+# A character that needs no escape in a JSON string, without surrogates. Its last one keeps the class out of
+# xgrammar's automaton for ASCII patterns, which takes seconds for a thousand repetitions.
+PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 
 OF_TYPE: dict[str, tuple[str, ...]] = {
     "null": (),
@@ -48,7 +48,7 @@ FORMATS = (
 # Of these xgrammar's own grammars admit quotes and control characters within the string, which is no JSON
 # then, and 010 as a part of an address.
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\U0010ffff]|~[01])*)*"
+_POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\ud7ff\ue000-\U0010ffff]|~[01])*)*"
 FORMAT_PATTERNS = {
     "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
     "json-pointer": f"^{_POINTER}$",
@@ -360,9 +360,9 @@ class _Preparation:
             raise _refused(path, "the pattern is not a string", "it should be one")
         try:
             check_regex(pattern)
+            pattern = without_surrogates(ascii_regex(pattern))
         except GrammarError as error:
             raise GrammarError(f"{error} (at {_short(path)})") from None
-        pattern = ascii_regex(pattern)
         if not self._is_safe_pattern(pattern):
             raise _refused(
                 path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What xgrammar reads in a regular expression without honouring it is refused here."""
+"""What xgrammar reads in a regular expression without honouring it is refused here, or written otherwise."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ REFUSED_BY_XGRAMMAR = "bBpPk"
 HEX_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)", re.DOTALL)
 ESCAPE_OR_CLASS = re.compile(r"\\.|\[(?:\\.|[^]\\])*", re.DOTALL)
 ESCAPED_CARET_FIRST = re.compile(r"\[\\(?:\^|x5e|u005e|u\{0*5e\})", re.IGNORECASE)
+# xgrammar's ranges and complements have the surrogates U+D800 to U+DFFF, which no UTF-8 text has: what a
+# model writes of one becomes several U+FFFD.
+SURROGATES = r"\ud800-\udfff"
+COMPLEMENTS = {
+    r"\D": r"\0-/:-\ud7ff\ue000-\u{10ffff}",
+    r"\W": r"\0-/:-@\[-^`{-\ud7ff\ue000-\u{10ffff}",
+    r"\S": r"\0-\u0008\u000e-\u001f!-\u009f\u00a1-\ud7ff\ue000-\u{10ffff}",
+}
+_ESCAPE = r"\\(?:u\{[0-9A-Fa-f]+\}|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.)"
+CLASS_OR_CHARACTER = re.compile(rf"\[(\^?)((?:\\.|[^]\\])*)(\]?)|{_ESCAPE}|.", re.DOTALL)
+PART_OF_CLASS = re.compile(rf"({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL)
 AROUND, MODIFIER = re.compile(r"\((\?<?[=!])"), re.compile(r"\(\?(:|P?<\w*>)?")
 REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
 # Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
@@ -35,7 +46,8 @@ def prepare_regex(regex: str) -> str:
                 " supported; write it further behind, or outside of a class"
             )
     # Of \xHH it takes hexadecimal digits that follow for more of them.
-    return HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
+    regex = HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
+    return without_surrogates(regex)
 
 
 def check_regex(regex: str) -> None:
@@ -139,3 +151,52 @@ def ascii_regex(regex: str) -> str:
     return "".join(
         c if c.isascii() else f"\\u{ord(c):04x}" if ord(c) < 65536 else f"\\u{{{ord(c):x}}}" for c in regex
     )
+
+
+def without_surrogates(regex: str) -> str:
+    """The same for all text, but bytes that UTF-8 would have for a surrogate are not admitted.
+
+    Raises GrammarError for what asks for surrogates alone."""
+    return CLASS_OR_CHARACTER.sub(_without_surrogates, regex)
+
+
+def _without_surrogates(found: re.Match[str]) -> str:
+    text, (negated, body, end) = found[0], found.groups()
+    if body is None:
+        if text == ".":
+            return f"[^{SURROGATES}]"
+        return f"[^{text.lower()}{SURROGATES}]" if text in COMPLEMENTS else _clipped(text, "")
+    if not end:
+        return text  # which xgrammar refuses
+    parts = PART_OF_CLASS.findall(body)
+    if negated:
+        parts = [(rf"\{low}" if low == "-" and not high else low, high) for low, high in parts]
+        return f"[^{''.join(map(_part, parts))}{SURROGATES}]"
+    lone = {low for low, high in parts if not high}
+    if any({escape, escape.lower()} <= lone for escape in COMPLEMENTS):
+        return f"[^{SURROGATES}]"
+    return f"[{''.join(COMPLEMENTS.get(_part(ends)) or _clipped(*ends) for ends in parts)}]"
+
+
+def _part(ends: tuple[str, str]) -> str:
+    return "-".join(filter(None, ends))
+
+
+def _clipped(low: str, high: str) -> str:
+    """A character, or a range of a class, without the surrogates in it."""
+    text = _part((low, high))
+    first, last = _number(low), _number(high or low)
+    if first > 0xDFFF or last < 0xD800:
+        return text
+    if first >= 0xD800 and last <= 0xDFFF:
+        raise GrammarError(
+            f"{ascii_regex(text)} speaks of halves of surrogate pairs, which are no characters; write the"
+            " characters themselves, or \\u{...}"
+        )
+    return (rf"{low}-\ud7ff" if first < 0xD800 else "") + (rf"\ue000-{high}" if last > 0xDFFF else "")
+
+
+def _number(character: str) -> int:
+    """Of a character, or of its escape; of those without digits, the letter's."""
+    digits = re.fullmatch(r"\\[ux]\{?([0-9A-Fa-f]+)\}?", character)
+    return int(digits[1], 16) if digits else ord(character[-1])
