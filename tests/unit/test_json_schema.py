@@ -16,7 +16,7 @@ import pytest
 from flashinfer_backend.structured.compiler import MOST_BLANKS, GrammarCompiler, is_safe_pattern
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
-from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex
+from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex, without_names
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -350,6 +350,19 @@ def test_a_point_admits_a_newline(regex, admitted):
     assert [text for text in ("axb", "a\nb") if admits(compiled, text)][-1] == admitted
 
 
+@pytest.mark.parametrize(
+    "regex", ["(?P<n>a|b)(?<möglich>c)", r"\((?P<n>[(?P<x>]*)\(?", "a(?<_1>(?:(?P<b>b)))c"]
+)
+def test_names_of_groups_say_nothing(compiler, regex):
+    plain = without_names(regex)
+    taken = [text for text in ("ac", "bc", "(P<>(", "(<", "abc", "") if re.fullmatch(plain, text)]
+    assert taken
+    in_schema = prepare_schema(json.dumps({"pattern": f"^{regex}$"}), is_safe_pattern)
+    for text in taken:
+        assert admits(compiler.compile_regex(prepare_regex(regex)), text)
+        assert admits(compiler.compile_json_schema(in_schema), json.dumps(text))
+
+
 CLASSES = [
     ".", r"\D", r"\W", r"\S", r"\.", "[^a]", "[^a-]", "[^-a]", r"[^\-a-c]", r"[^\W]", r"[^\n\]é]", r"[^\\]",
     r"[^\ud800-\udfffa]", r"[\D]", r"[a\W-]", r"[\s\S]", r"[\dx\D]", "[é-\U0010ffff]", r"[\u0080-\uffff]",
@@ -423,6 +436,10 @@ def test_classes_without_an_end_stay_as_they_are(regex):
         ("a{1,4294967298}", "beyond 2147483647"),
         ("a{" + "9" * 50_000 + "}", "beyond 2147483647"),
         (r"\Aa", r"\\A at character 1"),
+        (r"(?i)a", r"\(\?i at character 1 is not supported; groups begin with \(, \(\?:"),
+        (r"a(?#b)c", r"\(\?# at character 2"),
+        (r"(?<n>a)(?P=n)", r"\(\?P at character 8"),
+        (r"(?P<1>a)", r"\(\?P at character 1"),
         (r"a\z", r"\\z at character 2"),
         (r"[\q]", r"\\q at character 2"),
         (r"a\x{61}", r"\\x at character 2 should have two hexadecimal digits"),

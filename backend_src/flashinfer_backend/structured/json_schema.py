@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import ascii_regex, check_regex, without_surrogates
+from flashinfer_backend.structured.regex import ascii_regex, check_regex, without_names, without_surrogates
 
 MOST_DEPTH = 100  # of subschemas in each other: the time to compile them grows with the cube
 MOST_SUBSCHEMAS = 10_000  # after the merging of allOf and $ref
@@ -360,7 +360,7 @@ class _Preparation:
             raise _refused(path, "the pattern is not a string", "it should be one")
         try:
             check_regex(pattern)
-            pattern = without_surrogates(ascii_regex(pattern))
+            pattern = without_surrogates(ascii_regex(without_names(pattern)))
         except GrammarError as error:
             raise GrammarError(f"{error} (at {_short(path)})") from None
         if not self._is_safe_pattern(pattern):

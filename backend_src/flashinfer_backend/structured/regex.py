@@ -27,7 +27,9 @@ COMPLEMENTS = {
 _ESCAPE = r"\\(?:u\{[0-9A-Fa-f]+\}|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.)"
 CLASS_OR_CHARACTER = re.compile(rf"\[(\^?)((?:\\.|[^]\\])*)(\]?)|{_ESCAPE}|.", re.DOTALL)
 PART_OF_CLASS = re.compile(rf"({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL)
-AROUND, MODIFIER = re.compile(r"\((\?<?[=!])"), re.compile(r"\(\?(:|P?<\w*>)?")
+AROUND = re.compile(r"\((\?<?[=!])")
+GROUP = re.compile(r"\((?:\?:|(\?P?<[^\W\d]\w*>)|(?!\?))")
+GROUP_ELSEWHERE = re.compile(rf"(?:{ESCAPE_OR_CLASS.pattern})|{GROUP.pattern}", re.DOTALL)
 REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
 # Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
 WITHOUT_ESCAPES = re.compile(
@@ -47,13 +49,13 @@ def prepare_regex(regex: str) -> str:
             )
     # Of \xHH it takes hexadecimal digits that follow for more of them.
     regex = HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
-    return without_surrogates(regex)
+    return without_surrogates(without_names(regex))
 
 
 def check_regex(regex: str) -> None:
-    """Raise GrammarError for assertions, anchors that are not at an end of the text, escapes of unknown
-    letters, \\x without its two digits and repetitions beyond 2^31. Whatever else is wrong xgrammar finds
-    itself."""
+    """Raise GrammarError for assertions, flags of groups, anchors that are not at an end of the text, escapes
+    of unknown letters, \\x without its two digits and repetitions beyond 2^31. Whatever else is wrong
+    xgrammar finds itself."""
     # Of each open group: is its begin the text's, is the current place, has an earlier alternative its $.
     groups = [[True, True, False]]
     anchored = [False]  # of each: has ^ or $ within, so that it cannot be repeated
@@ -74,8 +76,13 @@ def check_regex(regex: str) -> None:
                 raise GrammarError(
                     f"({found[1]} at character {place + 1} is not supported: a guide cannot look around"
                 )
-            modifier = MODIFIER.match(regex, place)
-            size = len(modifier[0]) if modifier else 1
+            group = GROUP.match(regex, place)
+            if not group:
+                raise GrammarError(
+                    f"{regex[place : place + 3]} at character {place + 1} is not supported; groups begin"
+                    " with (, (?:, (?<name> or (?P<name>"
+                )
+            size = len(group[0])
             _refuse_after_end(ended[-1], place)
             begin = groups[-1][1]
             groups.append([begin, begin, False])
@@ -151,6 +158,11 @@ def ascii_regex(regex: str) -> str:
     return "".join(
         c if c.isascii() else f"\\u{ord(c):04x}" if ord(c) < 65536 else f"\\u{{{ord(c):x}}}" for c in regex
     )
+
+
+def without_names(regex: str) -> str:
+    """The same, its groups without names, which say nothing: a guide has no references."""
+    return GROUP_ELSEWHERE.sub(lambda found: "(" if found[1] else found[0], regex)
 
 
 def without_surrogates(regex: str) -> str:
