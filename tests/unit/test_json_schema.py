@@ -4,6 +4,8 @@ refused by the keyword's name and place."""
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
 import random
 import re
@@ -258,6 +260,85 @@ def test_texts_of_a_format_are_json(compiler, format, monkeypatch):
     schemas = Schemas(0)
     texts = [text for _ in range(60) if (text := schemas.text(compiled, 200)) is not None]
     assert texts and all(isinstance(json.loads(text), str) for text in texts)
+
+
+@pytest.mark.parametrize("format", ["date", "date-time", "ipv4", "ipv6"])
+def test_texts_of_a_format_are_right(compiler, format, monkeypatch):
+    """By Python's own readers; a second of 60 is none there."""
+    monkeypatch.setattr(sys.modules[__name__], "PLAIN", set(b"0123456789abcdefABCDEF:.-TZ"))
+    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    schemas = Schemas(0)
+    texts = {json.loads(text) for _ in range(400) if (text := schemas.text(compiled, 200)) is not None}
+    assert len(texts) > 100
+    for text in texts:
+        if format.startswith("date"):
+            day, _, clock = text.partition("T")
+            assert day.startswith("0000") or datetime.date.fromisoformat(day)
+            assert clock or format == "date"
+        else:
+            assert str(ipaddress.ip_address(text))
+
+
+DATES = ["2020-02-29", "2000-02-29", "2021-02-28", "2021-01-31", "2021-11-30", "0000-02-29"]
+NO_DATES = ["2021-02-29", "1900-02-29", "2020-02-30", "2021-04-31", "2021-00-01", "2021-13-01", "2021-1-01"]
+CLOCKS = ["T00:00:00Z", "T23:59:60.125+23:59"]
+IPV6 = [
+    "::",
+    "::1",
+    "1::",
+    "1:2:3:4:5:6:7:8",
+    "1:2:3:4:5:6:7::",
+    "::2:3:4:5:6:7:8",
+    "1::3:4:5:6:7:8",
+    "ABCD::0",
+]
+IPV6 += ["1:2:3:4:5:6:1.2.3.4", "::1.2.3.4", "1::1.2.3.4", "1:2:3:4:5::1.2.3.4", "64:ff9b::255.0.10.9"]
+NO_IPV6 = [
+    "1.2.3.4",
+    "1:2:3:4:5:6:7",
+    "1:2:3:4:5:6:7:8:9",
+    "1::2::3",
+    ":1::2",
+    "1:",
+    ":::",
+    "12345::",
+    "::1%eth0",
+]
+NO_IPV6 += [
+    "::1.2.3.04",
+    "::1.2.3",
+    "::1.2.3.256",
+    "1:2:3:4:5:6:7:1.2.3.4",
+    "1:2:3:4:5:6::1.2.3.4",
+    "::1.2.3.4:1",
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("date", DATES, [*NO_DATES, "2020-02-29T00:00:00Z"]),
+        (
+            "date-time",
+            [day + clock for day in DATES for clock in CLOCKS],
+            [day + CLOCKS[0] for day in NO_DATES],
+        ),
+        (
+            "date-time",
+            ["2020-02-29T01:02:03-00:00"],
+            ["2020-02-29", "2020-02-29T24:00:00Z", "2020-02-29T01:00:005Z"],
+        ),
+        ("ipv6", IPV6, NO_IPV6),
+    ],
+)
+def test_days_that_months_have_and_addresses(compiler, format, good, bad):
+    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
+    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    for value in good:
+        assert admits(compiled, f'"{value}"'), value
+    for value in bad:
+        assert not admits(compiled, f'"{value}"'), value
 
 
 def test_the_older_form_of_tuples(compiler):

@@ -41,16 +41,34 @@ OF_TYPE: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 OF_TYPE["number"] = OF_TYPE["integer"]
-FORMATS = (
-    "date", "date-time", "duration", "email", "hostname", "ipv6", "time", "uri", "uri-reference",
-    "uri-template", "uuid",
-)  # fmt: skip
-# Of these xgrammar's own grammars admit quotes and control characters within the string, which is no JSON
-# then, and 010 as a part of an address.
+FORMATS = ("duration", "email", "hostname", "time", "uri", "uri-reference", "uri-template", "uuid")
+# Of these xgrammar's own grammars admit too much: quotes and control characters within a pointer, which is no
+# JSON then, 010 as a part of an address, 31 days in each month.
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\ud7ff\ue000-\U0010ffff]|~[01])*)*"
+_H16 = "[0-9a-fA-F]{1,4}"
+_LS32 = rf"({_H16}:{_H16}|{_BYTE}(\.{_BYTE}){{3}})"
+# {0,1} for ?, behind which xgrammar's automaton may go on in the last loop of a group that is left out.
+_IPV6 = (  # as RFC 3986 has it
+    f"({_H16}:){{6}}{_LS32}",
+    *(f"({_H16}(:{_H16}){{0,{n}}}){{0,1}}::({_H16}:){{{4 - n}}}{_LS32}" for n in range(4)),
+    f"({_H16}(:{_H16}){{0,4}}){{0,1}}::{_LS32}",
+    f"({_H16}(:{_H16}){{0,5}}){{0,1}}::{_H16}",
+    f"({_H16}(:{_H16}){{0,6}}){{0,1}}::",
+    f"::({_H16}:){{5}}{_LS32}",
+)
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_MONTH_AND_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"([0-9]{{4}}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_MINUTE}:([0-5][0-9]|60)(\.[0-9]+){{0,1}}(Z|[+-]{_HOUR_MINUTE})"
 FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
     "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "ipv6": f"^({'|'.join(_IPV6)})$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
