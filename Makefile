@@ -61,10 +61,11 @@ else
 serve_extras := server,openai,cuda
 endif
 development_extras := $(serve_extras),client,test,lint
+# Errors and warnings alone; PIP_ARGS=-v brings pip's lines back.
 ifneq ($(UV),)
-pip = $(UV) pip install --python $(BIN)/python --only-binary :all:
+pip = $(UV) pip install -q --python $(BIN)/python --only-binary :all:
 else
-pip = $(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: $(PIP_ARGS)
+pip = $(BIN)/python -m pip install -q --disable-pip-version-check --only-binary :all: $(PIP_ARGS)
 endif
 # xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
 # Tests have one: their kernels run in its interpreter.

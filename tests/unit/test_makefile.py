@@ -56,3 +56,15 @@ def test_known_variables_are_taken_and_checks_come_before_writing():
     assert order == sorted(order)
     assert text.count("--openai-workers 2 --drain-seconds 9") == 2
     assert text.count("--http-port 8700") == 2 and "--set max_num_seqs=8 max_queue_size=4" in text
+
+
+@pytest.mark.parametrize(("uv", "program"), [("", r"python -m pip"), ("/bin/uv", r"/bin/uv pip")])
+@pytest.mark.parametrize("target", ["serve", "test"])
+def test_installing_is_announced_and_then_quiet(uv, program, target):
+    status, text = make("-n", "-B", target, f"UV={uv}", "PIP_ARGS=")
+    assert status == 0
+    announced, installs = (
+        text.index("installing into .venv"),
+        list(re.finditer(rf"{program} install( -q)?", text)),
+    )
+    assert installs and all(found[1] and found.start() > announced for found in installs)
