@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,20 @@ def test_a_stream_left_behind_costs_one_line(repository: Path, tmp_path: Path) -
         lines = [line for line in server.log[before:].splitlines() if not line.startswith("[engine]")]
         assert len(lines) <= 1, lines
         assert not lines or lines[0].startswith("serve: "), lines
+
+
+def test_an_end_with_streams_in_flight_sounds_like_no_fault(repository: Path, tmp_path: Path) -> None:
+    """Their model's process is killed in the end: tritonserver waits for them."""
+    with running(repository, tmp_path) as server:
+        body = b'{"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 1048576}'
+        request = urllib.request.Request(f"{server.url}/v2/models/ensemble/generate_stream", body)
+        streams = [urllib.request.urlopen(request, timeout=60) for _ in range(8)]
+        try:
+            assert all(stream.readline() for stream in streams)
+            before = len(server.log)
+            assert server.interrupt() == 0
+        finally:
+            for stream in streams:
+                stream.close()
+        said = server.log[before:]
+        assert "[engine] INFO ended after" in said and "WARNING" not in said, said

@@ -163,6 +163,8 @@ class Endpoint:
         """From now on nothing is submitted, and what is open fails, with this message."""
         with self._lock:
             self._refusal = message
+            if not self._closing:
+                os.eventfd_write(self._wake, 1)
         self._fail_all(message)
 
     def close(self) -> None:
@@ -235,6 +237,8 @@ class Endpoint:
                     os.eventfd_read(self._wake)
                     while self._outbox:
                         socket.send(self._outbox.popleft())
+                    if self._refusal:  # serve may end this process at once: its end is no news then
+                        socket.send(protocol.encode(protocol.Goodbye(self._pid)))
                 if socket in ready:
                     self._receive(socket)
                 if pidfd in ready:

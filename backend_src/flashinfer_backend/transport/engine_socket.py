@@ -160,7 +160,8 @@ class EngineSocket:
             copy = max(map(len, parts)) < LARGE_PART
             self._socket.send_multipart([identity, *parts], zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
-            log.warning("stub %d is unreachable (%s)", pid, error)
+            if error.errno != zmq.EHOSTUNREACH:  # it has left: its Goodbye or its end comes next
+                log.warning("stub %d is unreachable (%s)", pid, error)
 
     def close(self) -> None:
         self._socket.close()
