@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,43 @@ def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="gpt-4", messages=ASK)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.chat.completions.create(model="tiny-chat", messages=ASK, max_tokens=9999)
+
+
+def test_every_answer_has_a_request_id(door: OpenAiServer, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 2}
+
+    def headers(path: str, body: Any = None, **sent: str) -> tuple[dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=TIMEOUT_S)
+        data = None if body is None else json.dumps(body)
+        connection.request("GET" if data is None else "POST", path, data, sent)
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        assert len(answer.headers.get_all("x-request-id")) == 1
+        return dict(answer.headers), text
+
+    found, text = headers("/v1/completions", asked)
+    assert found["x-request-id"] == json.loads(text)["id"]
+    found, text = headers("/v1/completions", {**asked, "stream": True})
+    assert f'"id":"{found["x-request-id"]}"' in text.decode()
+    for path, body in [("/v1/models", None), ("/v1/x", None), ("/v1/completions", {}), ("/health", None)]:
+        made = headers(path, body)[0]["x-request-id"], headers(path, body)[0]["x-request-id"]
+        assert all(re.fullmatch("req_[0-9a-f]{32}", each) for each in made) and made[0] != made[1]
+    for path, body in [("/v1/models", None), ("/v1/x", None), ("/v1/completions", asked)]:
+        found, text = headers(path, body, **{"X-Request-Id": "a b/" + "c" * 196})
+        assert found["x-request-id"] == "a b/" + "c" * 196 and b"c" * 196 not in text
+        for strange in ("c" * 201, "caf\u00e9", "a\tb"):
+            assert headers(path, body, **{"X-Request-Id": strange})[0]["x-request-id"] != strange
+
+    completion = client.completions.create(model="tiny-chat", prompt="Once", max_tokens=1)
+    assert completion._request_id == completion.id
+    answer = client.chat.completions.create(model="tiny-chat", messages=ASK, max_tokens=1)
+    assert answer._request_id == answer.id
+    response = client.responses.create(model="tiny-chat", input="Once", max_output_tokens=16)
+    assert response._request_id == response.id
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(model="gpt-4", messages=ASK, extra_headers={"x-request-id": "mine"})
+    assert refused.value.request_id == "mine"
 
 
 def test_a_model_without_a_template_has_no_chat(tmp_path: Path) -> None:

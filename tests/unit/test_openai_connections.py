@@ -152,6 +152,7 @@ def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_c
         with server.connect(WHOLE) as sock:
             got = answer(sock)
         assert got.startswith(b"HTTP/1.1 503 ") and b"retry-after" in got and server.errors == [503]
+        assert b"\r\nx-request-id: req_" in got
         server.release.set()
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 ") for sock in busy)
         with server.connect(WHOLE) as sock:  # an answered one that is kept open makes room

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from flashinfer_backend.openai import request_ids
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams, log_probs, unavailable
@@ -126,9 +127,10 @@ def log_prob_of(token: int, value: float, decoder: DeltaDecoder) -> LogProb:
 class GenerationResponse(Response):
     """Answers while it watches whether the client is still there; one that leaves ends its sequences."""
 
-    def __init__(self, door: Door, streams: Streams) -> None:
+    def __init__(self, door: Door, streams: Streams, answer_id: str) -> None:
         super().__init__()
         self.door, self.streams = door, streams
+        self.named = (request_ids.HEADER, answer_id.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.ensure_future(self._watch(receive))
@@ -155,8 +157,8 @@ class GenerationResponse(Response):
 class JsonResponse(GenerationResponse):
     """One JSON body, at the end."""
 
-    def __init__(self, door: Door, streams: Streams, body: Body) -> None:
-        super().__init__(door, streams)
+    def __init__(self, door: Door, streams: Streams, body: Body, answer_id: str) -> None:
+        super().__init__(door, streams, answer_id)
         self._body = body
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,15 +169,15 @@ class JsonResponse(GenerationResponse):
             await error.response()(scope, receive, send)
             return
         length = (b"content-length", str(len(content)).encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*JSON, length]})
+        await send({"type": "http.response.start", "status": 200, "headers": [*JSON, length, self.named]})
         await send({"type": "http.response.body", "body": content})
 
 
 class EventResponse(GenerationResponse):
     """Server-sent events. Until the first one is there, an error still has its own status."""
 
-    def __init__(self, door: Door, streams: Streams, events: AsyncIterator[bytes]) -> None:
-        super().__init__(door, streams)
+    def __init__(self, door: Door, streams: Streams, events: AsyncIterator[bytes], answer_id: str) -> None:
+        super().__init__(door, streams, answer_id)
         self._events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +186,9 @@ class EventResponse(GenerationResponse):
             async for data in self._events:
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": [*EVENTS, self.named]}
+                    )
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             self.door.metrics.error(error.status)

@@ -25,6 +25,7 @@ from flashinfer_backend.openai.chat import chat
 from flashinfer_backend.openai.completions import completions
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.request_ids import RequestIds
 from flashinfer_backend.openai.responses import responses
 from flashinfer_backend.openai.tokens import detokenize, tokenize
 
@@ -118,7 +119,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
-    return Guard(app, door, access.keys)
+    return RequestIds(Guard(app, door, access.keys))
 
 
 class Guard:

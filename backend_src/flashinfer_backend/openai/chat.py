@@ -280,8 +280,8 @@ async def chat(door: Door, request: ChatRequest) -> Response:
     await turn.submit(request, request.n or 1, limit, bool(request.logprobs), request.top_logprobs or 0)
     reply = _Reply(turn, request, model)
     if request.stream:
-        return EventResponse(door, turn.streams, reply.events())
-    return JsonResponse(door, turn.streams, reply.body)
+        return EventResponse(door, turn.streams, reply.events(), reply.id)
+    return JsonResponse(door, turn.streams, reply.body, reply.id)
 
 
 def add_effort(variables: dict[str, Any], effort: Any, param: str) -> None:
@@ -297,8 +297,9 @@ def add_effort(variables: dict[str, Any], effort: Any, param: str) -> None:
 class _Reply:
     def __init__(self, turn: Turn, request: ChatRequest, model: str) -> None:
         self._turn, self._request = turn, request
+        self.id = f"chatcmpl-{secrets.token_hex(16)}"
         self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "id": self.id,
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(time.time()),
             "model": model,

@@ -77,8 +77,8 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
     streams = door.generate(rows, request.skip_special_tokens, reduce)
     reply = _Reply(door, request, model, streams, count)
     if request.stream:
-        return EventResponse(door, streams, reply.events())
-    return JsonResponse(door, streams, reply.body)
+        return EventResponse(door, streams, reply.events(), reply.id)
+    return JsonResponse(door, streams, reply.body, reply.id)
 
 
 async def _prompts(door: Door, request: CompletionRequest, limits: Limits) -> list[list[int]]:
@@ -127,8 +127,9 @@ class _Reply:
     ) -> None:
         """count: completions that are made for each prompt."""
         self._door, self._request, self._streams, self._count = door, request, streams, count
+        self.id = f"cmpl-{secrets.token_hex(16)}"
         self._head: dict[str, Any] = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,

@@ -14,6 +14,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
+from flashinfer_backend.openai.request_ids import new_id
 
 MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, beside what came with their first byte
 
@@ -143,7 +144,7 @@ class Connection(HttpToolsProtocol):
         self.count_error(status)
         body = msgspec.json.encode(ApiError(message, status).body)
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
-        lines += [f"content-length: {len(body)}", "connection: close"]
+        lines += [f"content-length: {len(body)}", f"x-request-id: {new_id().decode()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()

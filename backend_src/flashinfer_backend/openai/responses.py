@@ -47,8 +47,8 @@ async def responses(door: Door, request: ResponsesRequest) -> Response:
     await turn.submit(request, 1, request.max_output_tokens)
     reply = _Reply(turn, request, model)
     if request.stream:
-        return EventResponse(door, turn.streams, reply.events())
-    return JsonResponse(door, turn.streams, reply.body)
+        return EventResponse(door, turn.streams, reply.events(), reply.id)
+    return JsonResponse(door, turn.streams, reply.body, reply.id)
 
 
 def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ class _Reply:
 
     def __init__(self, turn: Turn, request: ResponsesRequest, model: str) -> None:
         self._turn, self._request, self._model = turn, request, model
-        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+        self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._usage = Usage(turn.streams)
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
@@ -173,7 +173,7 @@ class _Reply:
     def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
         request = self._request
         body: dict[str, Any] = {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
