@@ -73,6 +73,26 @@ def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("limits", "advice"),
+    [
+        ({"max_input_len": 50}, ", or raise max_input_len when"),
+        ({"max_seq_len": 51}, ", or raise max_seq_len (51) when"),
+        ({"max_seq_len": 0}, "; max_seq_len ({longest}) is the most that the checkpoint allows"),
+    ],
+)
+def test_a_prompt_that_is_too_long_hears_what_could_be_raised(checkpoint, tmp_path, limits, advice):
+    core = start_core(checkpoint, **limits)
+    longest = core.model_config.longest_seq_len
+    with serve(core, tmp_path, wants_status=True) as client:
+        bad = client.submit([5] * longest, LONG)
+        client.wait([bad])
+        assert f". Shorten the prompt{advice.format(longest=longest)}" in client.failure[bad].message
+        while not client.statuses:
+            client.receive()
+        assert client.statuses[0].longest_seq_len == longest
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([], "no tokens"),

@@ -75,7 +75,8 @@ MISTAKES: dict[str, tuple[Values, str]] = {
     "no tokens": ({"max_tokens": int32(0)}, "request_output_len (max_tokens) is 0; it should be at least 1"),
     "long prompt": (
         {"text_input": strings("word " * 3000)},
-        "Prompt length (3003) exceeds maximum input length (2047). Shorten the prompt",
+        "Prompt length (3003) exceeds maximum input length (2047). Shorten the prompt; max_seq_len (2048) is"
+        " the most that the checkpoint allows",
     ),
     "LoRA": ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is not supported"),
     "of preprocessing": (

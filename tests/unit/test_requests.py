@@ -42,6 +42,13 @@ def text(*rows: Any) -> np.ndarray:
     return np.array(rows, np.object_)
 
 
+def test_a_prompt_beyond_the_checkpoints_limit_is_told_so() -> None:
+    limits = Limits(vocab_size=100, max_input_len=20, max_seq_len=21, longest_seq_len=21)
+    long = {"input_ids": int32([1] * 21), "input_lengths": int32([21])}
+    with pytest.raises(ValueError, match=r"\(20\). Shorten the prompt; max_seq_len \(21\) is the most"):
+        parse_request(tensors(**long), limits)
+
+
 def test_defaults_are_greedy() -> None:
     row = one()
     assert row.prompt.tolist() == [1, 2, 3, 4] and row.prompt.dtype == np.int32

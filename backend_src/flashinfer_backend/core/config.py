@@ -434,17 +434,18 @@ def resolve_limits(config: EngineConfig, longest_seq_len: int) -> EngineConfig:
     )
 
 
-def prompt_too_long(tokens: int, max_input_len: int, max_seq_len: int) -> str:
+def prompt_too_long(tokens: int, max_input_len: int, max_seq_len: int, longest_seq_len: int) -> str:
     """What a client is told whose prompt is longer than the resolved max_input_len. The first sentence is
-    TensorRT-LLM's."""
+    TensorRT-LLM's. longest_seq_len: the checkpoint's limit, 0 where it is not known."""
     if max_input_len < max_seq_len - 1:
-        raised = "max_input_len when building the model repository"
+        advice = ", or raise max_input_len when building the model repository"
+    elif 0 < longest_seq_len <= max_seq_len:
+        advice = f"; max_seq_len ({max_seq_len}) is the most that the checkpoint allows"
     else:
-        raised = (
-            f"max_seq_len ({max_seq_len}) when building the model repository; if the KV cache has no room for"
-            " more, the engine's log says so"
+        advice = (
+            f", or raise max_seq_len ({max_seq_len}) when building the model repository; if the KV cache has"
+            " no room for more, the engine's log says so"
         )
     return (
-        f"Prompt length ({tokens}) exceeds maximum input length ({max_input_len}). Shorten the prompt, or"
-        f" raise {raised}"
+        f"Prompt length ({tokens}) exceeds maximum input length ({max_input_len}). Shorten the prompt{advice}"
     )

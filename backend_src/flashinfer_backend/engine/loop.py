@@ -40,6 +40,7 @@ class EngineLoop:
     def __init__(self, core: Core, socket: EngineSocket) -> None:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.model_config.vocab_size
+        self.longest_seq_len = core.model_config.longest_seq_len
         self.socket = socket
         self.grammars = GrammarQueue(
             self.config.tokenizer_dir or self.config.model_dir,
@@ -160,7 +161,8 @@ class EngineLoop:
         elif not len(prompt):
             problem = "the prompt has no tokens; it should have at least one"
         elif len(prompt) > self.config.max_input_len:
-            problem = prompt_too_long(len(prompt), self.config.max_input_len, self.config.max_seq_len)
+            limits = self.config.max_input_len, self.config.max_seq_len, self.longest_seq_len
+            problem = prompt_too_long(len(prompt), *limits)
         elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
             problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
         elif params.grammar_type and self.config.guided_decoding_backend == "none":
@@ -385,6 +387,7 @@ class EngineLoop:
             max_num_seqs=self.config.max_num_seqs,
             block_size=self.config.tokens_per_block,
             blocks_total=kv_manager.num_blocks,
+            longest_seq_len=self.longest_seq_len,
             blocks_used=kv_manager.num_blocks - kv_manager.available,
             blocks_cached=kv_manager.cached,
             requests_active=len(scheduler.requests) + len(self.grammars) + len(self.logits),

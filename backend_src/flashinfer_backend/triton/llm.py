@@ -106,6 +106,7 @@ class TritonPythonModel:
             fold_input_ids=fold_input_ids,
             log_probs_so_far=log_probs == "all",
             max_seq_len=status.max_seq_len,
+            longest_seq_len=status.longest_seq_len,
             max_json_logits_mib=json_logits_mib,
         )
 

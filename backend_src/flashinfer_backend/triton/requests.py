@@ -38,6 +38,7 @@ class Limits:
     fold_input_ids: bool = False  # ids outside of the vocabulary are taken modulo its size
     log_probs_so_far: bool = False  # each chunk of a stream has those of all tokens so far
     max_seq_len: int = 0
+    longest_seq_len: int = 0  # the checkpoint's
     max_json_logits_mib: int = 0  # of a sequence whose answer from the ensemble is JSON; 0: any number
 
 
@@ -116,7 +117,8 @@ def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
 
 def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, place: tuple[int, int]) -> Row:
     if len(prompt) > limits.max_input_len:
-        raise ValueError(prompt_too_long(len(prompt), limits.max_input_len, limits.max_seq_len))
+        lengths = limits.max_input_len, limits.max_seq_len, limits.longest_seq_len
+        raise ValueError(prompt_too_long(len(prompt), *lengths))
     prompt = _in_vocabulary(prompt, limits)
     streaming = reader.flag(row, "streaming")
     if streaming and not limits.decoupled:
