@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import tracemalloc
 from types import SimpleNamespace
@@ -64,6 +65,24 @@ def test_who_leaves_together_lets_in_none_of_themselves() -> None:
     places.enter("last", 100)
     places.gate.leave(first, second, third, Place(1, 0, lambda: None))
     assert places.started == ["first", "last"] and places.seen[-1] == (100, 0) == (100, places.gate.waiting)
+
+
+def test_those_who_leave_the_line_in_any_order_leave_the_others_in_theirs() -> None:
+    draw, places = random.Random(0), Places()
+    last = places.enter("in", 100)
+    line = [(draw.randrange(3), f"{i}") for i in range(200)]
+    entered = {name: places.enter(name, 100, priority) for priority, name in line}
+    for priority, name in draw.sample(line, 120):
+        places.gate.leave(entered.pop(name))
+        line.remove((priority, name))
+        if draw.random() < 0.2:  # who comes again is last
+            entered[name] = places.enter(name, 100, priority)
+            line.append((priority, name))
+    expected = [name for _, name in sorted(line, key=lambda each: each[0])]
+    for name in expected:
+        places.gate.leave(last)
+        last = entered[name]
+    assert places.started == ["in", *expected]
 
 
 def test_too_many_that_wait_are_refused() -> None:

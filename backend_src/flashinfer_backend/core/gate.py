@@ -21,6 +21,7 @@ class Place:
     start: Callable[[], object]
     waiting: bool = False
     inside: bool = False
+    number: int = 0  # in the order in which they came
 
 
 class Gate:
@@ -37,6 +38,7 @@ class Gate:
         self._most, self._changed, self._most_waiting = most, changed, most_waiting
         self.held = 0  # bytes
         self._waiting: list[Place] = []  # in their order
+        self._came = 0
 
     @property
     def waiting(self) -> int:
@@ -47,8 +49,9 @@ class Gate:
         """Takes a place, or a place in the line. False: too many wait already."""
         if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
             return False
-        place.waiting = True
-        bisect.insort(self._waiting, place, key=lambda each: each.priority)
+        self._came += 1
+        place.waiting, place.number = True, self._came
+        bisect.insort(self._waiting, place, key=_turn)
         self._admit()
         return True
 
@@ -57,7 +60,7 @@ class Gate:
         more than once, and of a place that never entered."""
         for place in places:
             if place.waiting:
-                self._waiting.remove(place)
+                del self._waiting[bisect.bisect_left(self._waiting, _turn(place), key=_turn)]
             elif place.inside:
                 self.held -= place.size
             place.waiting = place.inside = False
@@ -71,3 +74,7 @@ class Gate:
             self.held += place.size
             place.start()
         self._changed(self.held, len(self._waiting))
+
+
+def _turn(place: Place) -> tuple[int, int]:
+    return place.priority, place.number

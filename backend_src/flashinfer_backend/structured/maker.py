@@ -44,8 +44,8 @@ class _Job:
     """The work on one guide, for all requests that wait for it."""
 
     key: Key
-    waiting: list[Waiting] = field(default_factory=list)
-    began: float | None = None  # to compile, or with the guide of waiting[0]
+    waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)  # who came first is first
+    began: float | None = None  # to compile, or with the guide of the first that waits
     has_turn: bool = False
     left_behind: bool = False
 
@@ -82,7 +82,7 @@ class GrammarMaker:
             if isinstance(known, Exception):
                 self._finish(waiting, known)
             elif job is not None:
-                job.waiting.append(waiting)
+                job.waiting[waiting] = None
             elif known is None and crowded:
                 problem = (
                     f"{MOST_LEFT_BEHIND} or more guides that took too long are still at work; until they end"
@@ -90,7 +90,7 @@ class GrammarMaker:
                 )
                 self._finish(waiting, GrammarError(problem))
             else:
-                job = self._jobs[waiting.key] = _Job(waiting.key, [waiting])
+                job = self._jobs[waiting.key] = _Job(waiting.key, OrderedDict({waiting: None}))
                 if known is None:
                     self._queue[job.key] = job
                     self._start_queued()
@@ -110,7 +110,7 @@ class GrammarMaker:
     def _forget(self, waiting: Waiting) -> None:
         job = self._jobs.get(waiting.key)
         if job is not None and waiting in job.waiting:
-            job.waiting.remove(waiting)
+            del job.waiting[waiting]
             if not job.waiting and job.key in self._queue:
                 del self._queue[job.key], self._jobs[job.key]
 
@@ -193,7 +193,7 @@ class GrammarMaker:
                     self._fail(job, outcome)
                 elif waiting in job.waiting:
                     self._finish(waiting, outcome)
-                    job.waiting.remove(waiting)
+                    del job.waiting[waiting]
 
     def _guide(self, compiled: Any, end_id: int) -> Grammar | Exception:
         if isinstance(compiled, Exception):
@@ -224,7 +224,7 @@ class GrammarMaker:
         with self._lock:
             if job.waiting:
                 job.began = time.monotonic()
-                return job.waiting[0]
+                return next(iter(job.waiting))
             if self._jobs.get(job.key) is job:
                 del self._jobs[job.key], self._at_work[job]
             return None
