@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import itertools
 import json
 import random
 import re
@@ -442,6 +443,18 @@ def test_names_of_groups_say_nothing(compiler, regex):
     for text in taken:
         assert admits(compiler.compile_regex(prepare_regex(regex)), text)
         assert admits(compiler.compile_json_schema(in_schema), json.dumps(text))
+
+
+OPTIONAL = ["a(cb+)?", "(ab*)?c", "b(ab*)?c*", "((ab+)?)c", "(ab+)??c", "a(b(ca*)?)?", r"a\)?(c+b*)?[()?]?"]
+
+
+@pytest.mark.parametrize("pattern", OPTIONAL)
+def test_an_optional_group_is_there_or_not(compiler, pattern):
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
+    words = ["".join(word) for size in range(5) for word in itertools.product("abc)?", repeat=size)]
+    wrong = [word for word in words if admits(compiled, f'"{word}"') != bool(re.fullmatch(pattern, word))]
+    assert not wrong
 
 
 CLASSES = [

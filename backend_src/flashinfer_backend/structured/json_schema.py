@@ -16,7 +16,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import ascii_regex, check_regex, without_names, without_surrogates
+from flashinfer_backend.structured.regex import (
+    ascii_regex,
+    check_regex,
+    with_counted_options,
+    without_names,
+    without_surrogates,
+)
 
 MOST_DEPTH = 100  # of subschemas in each other: the time to compile them grows with the cube
 MOST_SUBSCHEMAS = 10_000  # after the merging of allOf and $ref
@@ -48,7 +54,7 @@ _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\ud7ff\ue000-\U0010ffff]|~[01])*)*"
 _H16 = "[0-9a-fA-F]{1,4}"
 _LS32 = rf"({_H16}:{_H16}|{_BYTE}(\.{_BYTE}){{3}})"
-# {0,1} for ?, behind which xgrammar's automaton may go on in the last loop of a group that is left out.
+# {0,1} for ?: with_counted_options says why.
 _IPV6 = (  # as RFC 3986 has it
     f"({_H16}:){{6}}{_LS32}",
     *(f"({_H16}(:{_H16}){{0,{n}}}){{0,1}}::({_H16}:){{{4 - n}}}{_LS32}" for n in range(4)),
@@ -378,7 +384,8 @@ class _Preparation:
             raise _refused(path, "the pattern is not a string", "it should be one")
         try:
             check_regex(pattern)
-            pattern = without_surrogates(ascii_regex(without_names(pattern)))
+            pattern = with_counted_options(without_names(pattern))
+            pattern = without_surrogates(ascii_regex(pattern))
         except GrammarError as error:
             raise GrammarError(f"{error} (at {_short(path)})") from None
         if not self._is_safe_pattern(pattern):

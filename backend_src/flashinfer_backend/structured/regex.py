@@ -30,6 +30,7 @@ PART_OF_CLASS = re.compile(rf"({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL)
 AROUND = re.compile(r"\((\?<?[=!])")
 GROUP = re.compile(r"\((?:\?:|(\?P?<[^\W\d]\w*>)|(?!\?))")
 GROUP_ELSEWHERE = re.compile(rf"(?:{ESCAPE_OR_CLASS.pattern})|{GROUP.pattern}", re.DOTALL)
+OPTIONAL_GROUP = re.compile(rf"(?:{ESCAPE_OR_CLASS.pattern})|(\)\?)", re.DOTALL)
 REPETITION = re.compile(r"\{(\d*),?(\d*)\}")
 # Where xgrammar cannot keep a JSON string whole, only what needs no escape in one is let through.
 WITHOUT_ESCAPES = re.compile(
@@ -163,6 +164,12 @@ def ascii_regex(regex: str) -> str:
 def without_names(regex: str) -> str:
     """The same, its groups without names, which say nothing: a guide has no references."""
     return GROUP_ELSEWHERE.sub(lambda found: "(" if found[1] else found[0], regex)
+
+
+def with_counted_options(regex: str) -> str:
+    """The same with {0,1} for a ? behind a group. Of a JSON string's pattern xgrammar's automaton may go on
+    in the last loop of a group that it leaves out: of a(-b+)? it admits abb."""
+    return OPTIONAL_GROUP.sub(lambda found: "){0,1}" if found[1] else found[0], regex)
 
 
 def without_surrogates(regex: str) -> str:
