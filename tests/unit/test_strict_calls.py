@@ -296,6 +296,34 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
         compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'))
 
 
+@pytest.mark.parametrize("pieces", ["whole", "characters"])
+def test_json_that_has_a_functions_name_is_no_call(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, pieces: str
+) -> None:
+    """Llama 3 writes calls as JSON objects, and those of a response_format may have a name, too."""
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    any_object = json.dumps({"type": "object", "additionalProperties": True})
+    made = compiler.compile(*calls_guide(FUNCTIONS, "llama3_json", "none", False, any_object))
+    call = '{ "name":"now" , "parameters": {"a": 1}}'
+    for text, calls in (
+        ('{"name": "now", "legs": 4}', []),
+        ('{"legs": 4, "name": "now"}', []),
+        ('{"name": "now"}', []),
+        ('{"parameters": {"city": "Bonn"}, "name": "get.weather"}', []),
+        ('{"name": "now", "parameters": null}', []),
+        ('{"name": "no', None),  # cut off
+        ("{", None),
+        (call, [["now", '{"a": 1}']]),
+        (f"<|python_tag|>{call}; {call}", 2 * [["now", '{"a": 1}']]),
+    ):
+        guide = Grammar(made, tokenizer.eos_id or 0, size)
+        assert follows(guide, tokenizer, text)
+        assert allowed(guide, tokenizer.eos_id or 0) == (calls is not None)
+        reader = make_reader("llama3_json", "none", SCHEMAS, False, FUNCTIONS, True)
+        content, _, found = gathered(reader, text if pieces == "characters" else [text])
+        assert (content, found) == ("" if calls else text, calls or [])
+
+
 def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(
         ApiError, match=r"the function f is strict, so its parameters should be .* type object"

@@ -65,6 +65,10 @@ class MarkedReader:
             self._say(events, self._text)
         return events
 
+    def begins(self, text: str) -> bool | None:
+        """Whether a guided answer that begins with this text begins with a call; None where more decides."""
+        return _begins(text, self.mark)
+
     def _begin_call(self) -> None:
         """The mark was read."""
         raise NotImplementedError
@@ -195,7 +199,7 @@ class MistralReader(MarkedReader):
 class CallsOrContentReader:
     """Calls from the first word on, or content alone, in which nothing is a call: a guide saw to that."""
 
-    def __init__(self, calls: MarkedReader) -> None:
+    def __init__(self, calls: MarkedReader | Llama3Reader) -> None:
         self._calls = calls
         self._reader: Reader | None = None
         self._text = ""
@@ -203,10 +207,10 @@ class CallsOrContentReader:
     def feed(self, text: str) -> list[Event]:
         if self._reader is None:
             self._text += text
-            mark, begin = self._calls.mark, self._text.lstrip()
-            if mark.startswith(begin) and begin != mark:
+            is_call = self._calls.begins(self._text)
+            if is_call is None:
                 return []
-            self._reader = self._calls if begin.startswith(mark) else PlainReader()
+            self._reader = self._calls if is_call else PlainReader()
             text = self._text
         return self._reader.feed(text)
 
@@ -228,6 +232,13 @@ class Llama3Reader:
         self._state = "begin"
         self._text = self._prefix = ""
         self._scanner = CallScanner(names)
+
+    def begins(self, text: str) -> bool | None:
+        """Whether a guided answer that begins with this text begins with a call; None where more decides.
+        Other JSON may have a name, too: a guide's calls have it first, and their parameters behind it."""
+        heads = [("{", '"name"', ":", f'"{name}"', ",", '"parameters"', ":", "{") for name in self._names]
+        found = [_begins(text, self.mark), *(_begins(text, *head) for head in heads)]
+        return True if True in found else None if None in found else False
 
     def feed(self, text: str) -> list[Event]:
         if self._state == "content":
@@ -312,6 +323,16 @@ class ListReader:
 
     def finish(self) -> list[Event]:
         return []
+
+
+def _begins(text: str, *parts: str) -> bool | None:
+    """Whether these parts come first, with any blanks before each; None where the text ends before that."""
+    for part in parts:
+        text = text.lstrip()
+        if not text.startswith(part):
+            return None if part.startswith(text) else False
+        text = text[len(part) :]
+    return True
 
 
 def _append(events: list[Event], text: str) -> None:

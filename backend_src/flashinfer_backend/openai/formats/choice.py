@@ -72,6 +72,6 @@ def make_reader(
         reader = MistralReader()
     else:
         reader = PlainReader()
-    if or_content and isinstance(reader, MarkedReader):
+    if or_content and isinstance(reader, MarkedReader | Llama3Reader):
         reader = CallsOrContentReader(reader)
     return ThinkReader(reader, inside) if reasoning == "think" else reader
