@@ -145,6 +145,20 @@ def test_arguments_that_are_no_json_are_shown_as_text(arguments: str) -> None:
     assert json.loads(template.render([message])) == arguments
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", '{"city": "Rome"}'])
+def test_arguments_that_a_template_takes_apart(arguments: str) -> None:
+    """Qwen3-Coder's writes a tag for each, so those that are no object need a name."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = plain_messages([{"role": "assistant", "tool_calls": [call, call]}])
+    each = "{% for name, value in call.function.arguments | items %}<{{ name }}={{ value }}>{% endfor %}"
+    template = ChatTemplate("{% for call in messages[0].tool_calls %}" + each + "{% endfor %}", {})
+    shown = "<city=Rome>" if "}" in arguments else f"<arguments={arguments}>"
+    assert template.render(messages) == 2 * shown
+    refusing = ChatTemplate("{{ raise_exception('not so') }}", {})
+    with pytest.raises(ApiError, match="refuses the messages: not so"):
+        refusing.render(messages)
+
+
 def test_definitions_of_several_tools_stay_apart() -> None:
     def tool(name: str, kind: str) -> dict[str, Any]:
         parameters = {

@@ -66,8 +66,9 @@ class ChatTemplate:
             if not re.search(rf"\b{re.escape(name)}\b", source):
                 param = name if name in ("tools", "documents") else "chat_template_kwargs"
                 raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
-        try:
-            rendered: Any = render_jinja_template(
+
+        def rendered(messages: Messages) -> str:
+            found: Any = render_jinja_template(
                 [self._for_template(messages, source)],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 documents=[dict(document) for document in documents] if documents else None,
@@ -76,11 +77,21 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **{**self._special_tokens, **(variables or {})},
             )
+            return str(found[0][0])
+
+        try:
+            try:
+                return rendered(messages)
+            except Exception:
+                # Some templates, as Qwen3-Coder's, take arguments of calls apart, which not all are.
+                named = [_with_named_arguments(message) for message in messages]
+                if named == list(messages):
+                    raise
+                return rendered(named)
         except Exception as error:  # a template may raise anything, on purpose or not
             raise ApiError(
                 f"the checkpoint's chat template refuses the messages: {error}", param="messages"
             ) from error
-        return str(rendered[0][0])
 
     def _for_template(self, messages: Messages, source: str) -> list[dict[str, Any]]:
         """A template that does not know developers gets their words as the system's."""
@@ -159,6 +170,16 @@ def _value_of(arguments: str) -> Any:
     except (ValueError, RecursionError):  # ValueError: of half a surrogate pair, too
         return arguments
     return value
+
+
+def _with_named_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls' arguments are all objects: what is none becomes the one member of one."""
+    calls = [dict(call) for call in message.get("tool_calls") or []]
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, Mapping):
+            call["function"] = {**call["function"], "arguments": {"arguments": arguments}}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
