@@ -248,10 +248,16 @@ IN_CALLS = ("🌧", '"city"', "city>\n")  # of TEXTS
 
 
 def answered(
-    text: str, tools: str, cuts: set[int], streaming: bool, stop: list[str], one_call: bool = False
+    text: str,
+    tools: str,
+    cuts: set[int],
+    streaming: bool,
+    stop: list[str],
+    one_call: bool = False,
+    code: int = protocol.FINISHED_END_ID,
 ) -> Any:
     """Events, finish reason and number of tokens of an answer whose tokens arrive one by one, and are taken
-    after those that `cuts` names. one_call: it ends with its first call."""
+    after those that `cuts` names. one_call: it ends with its first call. code: why the text ends."""
     cancelled: list[int] = []
     link: Any = SimpleNamespace(
         engines=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
@@ -282,7 +288,7 @@ def answered(
         if n in cuts and (chunk := stream.take()) is not None:
             events += answer.take(chunk)
     if not stream.ended:
-        stream.on_token(protocol.NO_TOKEN, protocol.FINISHED_END_ID, None)
+        stream.on_token(protocol.NO_TOKEN, code, None)
         chunk = stream.take()
         assert chunk is not None and chunk.last
         events += answer.take(chunk)
@@ -336,6 +342,15 @@ def test_an_answer_with_one_call_ends_at_the_same_token(tools: str, cuts: set[in
     if calls and not stop:
         assert calls[0] == len(events) - 2 and json.loads(events[-1].text)["city"].startswith("Köln")
         assert sent < free[2] or tools == "llama3_json", "and before what closes it"
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_a_call_that_the_limit_of_tokens_cut_is_not_said_to_be_whole(one_call: bool) -> None:
+    """Between two parameters: what is there is JSON, with those that were written."""
+    text = XML.removesuffix("</function></tool_call>")
+    for code, reason in ((protocol.FINISHED_LENGTH, "length"), (protocol.FINISHED_END_ID, "tool_calls")):
+        events, finish, _ = answered(text, "qwen3_coder", set(), True, [], one_call, code)
+        assert [event.kind for event in events] == [CALL, ARGUMENTS] and finish == reason
 
 
 def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:

@@ -207,6 +207,7 @@ class Answer:
             events += self._followed(self._reader.feed(text))
         if chunk.last and not self._cut:
             events += self._followed(self._reader.finish())
+            self._cut = False  # the text had ended by itself
         if chunk.last:
             self.finish = self._finish(chunk.code)
         return merged(events)
