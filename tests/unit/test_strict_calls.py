@@ -324,6 +324,22 @@ def test_json_that_has_a_functions_name_is_no_call(
         assert (content, found) == ("" if calls else text, calls or [])
 
 
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("qwen3_coder", "<tool_call><function=now><parameter={}>\nx\n</parameter></function></tool_call>"),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]{}[ARGS]{{}}"),
+    ],
+)
+def test_what_a_model_names_itself_has_no_bound(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str, call: str
+) -> None:
+    """One would be compiled as so many states, each over all of the vocabulary: seconds of a large one."""
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    made = compiler.compile(*calls_guide({"now": None}, name, "none", False))
+    assert follows(Grammar(made, tokenizer.eos_id or 0, size), tokenizer, call.format("a" * 500))
+
+
 def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(
         ApiError, match=r"the function f is strict, so its parameters should be .* type object"

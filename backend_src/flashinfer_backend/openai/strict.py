@@ -97,7 +97,7 @@ def _mistral(functions: Functions) -> Format:
     named = [
         _sequence(
             _const(name),
-            _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]{1,64}"))),
+            _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]+"))),
             _optional(_const(arguments)),
             _json_of(name),
         )
@@ -277,5 +277,6 @@ def _repeated(content: Format) -> Format:
     return {"type": "star", "content": content}
 
 
-_NAME = r"[^<>\r\n\t ][^<>\r\n]{0,127}"
+# Without a bound, as every repetition up to one is compiled by itself: 128 took 5 to 10 s of a thread.
+_NAME = r"[^<>\r\n\t ][^<>\r\n]*"
 _ANY_PARAMETERS = [_repeated(_xml_parameter(_regex(_NAME), _text(END_PARAMETER)))]
