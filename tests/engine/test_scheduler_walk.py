@@ -216,6 +216,10 @@ def _stalled(engine: Engine) -> None:
     engine.loop.scheduler.decoding = engine.loop.scheduler.decoding[1:]
 
 
+def _miscounted(engine: Engine) -> None:
+    engine.loop.scheduler.queue.known_tokens += 1
+
+
 @pytest.mark.parametrize(
     ("corrupt", "sentence"),
     [
@@ -225,6 +229,7 @@ def _stalled(engine: Engine) -> None:
         (_renamed, r"block \d+ has not the key of what request \d+ has in it"),
         (_forgotten, r"open are the requests|which nobody has"),
         (_skipped, r"a row starts at \d+, \d+ are computed"),
+        (_miscounted, r"the queue counts \(0, 1\) tokens, and those that wait have \(0, 0\)"),
         (_stalled, r"slots \[.*\] are decoded, and \[.*\] should be"),
     ],
 )

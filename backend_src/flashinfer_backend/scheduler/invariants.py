@@ -134,6 +134,13 @@ class InvariantChecker:
             f"open are the requests {sorted(scheduler.requests)}, but {sorted(handles)} wait or run",
         )
         _require(len(scheduler.queue) == len(waiting), "the queue does not know its length")
+        queue, counted = scheduler.queue, (scheduler.queue.tokens, scheduler.queue.known_tokens)
+        right = sum(len(r.prompt) + r.max_new for r in waiting), sum(r.num_tokens for r in waiting)
+        _require(counted == right, f"the queue counts {counted} tokens, and those that wait have {right}")
+        longest = max((r.max_new for r in waiting), default=0)
+        _require(
+            queue.longest == longest, f"the longest is {queue.longest}, and of those that wait {longest}"
+        )
         for request in waiting:
             holds = request.slot >= 0 or request.blocks or request.reserved_blocks
             _require(not holds, f"request {request.handle} waits, and still holds a slot or blocks")
