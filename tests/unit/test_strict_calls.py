@@ -296,6 +296,23 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
         compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'))
 
 
+@pytest.mark.parametrize("name", CALLS_OR_JSON)
+def test_json_of_a_schema_holds_no_special_tokens(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str
+) -> None:
+    """Some of them end a sequence, as <|eom_id|> does with Llama 3, and would cut the JSON off."""
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    guide = Grammar(
+        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL))),
+        tokenizer.eos_id or 0,
+        size,
+    )
+    assert follows(guide, tokenizer, '{"name": "R')
+    special = [token for token in map(tokenizer.backend.token_to_id, MARKS) if allowed(guide, token)]
+    marks = {"mistral": 3, "llama3_json": 1}  # of calls; they are text
+    assert len(special) == marks.get(name, 0)
+
+
 @pytest.mark.parametrize("pieces", ["whole", "characters"])
 def test_json_that_has_a_functions_name_is_no_call(
     compiler: GrammarCompiler, tokenizer: TextTokenizer, pieces: str

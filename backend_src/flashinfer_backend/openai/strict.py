@@ -37,6 +37,10 @@ Format = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 CONTENT = ""  # beside the functions' names: where a guide has the schema of the content
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
+_MARKS: dict[str, tuple[str, ...] | None] = {  # special tokens of calls
+    "mistral": (MistralReader.mark, *MistralReader.parts[:2]),
+    "llama3_json": (Llama3Reader.mark,),
+}
 BLANKS = r"[ \n\r\t]{0,8}"
 # Keywords of a function's parameters, beside those that are said with a tag for each property.
 _NOT_IN_XML = (
@@ -69,7 +73,10 @@ def calls_guide(
     schemas = {name: ANY_OBJECT if schema is None else schema for name, schema in functions.items()}
     if content is not None:
         schemas[CONTENT] = msgspec.json.decode(content)
-    special = tool_format in WITH_SPECIAL_TOKENS
+    # Which special tokens are text. With all of them, JSON of the content could hold what ends a sequence.
+    special = _MARKS.get(tool_format, ())
+    if content is None and tool_format in WITH_SPECIAL_TOKENS:
+        special = None
     tag = {"special_tokens": special, "functions": schemas, "format": answer}
     return CALLS_GUIDE, msgspec.json.encode(tag).decode()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class GrammarCompiler:
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._loading = threading.Lock()
+        self._special: dict[str, Any] = {}  # further compilers, by which special tokens are text
 
     def load(self) -> Any:
         """An xgrammar.GrammarCompiler, for any thread."""
@@ -42,9 +44,8 @@ class GrammarCompiler:
         try:
             if grammar_type == CALLS_GUIDE:
                 tag = json.loads(text)
-                if tag["special_tokens"]:
-                    with self._loading:
-                        compiler = self._with_special_tokens
+                if tag["special_tokens"] != []:
+                    compiler = self._with_special_tokens(tag["special_tokens"])
                 compiled = {"type": "structural_tag", "format": _prepared(tag["format"], tag["functions"])}
                 return compiler.compile_structural_tag(json.dumps(compiled))
             if grammar_type == "json":
@@ -73,13 +74,16 @@ class GrammarCompiler:
 
     @cached_property
     def _compiler(self) -> Any:
-        return self._make(special=False)
+        return self._make([])
 
-    @cached_property
-    def _with_special_tokens(self) -> Any:
-        return self._make(special=True)
+    def _with_special_tokens(self, as_text: list[str] | None) -> Any:
+        with self._loading:
+            key = str(as_text)
+            if key not in self._special:
+                self._special[key] = self._make(as_text)
+            return self._special[key]
 
-    def _make(self, special: bool) -> Any:
+    def _make(self, as_text: Collection[str] | None) -> Any:
         try:
             import xgrammar
         except ImportError as error:
@@ -88,7 +92,7 @@ class GrammarCompiler:
                 " guided_decoding_backend none"
             ) from error
         try:
-            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size, special)
+            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size, as_text)
         except (OSError, ValueError) as error:
             raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -128,15 +132,14 @@ def is_safe_pattern(pattern: str) -> bool:
     )
 
 
-def tokenizer_info(folder: Path, vocab_size: int, with_special_tokens: bool = False) -> Any:
-    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens. with_special_tokens:
-    they count as their text."""
+def tokenizer_info(folder: Path, vocab_size: int, as_text: Collection[str] | None = ()) -> Any:
+    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens. as_text: the special
+    tokens that count as their text, None for all of them."""
     import xgrammar
 
     tokenizer = TextTokenizer(folder)
     special = {t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special}
-    if with_special_tokens:
-        special = set()
+    special -= special if as_text is None else set(as_text)
     # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
     vocab = [""] * vocab_size
     for token, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():
