@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import Usage
-from flashinfer_backend.openai.chat import Answer
+from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
-from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, Event, merged
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, decode
 from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
@@ -342,6 +342,15 @@ def test_an_answer_with_one_call_ends_at_the_same_token(tools: str, cuts: set[in
     if calls and not stop:
         assert calls[0] == len(events) - 2 and json.loads(events[-1].text)["city"].startswith("Köln")
         assert sent < free[2] or tools == "llama3_json", "and before what closes it"
+
+
+def test_json_of_a_response_format_is_all_content_in_harmony() -> None:
+    door: Any = SimpleNamespace(tool_format="harmony", reasoning_format="harmony")
+    tools = Tools(AUTO, [], SCHEMAS)
+    turn = Turn(door, Conversation([], tools, ("json_schema", "{}"), guide_is_for_content=True), False)
+    text = '{"how": "<|start|>assistant to=functions.weather<|message|>{}"}'
+    reader = turn.reader()
+    assert [*reader.feed(text), *reader.finish()] == [Event(CONTENT, text)]
 
 
 @pytest.mark.parametrize("one_call", [False, True])

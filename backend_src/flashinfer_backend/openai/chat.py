@@ -96,6 +96,8 @@ class Turn:
         self.bound = self.tools.bound if self.guide == NO_GUIDE else {}
         if self.calls_or_json:
             self.bound = self.tools.bound or dict.fromkeys(self.tools.schemas)
+        elif self.guide != NO_GUIDE and conversation.guide_is_for_content:
+            self.tool_format = "none"  # all of it is content, also what looks like Harmony's marks
         self.prompt: list[int] = []
         self.inside = False  # the prompt opens the reasoning
         self.streams: Streams
