@@ -122,7 +122,11 @@ START, BETTER, BEST = Tiling(16, 64, 128), Tiling(16, 64, 256), Tiling(16, 64, 2
 
 def test_a_search_goes_from_neighbour_to_neighbour():
     bench = Recorded({("qkv", START): 15.9, ("qkv", BETTER): 15.0, ("qkv", BEST): 14.0}, {})
-    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    lines: list[str] = []
+    found = s.search(tuned.fallback(), bench, PLAN, lines.append)
+    (said,) = (line for line in lines if line.startswith("qkv [6144, 4096], 8 tokens: Tiling("))
+    assert said.endswith("step 375.3 us, 377.3 us before")
+    assert "down [4096, 14336], 8 tokens: cuBLAS, step 375.3 us, as before" in lines
     assert steps_of(found, "qkv") == {8: BEST, 64: None, 256: None}
     assert steps_of(found, "down") == {8: None, 64: None, 256: None}  # nothing else runs
     assert found.scheduling == tuned.fallback().scheduling

@@ -182,8 +182,9 @@ def _best_tiling(
     now = numbers.tiling(role, tokens, shape, fp8)
     known = [now, None, *_seeds(role, tokens, fp8)]
     known = [t for t in known if t is None or possible(t, role, shape, tokens, fp8)]
-    best, us = descend(known, times, role, shape, tokens, rounds, fp8)
-    say(f"{role} {list(shape)}, {tokens} tokens: {best or 'cuBLAS'}, step {us:.1f} us")
+    best, us, before = descend(known, times, role, shape, tokens, rounds, fp8)
+    gain = "as before" if best == known[0] else f"{before:.1f} us before"
+    say(f"{role} {list(shape)}, {tokens} tokens: {best or 'cuBLAS'}, step {us:.1f} us, {gain}")
     return with_tiling(numbers, role, shape, tokens, best, fp8)
 
 
@@ -257,11 +258,12 @@ def descend(
     tokens: int,
     rounds: int,
     fp8: bool = False,
-) -> tuple[Tiling | None, float]:
+) -> tuple[Tiling | None, float, float]:
     """The fastest of `known`, the first unless another is faster by more than repeats differ, then of its
-    neighbours, and so on for some rounds. With it, its time."""
+    neighbours, and so on for some rounds. With it, its time, and the first one's."""
     tried = list(dict.fromkeys(known))
-    best, us = fastest(tried, times(tried))
+    took = times(tried)
+    best, us = fastest(tried, took)
     for _ in range(rounds):
         new = (
             [] if best is None else [t for t in neighbours(best, role, shape, tokens, fp8) if t not in tried]
@@ -273,7 +275,7 @@ def descend(
         if found == best:
             break
         best = found
-    return best, us
+    return best, us, took[0]
 
 
 def fastest(choices: Sequence[Choice], times: Sequence[float]) -> tuple[Choice | None, float]:
