@@ -182,7 +182,7 @@ class World:
             rest=3,
         )
         self.scheduler = Scheduler(config, manager, END_IDS, numbers)
-        model_config = SimpleNamespace(vocab_size=VOCABULARY)
+        model_config = SimpleNamespace(vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len)
         # What the loop asks of a runner, and of a socket.
         self.device, self.others = SimpleNamespace(type="cpu"), None
         self.sampler = SimpleNamespace(grammars=SimpleNamespace(follower=SimpleNamespace(left_behind=0)))
