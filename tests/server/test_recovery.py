@@ -137,11 +137,13 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
 
 @pytest.mark.timeout(400)
 def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harmed: Server) -> None:
+    before = times_ready_again(harmed)
     streams = start_streams(harmed, 12)
     for victim in harmed.matching("/postprocessing/1/"):
         victim.suspend()
     wait_for(lambda: "has been stopped for" in harmed.log, "serve to notice")
     streams.join()
+    wait_again(harmed, before + 1)  # the next test counts, so serve has to have said it
     wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
 
 
