@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from flashinfer_backend.core.sampling_params import CALLS_GUIDE
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CONTENT
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.calls import HermesReader, Llama3Reader, MistralReader
@@ -35,7 +35,6 @@ from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 
 Format = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
-CONTENT = ""  # beside the functions' names: where a guide has the schema of the content
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
 _MARKS: dict[str, tuple[str, ...] | None] = {  # special tokens of calls
     "mistral": (MistralReader.mark, *MistralReader.parts[:2]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.sampling_params import CALLS_GUIDE, GRAMMAR_TYPES
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CONTENT, GRAMMAR_TYPES
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import prepare_schema
 from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, prepare_regex
@@ -62,7 +62,7 @@ class GrammarCompiler:
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
             if grammar_type == CALLS_GUIDE:
-                beside = " and response_format" if "" in tag["functions"] else ""
+                beside = " and response_format" if CONTENT in tag["functions"] else ""
                 raise GrammarError(
                     f"strict functions{beside}: {reason}; leave such keywords or strict out"
                 ) from error
@@ -100,14 +100,14 @@ class GrammarCompiler:
 
 def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
     """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. functions: the schemas of
-    their parameters, and under "" that of the content, where there is one. Raises GrammarError."""
+    their parameters, and under CONTENT that of the content, where there is one. Raises GrammarError."""
     found = dict(tag)
     function = found.pop("function", None)
     if function is not None:
         try:
             schema = prepare_schema(json.dumps(functions[function]), is_safe_pattern, found.pop("at"))
         except ValueError as error:
-            what = f"the parameters of {function}" if function else "response_format"
+            what = "response_format" if function == CONTENT else f"the parameters of {function}"
             raise GrammarError(f"{what}: {error}") from error
         return found | {"json_schema": json.loads(schema), "max_whitespace_cnt": MOST_BLANKS}
     for key in ("elements", "rules"):
