@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import threading
@@ -185,8 +186,12 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
     assert prebuild_triton.collect(lambda: sample_rows(5)) == []
 
 
-def test_what_fails_beside_others_is_compiled_alone(monkeypatch):
-    """As CPython 3.11's `ast.parse` does in threads: AST constructor recursion depth mismatch."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_the_parser_refuses_beside_others_is_compiled_alone(monkeypatch, nested):
+    """As CPython 3.11's `ast.parse` does in threads. Of a function that the kernel calls, the compiler raises
+    an error of its own from the parser's."""
+    from triton.compiler.errors import CompilationError
+
     alone = threading.get_ident()
 
     class Kernel:
@@ -194,13 +199,32 @@ def test_what_fails_beside_others_is_compiled_alone(monkeypatch):
 
         def preload(self, data):
             if data and threading.get_ident() != alone:
-                raise SystemError("AST constructor recursion depth mismatch (before=63, after=0)")
+                error = SystemError("AST constructor recursion depth mismatch (before=63, after=0)")
+                if nested:
+                    raise CompilationError("x = 1", ast.parse("x = 1").body[0]) from error
+                raise error
             self.compiled += 1
 
     kernel = Kernel()
     monkeypatch.setattr(prebuild_triton, "collect", lambda _: [(kernel, failing) for failing in (0, 1, 0, 1)])
     assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 4
     assert kernel.compiled == 4
+
+
+def test_what_fails_for_its_own_reasons_is_compiled_once(monkeypatch, caplog):
+    """The others are compiled all the same, and the warm-up shows what is wrong."""
+    compiled = []
+
+    class Kernel:
+        def preload(self, data):
+            compiled.append(data)
+            if data == 1:
+                raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(prebuild_triton, "collect", lambda _: [(Kernel(), each) for each in range(4)])
+    assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 0
+    assert sorted(compiled) == [0, 1, 2, 3]
+    assert "PassManager::run failed" in caplog.text
 
 
 def test_a_failure_is_left_to_the_warm_up(monkeypatch, caplog):

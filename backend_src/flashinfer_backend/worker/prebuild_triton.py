@@ -58,34 +58,53 @@ def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began
         finished += 1
 
     with telling(how_far, lambda: finished):
-        # CPython 3.11's parser now and then fails where several threads use it: once more, alone.
-        for kernel, data in compile_together(variants, one_more):
-            kernel.preload(data)
-            finished += 1
+        for error in compile_together(variants, one_more):
+            raise error
     return len(variants)
 
 
 def compile_together(
     variants: Sequence[tuple[Any, str]], compiled: Callable[[], None] = lambda: None
-) -> list[tuple[Any, str]]:
+) -> list[Exception]:
     """Compile what collect() found, in a thread for each core, for the current device. Calls `compiled` after
-    each, and returns those that failed."""
+    each, and returns what those raised that failed."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def choose_device() -> None:
         if index is not None:
             torch.cuda.set_device(index)
 
-    failed = []
+    again: list[tuple[Any, str]] = []
+    errors: list[Exception] = []
     workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
     with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
         futures = {threads.submit(kernel.preload, data): (kernel, data) for kernel, data in variants}
         for future in as_completed(futures):
-            if future.exception() is None:
-                compiled()
+            try:
+                future.result()
+            except Exception as error:  # Triton's compiler raises what its passes raise
+                if _parser_failed(error):
+                    again.append(futures[future])
+                else:
+                    errors.append(error)
             else:
-                failed.append(futures[future])
-    return failed
+                compiled()
+    for kernel, data in again:
+        try:
+            kernel.preload(data)
+        except Exception as error:
+            errors.append(error)
+        else:
+            compiled()
+    return errors
+
+
+def _parser_failed(error: BaseException | None) -> bool:
+    """Whether CPython 3.11's `ast.parse` raised it or what it comes from, which happens now and then where
+    several threads parse and the garbage collector runs between; alone it does not."""
+    while error is not None and not isinstance(error, SystemError):
+        error = error.__cause__
+    return error is not None
 
 
 def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
