@@ -55,6 +55,7 @@ def test_values_of_the_sampling_inputs_that_mean_greedy(contract: Server) -> Non
         {"temperature": 0.000001, "top_p": 1.0},  # sglang's benchmark
         {"temperature": 0.7, "top_k": 1},
         {"top_p": 0.0, "top_k": 0},
+        {"top_p": -1.0},
         {"temperature": 1.5, "top_p": 1e-6},
         {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "seed": 3},
     ):

@@ -18,7 +18,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -5}, "max_tokens) is -5"),
     ({"temperature": -1.0}, "temperature is -1"),
     ({"top_p": 1.5}, "top_p) is 1.5"),
-    ({"top_p": -0.5}, "top_p) is -0.5"),
     ({"top_k": -1}, "top_k) is -1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
     ({"min_tokens": -1}, "min_tokens is -1"),

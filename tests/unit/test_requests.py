@@ -70,6 +70,7 @@ def test_defaults_are_greedy() -> None:
         ({"temperature": fp32([0.7]), "runtime_top_k": int32([5])}, 0.7),
         ({"temperature": fp32([0.7]), "runtime_top_p": fp32([1.0])}, 0.7),
         ({"temperature": fp32([1.0]), "runtime_top_p": fp32([0.0])}, 0.0),  # 0 counts as unset
+        ({"temperature": fp32([1.0]), "runtime_top_p": fp32([-1.0])}, 0.0),  # and so does less, as there
         ({"temperature": fp32([0.7]), "runtime_top_k": int32([1])}, 0.0),
         ({"temperature": fp32([0.0]), "runtime_top_k": int32([5])}, 0.0),
         ({"temperature": fp32([1e-6]), "runtime_top_p": fp32([1.0])}, 0.0),
@@ -77,7 +78,9 @@ def test_defaults_are_greedy() -> None:
     ],
 )
 def test_when_sampling_is_greedy(changes: dict[str, np.ndarray], temperature: float) -> None:
-    assert one(**changes).params.temperature == pytest.approx(temperature)
+    params = one(**changes).params
+    assert params.temperature == pytest.approx(temperature)
+    assert 0.0 < params.top_p <= 1.0
 
 
 def test_scalars_with_and_without_batch_column() -> None:
@@ -202,7 +205,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"temperature": fp32([NAN])}, "temperature is nan; it should be a finite number"),
         ({"runtime_top_k": int32([-1])}, r"runtime_top_k \(top_k\) is -1"),
         ({"runtime_top_p": fp32([1.5])}, r"runtime_top_p \(top_p\) is 1.5; it should lie in \(0, 1\]"),
-        ({"runtime_top_p": fp32([-0.1])}, r"runtime_top_p \(top_p\) is -0.1"),
+        ({"runtime_top_p": fp32([-INFINITY])}, r"runtime_top_p \(top_p\) is -inf; it should be a finite"),
         ({"runtime_top_p": fp32([NAN])}, "runtime_top_p"),
         ({"repetition_penalty": fp32([0.0])}, "repetition_penalty is 0; it should be greater than 0"),
         ({"repetition_penalty": fp32([INFINITY])}, "repetition_penalty is inf"),
