@@ -188,7 +188,7 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
             client.async_stream_infer(LLM, inputs({**stop, "stop": flag(True)}), request_id="1", **final)
             assert ended.wait(30)
             client.stop_stream()
-            assert "empty" in others  # the stop request's own, empty answer
+            assert others == ["empty"]  # the stop request's own answer
         else:
             client.stop_stream(cancel_requests=True)
     wait_for(lambda: watch_contract.status().cancellations > before, "the engine to hear of it")
@@ -209,3 +209,21 @@ def test_a_stop_request_for_an_unknown_id_is_no_error(contract: Server) -> None:
     assert answers(contract, LLM, {**stop, "stop": flag(True)}, request_id="nobody") == []
     message = refusal(contract, LLM, {**stop, "stop": flag(True)})
     assert "Trying to stop a request but request ID is not provided" in message
+
+
+def test_a_stop_request_is_answered_once_without_outputs(contract: Server, unary: Server) -> None:
+    """To clients that did not ask for a final response as well."""
+    empty = {"id": "nobody", "model_name": LLM, "model_version": "1"}
+    numbers = {"input_ids": 0, "input_lengths": 0, "request_output_len": 0}
+    for each in (contract, unary):
+        assert each.post({"id": "nobody", **numbers, "stop": True}, LLM) == (200, empty)
+        assert each.post({"id": "nobody", **numbers, "stop": True}, LLM, stream=True) == [empty]
+    values = {**{name: int32(0) for name in numbers}, "stop": flag(True)}
+    found: queue.Queue[Any] = queue.Queue()
+    with grpcclient.InferenceServerClient(contract.grpc) as client:
+        client.start_stream(lambda result, error: found.put((result, error)))
+        client.async_stream_infer(LLM, inputs(values), request_id="nobody")
+        result, error = found.get(timeout=30)
+        client.stop_stream()
+    assert error is None and found.empty()
+    assert (result.get_response().id, output_names(result)) == ("nobody", set())

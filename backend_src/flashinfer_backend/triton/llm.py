@@ -199,11 +199,9 @@ class TritonPythonModel:
                 "Trying to stop a request but request ID is not provided; send the id of the request to stop"
             )
         self._engines.tell_stop(request_id)
-        final = self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        if self._limits.decoupled:
-            sender.send(flags=final)
-        else:  # exactly one response is due
-            sender.send(self._pb.InferenceResponse(output_tensors=[]), flags=final)
+        # A response, not its flag alone: of that the server tells no client that has not asked for it.
+        response = self._pb.InferenceResponse(output_tensors=[])
+        sender.send(response, flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     @cached_property
     def _decoder(self) -> DeltaDecoder:
