@@ -139,14 +139,14 @@ def test_embedding_bias(preprocessor, tokenizer):
 
 BAD_UTF8 = strings([b"ab\xff"])
 WRONG = [
-    ({"QUERY": BAD_UTF8}, "QUERY row 0 is not UTF-8: .* byte 2"),
+    ({"QUERY": BAD_UTF8}, r"QUERY \(text_input\) row 0 is not UTF-8: .* byte 2"),
     ({"QUERY": strings(["a", "b"])}, r"QUERY .*shape \[1, 2\]; it should be \[batch, 1\]"),
     ({"QUERY": None}, "QUERY .*missing"),
     ({"REQUEST_OUTPUT_LEN": None}, "REQUEST_OUTPUT_LEN .*missing"),
     ({"REQUEST_OUTPUT_LEN": np.ones((1, 2), np.int32)}, r"REQUEST_OUTPUT_LEN has shape \[1, 2\]"),
     ({"END_ID": np.ones((2, 1), np.int32)}, r"END_ID has shape \[2, 1\]; it should be \[1, 1\]"),
-    ({"STOP_WORDS_DICT": BAD_UTF8}, "STOP_WORDS_DICT row 0 is not UTF-8"),
-    ({"BAD_WORDS_DICT": strings(["a"], ["b"])}, r"BAD_WORDS_DICT has shape \[2, 1\]"),
+    ({"STOP_WORDS_DICT": BAD_UTF8}, r"STOP_WORDS_DICT \(stop_words\) row 0 is not UTF-8"),
+    ({"BAD_WORDS_DICT": strings(["a"], ["b"])}, r"BAD_WORDS_DICT \(bad_words\) has shape \[2, 1\]"),
     ({"EMBEDDING_BIAS_WORDS": strings(["a"])}, "belong together"),
     ({"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)}, "belong together"),
     (
@@ -313,8 +313,9 @@ def test_all_rows_of_a_request_together_are_bounded(preprocessor, tokenizer):
     texts = ["a"] * rows
     words = [["b" * (MOST_WORD_BYTES - 1), ""]] * rows
     found = f"{rows} words of {rows * (MOST_WORD_BYTES - 1)} bytes in {rows} rows"
-    for name in ("STOP_WORDS_DICT", "BAD_WORDS_DICT"):
-        with pytest.raises(ValueError, match=f"{name} has {found}; it should have at most {ALL_WORDS} words"):
+    for name, known_as in (("STOP_WORDS_DICT", "stop_words"), ("BAD_WORDS_DICT", "bad_words")):
+        text = rf"{name} \({known_as}\) has {found}; it should have at most {ALL_WORDS} words"
+        with pytest.raises(ValueError, match=text):
             run_one(preprocessor, request(*texts, **{name: strings(*words)}))
     biases = {"EMBEDDING_BIAS_WEIGHTS": np.ones((17, MOST_WORDS), np.float32)}
     many = strings(*[["b"] * MOST_WORDS] * 17)
@@ -328,7 +329,7 @@ def test_one_long_row_does_not_make_all_others_as_long(preprocessor):
     with pytest.raises(ValueError, match=r"256 rows, the longest of (\d+) ids: padded to it they are"):
         run_one(preprocessor, request(long, *["a"] * 255))
     words = strings(["1" * (MOST_IDS // 256 + 1)], *[["b"]] * 255)
-    with pytest.raises(ValueError, match=r"STOP_WORDS_DICT has 256 rows of \d+ ids; it should have at most"):
+    with pytest.raises(ValueError, match=r"\(stop_words\) has 256 rows of \d+ ids; it should have at most"):
         run_one(preprocessor, request(*["a"] * 256, STOP_WORDS_DICT=words))
     # By themselves they are well.
     assert run_one(preprocessor, request(long))["INPUT_ID"].shape[1] > MOST_PADDED_IDS // 256

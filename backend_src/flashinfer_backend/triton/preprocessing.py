@@ -30,6 +30,14 @@ REFUSED = {
     "PROMPT_TABLE_EXTRA_ID": "prompt embedding tables",
 }
 
+# The ensemble's names, where they are not the same in lower case: those that most clients sent.
+ENSEMBLE_NAMES = {
+    "QUERY": "text_input",
+    "STOP_WORDS_DICT": "stop_words",
+    "BAD_WORDS_DICT": "bad_words",
+    "DECODER_QUERY": "decoder_text_input",
+}
+
 
 class MissingInput(ValueError):
     """A request lacks an input without which there is nothing to do."""
@@ -124,7 +132,9 @@ class Preprocessor:
             encoded = self._encode([word for _, _, word in places], add_special_tokens=False)
             for (row, position, word), ids in zip(places, encoded, strict=True):
                 if not ids:
-                    raise ValueError(f"{name} row {row}: {word!r} gives no tokens, so it can never match")
+                    raise ValueError(
+                        f"{_known_as(name)} row {row}: {word!r} gives no tokens, so it can never match"
+                    )
                 found[row].append((position, ids))
         return found
 
@@ -134,7 +144,7 @@ class Preprocessor:
         rows = self._words(inputs, name, batch)
         flat = [[i for _, ids in row for i in ids] for row in rows]
         width = max(1, *(len(ids) for ids in flat))  # clients over HTTP lose the type of empty tensors
-        check_word_ids(name, width, batch)
+        check_word_ids(_known_as(name), width, batch)
         result = np.zeros((batch, 2, width), dtype=np.int32)
         result[:, 1] = -1
         for row, words in enumerate(rows):
@@ -177,8 +187,9 @@ def _attempt(function: Any, *args: Any) -> Any:
 def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
     for name, meaning in REFUSED.items():
         if name in inputs:
-            known_as = "DECODER_QUERY (decoder_text_input)" if name == "DECODER_QUERY" else name
-            raise ValueError(f"{known_as} is not supported: this model takes no {meaning}; leave it out")
+            raise ValueError(
+                f"{_known_as(name)} is not supported: this model takes no {meaning}; leave it out"
+            )
     if "QUERY" not in inputs:
         raise MissingInput("QUERY (text_input) is missing; it should be BYTES [batch, 1]")
     query = inputs["QUERY"]
@@ -190,12 +201,18 @@ def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
 
 def _strings(inputs: Tensors, name: str, batch: int) -> list[list[str]]:
     """Rows of a BYTES tensor [batch, N] as text."""
-    values = inputs[name]
+    values, known_as = inputs[name], _known_as(name)
     if values.ndim != 2 or values.shape[0] != batch:
-        raise ValueError(f"{name} has shape {list(values.shape)}; it should be [{batch}, number of words]")
+        raise ValueError(
+            f"{known_as} has shape {list(values.shape)}; it should be [{batch}, number of words]"
+        )
     if name != "QUERY":
-        check_words(name, values)
-    return [[_text(value, f"{name} row {row}") for value in values[row]] for row in range(batch)]
+        check_words(known_as, values)
+    return [[_text(value, f"{known_as} row {row}") for value in values[row]] for row in range(batch)]
+
+
+def _known_as(name: str) -> str:
+    return f"{name} ({ENSEMBLE_NAMES[name]})" if name in ENSEMBLE_NAMES else name
 
 
 def _text(value: Any, where: str) -> str:
