@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from small_tokenizers import byte_level
+from small_tokenizers import byte_level, word_level
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -104,9 +104,10 @@ def test_rows_are_padded_on_the_right(preprocessor, tokenizer):
         assert set(out["INPUT_ID"][row, lengths[row] :].tolist()) <= {tokenizer.pad_id}
 
 
-@pytest.mark.parametrize(
-    ("name", "output"), [("STOP_WORDS_DICT", "STOP_WORDS_IDS"), ("BAD_WORDS_DICT", "BAD_WORDS_IDS")]
-)
+WORD_LISTS = {"STOP_WORDS_DICT": "STOP_WORDS_IDS", "BAD_WORDS_DICT": "BAD_WORDS_IDS"}
+
+
+@pytest.mark.parametrize(("name", "output"), WORD_LISTS.items())
 def test_word_lists(preprocessor, name, output):
     words = {name: strings(["stop", "", " quick brown"], ["x", "", ""])}
     lists = run_one(preprocessor, request("a", "b", **words))[output]
@@ -122,6 +123,19 @@ def test_word_lists(preprocessor, name, output):
 def test_only_empty_words_are_no_words(preprocessor):
     out = run_one(preprocessor, request("a", STOP_WORDS_DICT=strings([""])))
     assert out["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]]
+
+
+def test_words_of_which_the_tokenizer_leaves_nothing_are_no_words(tmp_path):
+    """This one knows no whitespace."""
+    preprocessor = Preprocessor(TextTokenizer(write_folder(tmp_path, word_level())))
+    fox = word_level().encode("fox").ids
+    words = {name: strings(["\n", "fox", " "]) for name in (*WORD_LISTS, "EMBEDDING_BIAS_WORDS")}
+    weights = np.array([[7.0, 2.0, 7.0]], np.float32)
+    given = {**words, "EMBEDDING_BIAS_WEIGHTS": weights, "END_ID": np.array([[0]], np.int32)}
+    out = run_one(preprocessor, request("the fox", **given))
+    for name in WORD_LISTS.values():
+        assert out[name].tolist() == [[fox, [len(fox)] + [-1] * (len(fox) - 1)]]
+    assert np.flatnonzero(out["EMBEDDING_BIAS"]).tolist() == sorted(set(fox))
 
 
 def test_embedding_bias(preprocessor, tokenizer):
