@@ -225,7 +225,11 @@ NAN, INFINITY = float("nan"), float("inf")
             {"beam_width": int32([2])},
             "beam_width is 2, which is not supported: this backend has no beam search",
         ),
-        ({"runtime_top_p_decay": fp32([0.9])}, "runtime_top_p_decay is 0.9, which is not supported"),
+        ({"beam_width": int32([1], [3])}, "beam_width is 3"),  # of a batch the value that is refused
+        (
+            {"runtime_top_p_decay": fp32([0.9])},
+            "runtime_top_p_decay is 0.9, which is not supported: this backend has no decay of top_p",
+        ),
         ({"lora_task_id": np.array([[0]], np.uint64)}, "lora_task_id is not supported: .*no LoRA"),
         (
             {"prompt_embedding_table": np.ones((1, 2, 3), np.float16)},

@@ -43,7 +43,7 @@ _FEATURES = {
 # early_stopping rank beams and runtime_top_p_min and runtime_top_p_reset_ids bound the decay of top_p:
 # without beams and decay they have no effect whatever their value.
 _NEUTRAL = {"beam_width": 1, "runtime_top_p_decay": 1.0}
-_MEANING = {"beam_width": "beam search", "runtime_top_p_decay": "a decaying top_p"}
+_MEANING = {"beam_width": "beam search", "runtime_top_p_decay": "decay of top_p"}
 
 
 def refuse_unsupported(tensors: Mapping[str, np.ndarray]) -> None:
@@ -53,8 +53,8 @@ def refuse_unsupported(tensors: Mapping[str, np.ndarray]) -> None:
             continue
         if name in _FEATURES:
             raise ValueError(f"{name} is not supported: this backend has no {_FEATURES[name]}; leave it out")
-        if name in _NEUTRAL and not (tensor == _NEUTRAL[name]).all():
-            value = tensor.reshape(-1)[0].item()
+        if name in _NEUTRAL and (asking := tensor[tensor != _NEUTRAL[name]]).size:
+            value = asking[0].item()
             raise ValueError(
                 f"{name} is {value:g}, which is not supported: this backend has no {_MEANING[name]};"
                 f" it should be {_NEUTRAL[name]:g} or left out"
