@@ -75,6 +75,29 @@ def test_a_form_of_failure_that_is_not_known_is_not_lost():
     assert "cannot start: no weights" in summary and "| Model |" in output
 
 
+@pytest.mark.parametrize(
+    "before, reason, said",
+    [
+        ([], "'max_batch_size' must be non-negative value for llm", ""),
+        (
+            ["[libprotobuf ERROR t.cc:337] Error parsing text-format inference.ModelConfig: 9:1: No."],
+            "failed to read text proto from /r/llm/config.pbtxt",
+            ": 9:1: No.",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named_with_its_reason(before, reason, said):
+    """Not what follows for the ensemble, and nothing follows for a folder that it does not name."""
+    lines = [
+        *before,
+        f"{STAMP}model_repository_manager.cc:1460] \"Poll failed for model directory 'llm': {reason}\"",
+    ]
+    follows = f'{STAMP}model_repository_manager.cc:703] "Invalid argument: ensemble ensemble contains models"'
+    output, summary = passed_on([*lines, follows, *TABLE])
+    assert summary == f"llm did not load: {reason}{said}"
+    assert output == lines
+
+
 def test_a_started_servers_lines_pass_unchanged():
     lines = lines_of_a_failed_load(REASON)
     assert passed_on(lines, "log.ready()")[0] == lines
@@ -128,8 +151,15 @@ def test_the_loaders_complaint_about_a_stub_is_fatal_at_once():
     assert summary == f"the server cannot start: {complaint}"
 
 
-@pytest.mark.parametrize("said", ["Fatal Python error: init_fs_encoding", ""])
-def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, tmp_path):
+@pytest.mark.parametrize(
+    "said, told",
+    [
+        ("Fatal Python error: init_fs_encoding", "Fatal Python error: init_fs_encoding"),
+        (f"{STAMP}pb_stub.cc:2105]  Failed to preinitialize Python stub: no model.py", "no model.py"),
+        ("", ""),
+    ],
+)
+def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, told, tmp_path):
     from flashinfer_backend.serve import server_log
 
     stub = tmp_path / "triton_python_backend_stub"
@@ -142,8 +172,8 @@ def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, tmp_path):
         deadline = time.monotonic() + 20
         while not (reason := log.cannot_start(child.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert reason.startswith("a process of the Python backend ended while it was starting")
-        assert said in reason
+        ended = "a process of the Python backend ended while it was starting"
+        assert reason == (f"{ended}: {told}" if told else ended)
     finally:
         child.kill()
         child.wait()

@@ -29,6 +29,12 @@ _REPEATED = re.compile(
     r"|model_lifecycle\.cc:\d+\] \"failed to load"
     r"|model_repository_manager\.cc:\d+\] \"Invalid argument: ensemble )"
 )
+# A folder of the repository that is no model. Where its config.pbtxt is none, the line before says why.
+_REFUSED = re.compile(
+    _STAMP + r"model_repository_manager\.cc:\d+\] \"Poll failed for model directory '(.+?)': (.*)\"$"
+)
+_NO_CONFIG = re.compile(r"^\[libprotobuf ERROR .*\] Error parsing text-format inference\.ModelConfig: (.*)$")
+_NOT_BEGUN = re.compile(_STAMP + r"pb_stub\.cc:\d+\]\s+Failed to preinitialize Python stub: (.*)$")
 _ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
 # While a server that could not load a model ends: tables, and the counting down.
@@ -52,7 +58,8 @@ class ServerLog:
         self._failures: dict[str, str] = {}  # reason by model that did not load
         self._kept_back: list[str] = []
         self._fatal = ""
-        self._last = ""  # line that is not of the server's own log
+        self._no_config = ""  # why and where what was read last is no config.pbtxt
+        self._last = ""  # line that is not of the server's own log, or why a stub ended
         self._ready = self._stopping = self._told_of_requests = False
         self._said_at = -AGAIN_S  # when the last line of _NO_DESCRIPTOR was shown
         self._left_out = 0  # such lines since then
@@ -131,6 +138,11 @@ class ServerLog:
             return ""
         if found := _FAILED.match(line):
             self._failures.setdefault(found[1], _reason(found[2]))
+        if found := _NO_CONFIG.match(line):
+            self._no_config = f": {found[1]}"
+        if found := _REFUSED.match(line):
+            self._failures.setdefault(found[1], found[2] + self._no_config)
+            self._no_config = ""
         if found := _NOT_LINKED.search(line):
             self._fatal = found[1]
         if _REPEATED.match(line) or _ENGINE_CANNOT.match(line):
@@ -138,7 +150,9 @@ class ServerLog:
             return None
         if self._failures and _ENDING.search(line):
             return None
-        if line and not re.match(_STAMP, line):
+        if found := _NOT_BEGUN.match(line):
+            self._last = found[1]
+        elif line and not re.match(_STAMP, line):
             self._last = line
         return ""
 
