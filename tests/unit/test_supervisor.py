@@ -189,6 +189,14 @@ def test_a_program_that_is_missing_is_named(run_dir: Path, monkeypatch: pytest.M
         Supervisor(run_dir, os.getpid(), b"{}").attach()
 
 
+def test_a_place_for_run_directories_that_cannot_be_used_is_told_with_what_to_set(tmp_path: Path) -> None:
+    """XDG_RUNTIME_DIR of another user, for one, which su leaves as it was."""
+    (tmp_path / "file").touch()
+    said = r"flashinfer-backend-0 cannot be made \(Not a directory\); set XDG_RUNTIME_DIR to another folder"
+    with pytest.raises(OSError, match=said):
+        rundir.claim(tmp_path / "file" / "flashinfer-backend-0" / "1-llm")
+
+
 def test_a_process_may_have_any_name(run_dir: Path) -> None:
     """One that has the pid of a dead server, whose run directory is looked at, is anybody's."""
     code = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) Z \\xff'); print(flush=True); input()"

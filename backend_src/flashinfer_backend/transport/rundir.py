@@ -41,8 +41,12 @@ def claim(run_dir: Path) -> None:
     user_dir = run_dir.parent
     try:
         user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except FileNotFoundError:  # nobody removes the folder above: it would be tried again for ever
-        raise OSError(f"{user_dir} cannot be made; set XDG_RUNTIME_DIR to another folder") from None
+    except (
+        OSError
+    ) as error:  # FileNotFoundError, too: nobody removes the folder above, and `locked` would go on
+        raise OSError(
+            f"{user_dir} cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to another folder"
+        ) from None
     if user_dir.stat().st_uid != os.getuid():
         raise PermissionError(f"{user_dir} belongs to another user; remove it or set XDG_RUNTIME_DIR")
     user_dir.chmod(0o700)
