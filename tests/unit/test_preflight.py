@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -77,6 +78,34 @@ def test_a_stub_without_its_libraries_is_refused(stub, monkeypatch):
 def test_the_real_stub_finds_its_libraries(tmp_path):
     server = preflight.find_server(tmp_path)
     assert not preflight.missing_libraries(server.stub, preflight.environment(server))
+
+
+def test_a_user_without_a_place_for_the_backend_is_told_the_option(tmp_path, monkeypatch):
+    def refused(option=None):
+        with pytest.raises(
+            ServeError, match=r"^no place for a copy .* --backends DIR, or in XDG_CACHE_HOME$"
+        ) as why:
+            preflight.find_server(option)
+        return str(why.value)
+
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(tmp_path / "file" / "below")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert "Not a directory" in refused()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4242424)  # as a container may be run
+    assert "home" in refused()
+
+
+def test_a_disk_that_is_full_is_told_and_keeps_no_half_copy(tmp_path, monkeypatch):
+    def copy(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil.copytree, "__defaults__", (False, None, copy, False, False))
+    with pytest.raises(ServeError, match=r"backend: \[Errno 28\] No space left on device; name"):
+        preflight.find_server(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_numpy_2_is_refused_where_the_server_cannot_read_its_strings():

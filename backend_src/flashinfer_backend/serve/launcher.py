@@ -196,12 +196,11 @@ def _check_models(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
     repository: Path = options.model_repository
     try:
         if not options.check and not repository.is_dir():
             raise ServeError(f"no folder {repository}: write one with build.py --output")
-        server = find_server(options.backends or cache / "backends")
+        server = find_server(options.backends)
         if options.backends is not None and server.backends is None:
             raise ServeError(
                 f"--backends is where the wheel's Python backend is copied to, and {server.binary} has its"

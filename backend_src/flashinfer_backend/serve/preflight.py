@@ -62,11 +62,12 @@ class Installation:
         return (self.backends or IMAGE_ROOT / "backends") / "python" / "triton_python_backend_stub"
 
 
-def find_server(backends_copy: Path) -> Installation:
+def find_server(backends_copy: Path | None) -> Installation:
     """The server of NVIDIA's image when there is one, else the wheel's.
 
     The wheel has a stub for each Python, and the backend uses the one beside its library: the
-    backend is copied to a folder in `backends_copy` with the right stub. Raises ServeError.
+    backend is copied to a folder in `backends_copy` (None: in ~/.cache) with the right stub. Raises
+    ServeError.
     """
     if (IMAGE_ROOT / "bin" / "tritonserver").exists():
         return Installation(IMAGE_ROOT / "bin" / "tritonserver", version=image_version(IMAGE_ROOT))
@@ -82,21 +83,43 @@ def find_server(backends_copy: Path) -> Installation:
         known = sorted(path.parent.name for path in stub.parents[1].glob("*/triton_python_backend_stub"))
         raise ServeError(f"tritonserver has no stub for Python {PYTHON}, only for {', '.join(known)}")
     wheel = metadata.version("nvidia-pytriton")
-    folder = backends_copy / f"{wheel}-python{PYTHON}"
-    if not folder.exists():  # never written to again: a running server may have it open
-        backends_copy.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=backends_copy))
-        shutil.copytree(root / "backends", unfinished, dirs_exist_ok=True)
-        shutil.copy(stub, unfinished / "python")
-        with contextlib.suppress(OSError):  # someone else was faster
-            unfinished.rename(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        folder = (backends_copy or _cache() / "backends") / f"{wheel}-python{PYTHON}"
+        if not folder.exists():  # never written to again: a running server may have it open
+            _copy_backends(root / "backends", stub, folder)
+    except (OSError, RuntimeError) as error:
+        raise ServeError(
+            f"no place for a copy of Triton's Python backend: {_first(error)}; name a folder that this user"
+            " can write to with --backends DIR, or in XDG_CACHE_HOME"
+        ) from None
     return Installation(
         binary=root / "bin" / "tritonserver",
         backends=folder,
         libraries=root.parents[1] / "nvidia_pytriton.libs",
         version=WHEEL_SERVERS.get(wheel),
     )
+
+
+def _cache() -> Path:
+    """Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
+
+
+def _copy_backends(backends: Path, stub: Path, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        shutil.copytree(backends, unfinished, dirs_exist_ok=True)
+        shutil.copy(stub, unfinished / "python")
+        with contextlib.suppress(OSError):  # someone else was faster
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _first(error: Exception) -> str:
+    """What an error says; of a folder's copy, which has one for each file, the first."""
+    return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else str(error)
 
 
 def image_version(root: Path) -> Version | None:
