@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -195,6 +196,18 @@ def test_a_place_for_run_directories_that_cannot_be_used_is_told_with_what_to_se
     said = r"flashinfer-backend-0 cannot be made \(Not a directory\); set XDG_RUNTIME_DIR to another folder"
     with pytest.raises(OSError, match=said):
         rundir.claim(tmp_path / "file" / "flashinfer-backend-0" / "1-llm")
+
+
+def test_a_disk_without_room_for_what_processes_share_is_told_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    said = r"No space left on device; make room there, or set XDG_RUNTIME_DIR to another folder: '/.*/seen'"
+    with pytest.raises(OSError, match=said):
+        rundir.shared_array(tmp_path / "seen", "i8", (1,))
 
 
 def test_a_process_may_have_any_name(run_dir: Path) -> None:

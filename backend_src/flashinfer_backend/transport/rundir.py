@@ -123,7 +123,11 @@ def shared_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     where there is no room for it."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
         # Else a disk that is full would be a SIGBUS later.
-        os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        try:
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        except OSError as error:  # which names no file
+            text = f"{error.strerror}; make room there, or set XDG_RUNTIME_DIR to another folder"
+            raise OSError(error.errno, text, str(path)) from None
         return np.asarray(np.memmap(file, dtype=dtype, mode="r+", shape=shape))
 
 
