@@ -112,6 +112,23 @@ def test_running_requests_end_before_the_server_does(harmed: OpenAiServer) -> No
     wait_for(lambda: not harmed.leftovers(), "nothing to be left")
 
 
+def test_requests_without_time_to_end_are_told_so_and_the_log_keeps_still(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """It had a traceback for each, and an answer that had not begun was a 500 without words."""
+    with openai_running(chat_model, tmp_path, "--drain-seconds", "1") as server:
+        with server.opened(CHAT, {**LONG, "stream": True}) as stream, server.asked(CHAT, LONG) as whole:
+            stream.read(10)
+            wait_for(lambda: engine(server, "requests_running") == 2, "both to run")
+            server.parent.terminate()
+            answer = whole.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert (answer.status, error["message"]) == (503, "The server is shutting down.")
+            assert "The server is shutting down." in stream.read().decode().splitlines()[-2]
+        assert server.parent.wait(TIMEOUT_S) == 0
+        assert "Traceback" not in server.log
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(chat_model: Path, tmp_path: Path, number: int) -> None:
     with openai_running(chat_model, tmp_path, "--workers", "2") as server:

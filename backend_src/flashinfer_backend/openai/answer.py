@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from flashinfer_backend.openai import request_ids
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import ClientLeft, Stream, Streams, log_probs, unavailable
+from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, log_probs, unavailable
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -198,7 +198,7 @@ class EventResponse(GenerationResponse):
             await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
         except asyncio.CancelledError:  # the time that running requests have at the server's end is over
             if begun:
-                body = unavailable("The server is shutting down.").body
+                body = unavailable(SHUTTING_DOWN).body
                 await send({"type": "http.response.body", "body": event(body)})
             raise
         await send({"type": "http.response.body", "body": b""})

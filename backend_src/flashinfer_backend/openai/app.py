@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import sys
@@ -17,7 +18,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
 from flashinfer_backend.openai import requests
@@ -25,6 +26,7 @@ from flashinfer_backend.openai.chat import chat
 from flashinfer_backend.openai.completions import completions
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.request_ids import RequestIds
 from flashinfer_backend.openai.responses import responses
 from flashinfer_backend.openai.tokens import detokenize, tokenize
@@ -119,7 +121,31 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
-    return RequestIds(Guard(app, door, access.keys))
+    return RequestIds(Ending(Guard(app, door, access.keys), door))
+
+
+class Ending:
+    """Answers requests that the server's end cuts off. uvicorn cancels them when their time is over; it
+    would log a traceback for each and send a 500 without words.
+    """
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        def noted(message: Message) -> Awaitable[None]:
+            nonlocal begun
+            begun = True
+            return send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                self._door.metrics.error(503)
+                await unavailable(SHUTTING_DOWN).response()(scope, receive, send)
 
 
 class Guard:

@@ -28,6 +28,7 @@ Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and 
 MOST_REDUCERS = 4  # threads that reduce logits of prompts
 MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
+SHUTTING_DOWN = "The server is shutting down."
 
 
 class ClientLeft(Exception):
