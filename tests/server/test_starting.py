@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from running import Server, running, wait_for
+from running import Server, free_ports, running, wait_for
 
 from flashinfer_backend.serve import preflight
 
@@ -66,6 +67,43 @@ def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(repository: Pat
         wait_for(lambda: "TRITONBACKEND_ModelInstanceInitialize" in server.log or server.ready(), "stubs", 60)
         assert server.interrupt() == 0
         wait_for(lambda: not server.leftovers(), "nothing to be left")
+    finally:
+        server.close()
+
+
+def test_a_full_disk_of_logs_ends_neither_api(repository: Path, tmp_path: Path) -> None:
+    (openai,) = free_ports(1)
+    words = [
+        "bash",
+        "-c",
+        'exec "$@" >/dev/full 2>&1',
+        "bash",
+        sys.executable,
+        "-m",
+        "flashinfer_backend.serve",
+    ]
+    words += ["--model-repository", str(repository), "--openai-port", str(openai)]
+    words += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+    server = Server(repository, tmp_path, words)
+
+    def other_api() -> bool:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{openai}/health") as answer,
+        ):
+            return bool(answer.status == 200)
+        return False
+
+    try:
+        server.wait_ready()
+        wait_for(other_api, "the OpenAI API")
+        (first,) = server.matching("bin/tritonserver")
+        first.kill()
+        first.wait(60)
+        wait_for(lambda: not server.ready(), "serve to notice")
+        server.wait_ready()
+        assert server.answers("Once") and other_api()
+        assert server.interrupt() == 0
     finally:
         server.close()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import engine_dir, run_dir
 from flashinfer_backend.openai.worker import NO_ENGINE, WorkerOptions
 from flashinfer_backend.transport import rundir
@@ -183,11 +184,11 @@ class Parent:
 
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)
-        print(f"\nOpenAI API ready: {url}/v1, a page to try it: {url}/\n", flush=True)
+        say(f"\nOpenAI API ready: {url}/v1, a page to try it: {url}/\n", 1)
 
 
 def _say(text: str) -> None:
-    print(f"openai: {text}", file=sys.stderr, flush=True)
+    say(f"openai: {text}")
 
 
 def metrics_dir() -> Path:

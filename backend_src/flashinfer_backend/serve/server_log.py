@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from flashinfer_backend.core import processes
+from flashinfer_backend.core.output import write
 
 STUB_GRACE_S = 3.0  # how long a stub that ended while it was starting may stay uncollected
 _STAMP = r"^[IWE]\d{4} [\d:.]+ \d+ "
@@ -120,7 +120,7 @@ class ServerLog:
             if shown == "" and not self._ready and text.startswith(("+", "|")):
                 shown = _cut(text, target)
             if shown is not None:
-                _write(target, line if shown == "" else shown.encode() + b"\n")
+                write(target, line if shown == "" else shown.encode() + b"\n")
 
     def _shown(self, line: str) -> str | None:
         """What becomes of a line: "" as it is, None for nothing, or another text."""
@@ -207,13 +207,3 @@ def _cut(row: str, target: int) -> str:
     except OSError:  # not a terminal
         return ""
     return row[: columns - 3] + "..." if 3 < columns < len(row) else ""
-
-
-def _write(target: int, data: bytes) -> None:
-    stream = sys.stdout if target == 1 else sys.stderr
-    try:
-        stream.flush()
-        while data:
-            data = data[os.write(target, data) :]
-    except OSError:  # nobody reads any more; the server must not notice
-        return

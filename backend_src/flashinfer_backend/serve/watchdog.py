@@ -15,13 +15,13 @@ import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, replica_of, run_dir
 from flashinfer_backend.serve.asking import ask
@@ -424,7 +424,7 @@ def _how(status: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"serve: {text}", file=sys.stderr, flush=True)
+    say(f"serve: {text}")
 
 
 def _answers(url: str, status: int) -> bool:
@@ -456,8 +456,8 @@ def _announce(url: str, openai_url: str) -> None:
     openai = (
         f"The OpenAI API is at {openai_url}/v1, a page to try it at {openai_url}/\n" if openai_url else ""
     )
-    print(
+    say(
         f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n{openai}"
         "Ctrl-C stops the server.\n",
-        flush=True,
+        1,
     )

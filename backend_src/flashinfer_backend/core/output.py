@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of a process that has to go on where nobody reads them any more, or their disk is full."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def write(target: int, data: bytes) -> None:
+    """Writes to standard output (1) or standard error (2); what cannot be written is lost."""
+    stream = sys.stdout if target == 1 else sys.stderr
+    try:
+        stream.flush()
+        while data:
+            data = data[os.write(target, data) :]
+    except OSError:
+        return
+
+
+def say(text: str, target: int = 2) -> None:
+    """A line, or several."""
+    write(target, f"{text}\n".encode(errors="backslashreplace"))
