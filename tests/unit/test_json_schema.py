@@ -16,7 +16,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from flashinfer_backend.structured.compiler import MOST_BLANKS, GrammarCompiler, is_safe_pattern
+from flashinfer_backend.structured.compiler import (
+    MOST_BLANKS,
+    GrammarCompiler,
+    compile_schema,
+    is_safe_pattern,
+)
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
 from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex, without_names
@@ -52,6 +57,13 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"minLength": 2}, ["ab", "schön"], ["a"]),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "a b", "😀é"], ["a", "abcd"]),
     ({"type": "string", "maxLength": 2**40}, ["ab"], [1]),
+    ({"type": "string", "maxLength": 40}, ["", "a" * 40, "😀é" * 20], ["a" * 41, "é" * 41]),
+    ({"maxLength": 300, "minLength": 60}, ["é" * 60, "a" * 300], ["é" * 59, "a" * 301]),
+    ({"minLength": 260}, ["😀" * 260, "a" * 400], ["a" * 259]),
+    ({"minLength": 260, "maxLength": 270}, ["é" * 260, "a" * 270], ["a" * 259, "a" * 271]),
+    ({"items": {"type": "string", "maxLength": 40}}, [["a" * 40, "b" * 40]], [["", "a" * 41]]),
+    ({"anyOf": [{"maxLength": 50}, {"minLength": 60, "maxLength": 70}]}, ["a" * 50, "a" * 70], ["a" * 55]),
+    ({"type": "object", "propertyNames": {"maxLength": 33}}, [{"a" * 33: 1}], [{"a" * 34: 1}]),
     ({"type": "string", "pattern": "^a+$"}, ["aa"], ["b", ""]),
     ({"type": "string", "pattern": "^(?:a|b$)$"}, ["a", "b"], ["ab"]),
     ({"type": "string", "pattern": "^[^é]ü$"}, ["aü"], ["éü", "aé"]),
@@ -192,8 +204,7 @@ def test_what_a_grammar_admits_satisfies_its_schema(compiler, schema, good, bad)
     assert all(valid(value) for value in good) and not any(valid(value) for value in bad), (
         "of the table itself"
     )
-    prepared = prepare_schema(json.dumps(schema), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+    compiled = compile_schema(compiler, prepare_schema(json.dumps(schema), is_safe_pattern))
     for value in good:
         texts = [json.dumps(value, ensure_ascii=False, separators=s) for s in ((",", ":"), (", ", ": "))]
         assert any(admits(compiled, text) for text in texts), value
@@ -220,7 +231,9 @@ def test_a_class_that_begins_with_an_escaped_caret_is_no_complement(caret):
     "string",
     [
         {"maxLength": 9},
+        {"maxLength": 99},
         {"minLength": 1},
+        {"minLength": 0, "maxLength": 199},
         {"pattern": "^.*$"},
         {"pattern": "^[^é]+$"},
         {"pattern": "^[ -~]+$"},
@@ -228,7 +241,7 @@ def test_a_class_that_begins_with_an_escaped_caret_is_no_complement(caret):
 )
 def test_strings_are_json(compiler, string, text):
     prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared)
+    compiled = compile_schema(compiler, prepared)
     assert admits(compiled, '"a b"') and not admits(compiled, text)
 
 
@@ -486,10 +499,13 @@ def characters(compiled: Any, quote: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("string", [{"minLength": 1}, {"maxLength": 3}, {"format": "json-pointer"}])
+@pytest.mark.parametrize(
+    "string",
+    [{"minLength": 1}, {"minLength": 3, "maxLength": 99}, {"maxLength": 3}, {"format": "json-pointer"}],
+)
 def test_strings_of_a_length_have_no_surrogates(compiler, string):
     prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared)
+    compiled = compile_schema(compiler, prepared)
     assert admits(compiled, '"/\ud7ff\ue000"') and not admits(compiled, b'"/\xed\xa0\x80"')
 
 
@@ -640,3 +656,78 @@ def test_what_random_schemas_grammars_admit_satisfies_them(compiler, seed):
             text = schemas.text(compiled)
             assert text is None or validator.is_valid(json.loads(text)), (schema, text)
     assert taken, "most are refused, not all"
+
+
+# Tokens of several characters: some leave a string, or cannot be in one; some are parts of a character.
+TOKENS = [bytes([i]) for i in range(256)]
+TOKENS += [
+    b"ab",
+    b"abcdefgh",
+    b" word",
+    b" " * 20,
+    b'a"',
+    b'"}',
+    b'", ',
+    b":\n",
+    b"<=\\",
+    b"xx\t",
+    b"\xa9'\n",
+]
+TOKENS += ["é".encode(), "é😀".encode(), "😀".encode()[1:], b"\xa9\xc3"]
+TOKENS += [b"a\xf0\x9f", b"<end>"]
+END = len(TOKENS) - 1
+LONG = {"type": "string", "maxLength": 45}
+LENGTHS = [
+    LONG,
+    {"type": "string", "minLength": 35, "maxLength": 140},
+    {"type": "string", "minLength": 263, "maxLength": 280},
+    {"type": "string", "maxLength": 300},
+    {
+        "type": "object",
+        "properties": {"a": LONG, 'ö\n"\\': {"type": "array", "items": LONG, "maxItems": 2}},
+        "additionalProperties": LONG,
+        "required": ["a", "b"],
+    },
+    {"type": "object", "propertyNames": LONG, "additionalProperties": {"enum": ["x", "é\n", None]}},
+    {"anyOf": [LONG, {"type": "string", "minLength": 50, "maxLength": 60}, {"pattern": "^a[^é]*$"}]},
+    {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 3, "$defs": {"d": LONG}},
+]
+
+
+@pytest.fixture(scope="module")
+def longer_tokens() -> Any:
+    info = xgrammar.TokenizerInfo(TOKENS, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def allowed_tokens(matcher: Any) -> list[int]:
+    mask = xgrammar.allocate_token_bitmask(1, len(TOKENS))
+    matcher.fill_next_token_bitmask(mask)
+    bits = mask.numpy().view("uint8")
+    return [i for i in range(len(TOKENS)) if bits[0, i >> 3] >> (i & 7) & 1]
+
+
+@pytest.mark.parametrize("schema", LENGTHS, ids=lambda value: json.dumps(value)[:60])
+def test_tokens_of_strings_with_a_length(longer_tokens, schema):
+    """Those of the mask are all that the grammar goes on with, up to a string's last character."""
+    compiled = compile_schema(longer_tokens, prepare_schema(json.dumps(schema), is_safe_pattern))
+    validator = jsonschema.Draft202012Validator(schema)
+    ended = 0
+    for seed in range(4):
+        pick, text = random.Random(seed), b""
+        matcher = xgrammar.GrammarMatcher(compiled)
+        while not matcher.is_terminated() and len(text) < 3000:
+            allowed = allowed_tokens(matcher)
+            for i in range(END):
+                went_on = matcher.accept_token(i)
+                assert went_on == (i in allowed), (TOKENS[i], text)
+                if went_on:
+                    matcher.rollback(1)
+            inside = [i for i in allowed if not {*TOKENS[i]} & {*b'"\\'} and i != END]
+            token = pick.choice(inside if inside and pick.random() < 0.97 else allowed)
+            assert matcher.accept_token(token)
+            text += TOKENS[token] if token != END else b""
+        if matcher.is_terminated():
+            ended += 1
+            assert validator.is_valid(json.loads(text)), text
+    assert ended

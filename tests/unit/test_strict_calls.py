@@ -167,6 +167,21 @@ def gathered(reader: Reader, pieces: Iterable[str]) -> Any:
     return found[CONTENT], found[REASONING], calls
 
 
+@pytest.mark.parametrize("tool_format", ["hermes", "mistral", "llama3_json", "harmony", "qwen3_coder"])
+def test_long_strings_of_arguments_have_their_length(compiler, tokenizer, tool_format):
+    """Their limits are counted, beside whatever else a format's grammar has."""
+    schema = {**WEATHER, "properties": {**WEATHER["properties"], "unit": {"type": "string", "maxLength": 40}}}
+    compiled = compiler.compile(*calls_guide({"get.weather": schema, "now": None}, tool_format, "", False))
+    opening, closing = CALLS[tool_format][0]
+    for length in (40, 41):
+        arguments = XML[GOOD] if tool_format == "qwen3_coder" else GOOD
+        unit = f'"{"é" * length}"'
+        text = opening.format("get.weather") + arguments.replace("null", unit) + closing.format()
+        size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+        guide = Grammar(compiled, tokenizer.eos_id or 0, size)
+        assert follows(guide, tokenizer, text) == (length == 40)
+
+
 @pytest.mark.parametrize("name, begin, end", OPENINGS)
 def test_calls_follow_their_schemas(
     compiled: Any, tokenizer: TextTokenizer, name: str, begin: str, end: str

@@ -15,6 +15,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CONTENT, GRAMMAR_TYPES
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import prepare_schema
+from flashinfer_backend.structured.lengths import has_lengths, with_counted_lengths
 from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, prepare_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
@@ -47,12 +48,12 @@ class GrammarCompiler:
                 if tag["special_tokens"] != []:
                     compiler = self._with_special_tokens(tag["special_tokens"])
                 compiled = {"type": "structural_tag", "format": _prepared(tag["format"], tag["functions"])}
-                return compiler.compile_structural_tag(json.dumps(compiled))
+                return _compile_tag(compiler, json.dumps(compiled, ensure_ascii=False))
             if grammar_type == "json":
                 return compiler.compile_builtin_json_grammar()
             if grammar_type == "json_schema":
                 schema = prepare_schema(text, is_safe_pattern)
-                return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
+                return compile_schema(compiler, schema)
             if grammar_type == "regex":
                 return compiler.compile_regex(prepare_regex(text))
             if grammar_type == "ebnf_grammar":
@@ -96,6 +97,30 @@ class GrammarCompiler:
         except (OSError, ValueError) as error:
             raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def compile_schema(compiler: Any, schema: str) -> Any:
+    """xgrammar.CompiledGrammar of a schema as prepare_schema writes it."""
+    if has_lengths(schema):
+        import xgrammar
+
+        grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS))
+        counted = with_counted_lengths(grammar)
+        if counted != grammar:
+            return compiler.compile_grammar(counted)
+    return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
+
+
+def _compile_tag(compiler: Any, tag: str) -> Any:
+    """The same of a structural tag with such schemas."""
+    if has_lengths(tag):
+        import xgrammar
+
+        grammar = str(xgrammar.Grammar.from_structural_tag(tag))
+        counted = with_counted_lengths(grammar)
+        if counted != grammar:
+            return compiler.compile_grammar(counted)
+    return compiler.compile_structural_tag(tag)
 
 
 def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
