@@ -24,6 +24,7 @@ from flashinfer_backend.structured.compiler import (
 )
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
+from flashinfer_backend.structured.lengths import has_lengths, with_counted_lengths
 from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex, without_names
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -688,6 +689,10 @@ LENGTHS = [
         "additionalProperties": LONG,
         "required": ["a", "b"],
     },
+    {"type": "string", "pattern": "^[a-z é]{1,200}$"},
+    {"type": "string", "pattern": r"^[\w .-]{5,200}$"},
+    {"type": "string", "pattern": r"[a-z ]{0,130}"},
+    {"type": "object", "patternProperties": {r"^[a-z]{1,140}$": {"type": "null"}}},
     {"type": "object", "propertyNames": LONG, "additionalProperties": {"enum": ["x", "é\n", None]}},
     {"anyOf": [LONG, {"type": "string", "minLength": 50, "maxLength": 60}, {"pattern": "^a[^é]*$"}]},
     {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 3, "$defs": {"d": LONG}},
@@ -731,3 +736,25 @@ def test_tokens_of_strings_with_a_length(longer_tokens, schema):
             ended += 1
             assert validator.is_valid(json.loads(text)), text
     assert ended
+
+
+@pytest.mark.parametrize(
+    ("pattern", "counted"),
+    [
+        (r"^[a-zA-Z0-9_-]{1,256}$", True),
+        (r"^[\w.:@ -]{0,1000}$", True),
+        (r"\d{2,200}", True),
+        (r"^[a-z]{1,64}$", False),  # quick, and quicker at the end
+        (r"^[ -~]{1,256}$", False),  # a quote has two characters in JSON
+        (r"^[.-a]{1,256}$", False),
+        (r"^[^a]{1,256}$", False),
+        (r"^[a-z]{1,256}[0-9]$", False),
+        (r"^x[a-z]{1,256}$", False),
+        (r"^[a-z]{200,256}$", False),
+    ],
+)
+def test_which_patterns_are_counted(pattern, counted):
+    schema = prepare_schema(json.dumps({"type": "string", "pattern": pattern}), is_safe_pattern)
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS))
+    assert ("[max_chars=" in with_counted_lengths(grammar)) == counted
+    assert has_lengths(schema) or not counted

@@ -22,11 +22,18 @@ IN_SCHEMA = json.dumps(PLAIN_CHARACTER, ensure_ascii=False)[1:-1]
 MOST_UNCOUNTED = 32
 MOST_WRITTEN_OUT = 256  # characters at the least; of more xgrammar makes no rules for each
 REPEATED = re.compile(r"^(\w+) ::= \(\((\w+)\{(\d+), (-?\d+)\}\)\)$", re.MULTILINE)
+# A pattern of one class, with characters alone that need no escape in JSON, as xgrammar writes it.
+_CLASS = r"(?:\[(?:[A-Z]-[A-Z]|[a-z]-[a-z]|\d-\d|\\\\[dw]|[\w.:@ ])*-?\]|\\\\[dw])"
+PATTERN = re.compile(
+    rf'^(\w+) ::= Regex\("\^?({_CLASS})\{{(\d+),(\d+)\}}\$?", json_string=true\)$', re.ASCII | re.MULTILINE
+)
+IN_PATTERN = re.compile(r'\{\d+,\d{3,}\}\$?"')
+MOST_UNROLLED = 128  # repetitions in a pattern; of more xgrammar looks through all tokens for each mask
 
 
 def has_lengths(schema: str) -> bool:
-    """Whether a schema as prepare_schema writes it has minLength or maxLength."""
-    return IN_SCHEMA in schema
+    """Whether a schema as prepare_schema writes it has minLength or maxLength, or such a pattern."""
+    return IN_SCHEMA in schema or bool(IN_PATTERN.search(schema))
 
 
 def with_counted_lengths(grammar: str) -> str:
@@ -46,4 +53,11 @@ def with_counted_lengths(grammar: str) -> str:
             return f"{rule}{limit} ::= (({CHARACTER}{{{least}, -1}}))"
         return f"{rule}{limit} ::= (({' '.join([CHARACTER] * least + [CHARACTER + '*'])}))"
 
-    return REPEATED.sub(counted, grammar)
+    return PATTERN.sub(_counted_pattern, REPEATED.sub(counted, grammar))
+
+
+def _counted_pattern(found: re.Match[str]) -> str:
+    rule, of_class, least, most = found[1], found[2], int(found[3]), int(found[4])
+    if most <= MOST_UNROLLED or least > MOST_UNROLLED:
+        return found[0]
+    return f'{rule}[max_chars={most}] ::= Regex("^{of_class}{{{least},}}$", json_string=true)'
