@@ -22,6 +22,7 @@ from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.serving.router import Router
+from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
@@ -93,6 +94,17 @@ def test_text_of_a_chunk(benchmark, kind):
     chunks = [(ids[s - 8 : s], ids[s : s + 1]) for s in starts]
     texts = benchmark(lambda: [decoder.delta(context, new, False) for context, new in chunks])
     assert any(texts)
+
+
+@pytest.mark.parametrize("limit", [30, 300])
+def test_compile_a_schema_with_a_length(benchmark, limit):
+    """With the bundled model's 2048 tokens: before the first token of a request whose guide is new."""
+    pytest.importorskip("xgrammar")
+    compiler = GrammarCompiler("bundled", vocab_size=2048)
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "maxLength": limit}}})
+    compiler.load()
+    compiled = benchmark(lambda: compiler.compile("json_schema", schema))
+    assert compiled.memory_size_bytes
 
 
 def stream(chunks):
