@@ -41,9 +41,8 @@ def claim(run_dir: Path) -> None:
     user_dir = run_dir.parent
     try:
         user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (
-        OSError
-    ) as error:  # FileNotFoundError, too: nobody removes the folder above, and `locked` would go on
+    except OSError as error:
+        # Never FileNotFoundError: nobody removes the folder above, and `locked` would try for ever.
         raise OSError(
             f"{user_dir} cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to another folder"
         ) from None
