@@ -24,7 +24,8 @@ class SlowGrammarError(GrammarError):
     """A guide that costs too much, and would again: it is refused when it comes back."""
 
 
-MOST_SECONDS, AVERAGED = 0.03, 8  # of CPU time for a token, and over about how many
+# Of CPU time for a token, and over about how many: a string that reaches its limit ends in some 12 slow ones.
+MOST_SECONDS, AVERAGED = 0.03, 16
 MOST_STEP_SECONDS = 0.1  # of CPU time for one token, or for the first mask: all sequences wait meanwhile
 STEP_POLL_SECONDS = 0.02  # how often that is looked at
 ADVICE = "repetitions within repetitions are ambiguous, write it with fewer of them"
