@@ -65,6 +65,11 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"items": {"type": "string", "maxLength": 40}}, [["a" * 40, "b" * 40]], [["", "a" * 41]]),
     ({"anyOf": [{"maxLength": 50}, {"minLength": 60, "maxLength": 70}]}, ["a" * 50, "a" * 70], ["a" * 55]),
     ({"type": "object", "propertyNames": {"maxLength": 33}}, [{"a" * 33: 1}], [{"a" * 34: 1}]),
+    (  # a character of Latin-1 in front of a hexadecimal digit
+        {"properties": {"über": {"enum": ["café0", "é"]}, "b": {"maxLength": 40}}, "type": "object"},
+        [{"über": "café0", "b": ""}, {"über": "é"}],
+        [{"über": "caf\u0e90"}],
+    ),
     ({"type": "string", "pattern": "^a+$"}, ["aa"], ["b", ""]),
     ({"type": "string", "pattern": "^(?:a|b$)$"}, ["a", "b"], ["ab"]),
     ({"type": "string", "pattern": "^[^é]ü$"}, ["aü"], ["éü", "aé"]),

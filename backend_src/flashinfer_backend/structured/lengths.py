@@ -13,6 +13,7 @@ import json
 import re
 
 from flashinfer_backend.structured.json_schema import PLAIN_CHARACTER
+from flashinfer_backend.structured.regex import with_whole_hex_escapes
 
 # As in PLAIN_CHARACTER. xgrammar allows no wrong tokens for a complement, however often it comes.
 CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
@@ -53,7 +54,9 @@ def with_counted_lengths(grammar: str) -> str:
             return f"{rule}{limit} ::= (({CHARACTER}{{{least}, -1}}))"
         return f"{rule}{limit} ::= (({' '.join([CHARACTER] * least + [CHARACTER + '*'])}))"
 
-    return PATTERN.sub(_counted_pattern, REPEATED.sub(counted, grammar))
+    found = PATTERN.sub(_counted_pattern, REPEATED.sub(counted, grammar))
+    # It prints é as \xe9, and in front of a digit or one of a to f reads that as another character.
+    return grammar if found == grammar else with_whole_hex_escapes(found)
 
 
 def _counted_pattern(found: re.Match[str]) -> str:

@@ -48,9 +48,12 @@ def prepare_regex(regex: str) -> str:
                 f"the class at character {found.start() + 1} begins with an escaped ^, which is not"
                 " supported; write it further behind, or outside of a class"
             )
-    # Of \xHH it takes hexadecimal digits that follow for more of them.
-    regex = HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], regex)
-    return without_surrogates(without_names(regex))
+    return without_surrogates(without_names(with_whole_hex_escapes(regex)))
+
+
+def with_whole_hex_escapes(text: str) -> str:
+    """The same with \\u00HH for \\xHH, which xgrammar reads with any number of digits."""
+    return HEX_ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)
 
 
 def check_regex(regex: str) -> None:
