@@ -182,6 +182,18 @@ def test_long_strings_of_arguments_have_their_length(compiler, tokenizer, tool_f
         assert follows(guide, tokenizer, text) == (length == 40)
 
 
+def test_texts_with_nul_stay_whole_beside_counted_strings(compiler, tokenizer):
+    properties = {"kind": {"enum": ["a\0b"]}, "note": {"type": ["integer", "string"], "maxLength": 40}}
+    schema = {"type": "object", "properties": properties, "required": ["kind"]}
+    compiled = compiler.compile(*calls_guide({"f": schema}, "qwen3_coder", "", False))
+    begin, end = CALLS["qwen3_coder"][0]
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+    for kind in ("a\0b", "a"):
+        text = f"{begin.format('f')}<parameter=kind>\n{kind}\n</parameter>\n{end.format()}"
+        guide = Grammar(compiled, tokenizer.eos_id or 0, size)
+        assert follows(guide, tokenizer, text) == (kind == "a\0b")
+
+
 @pytest.mark.parametrize("name, begin, end", OPENINGS)
 def test_calls_follow_their_schemas(
     compiled: Any, tokenizer: TextTokenizer, name: str, begin: str, end: str

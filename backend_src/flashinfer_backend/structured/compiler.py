@@ -113,7 +113,7 @@ def compile_schema(compiler: Any, schema: str) -> Any:
 
 def _compile_tag(compiler: Any, tag: str) -> Any:
     """The same of a structural tag with such schemas."""
-    if has_lengths(tag):
+    if has_lengths(tag) and r"\u0000" not in tag:  # xgrammar prints a text up to its first NUL
         import xgrammar
 
         grammar = str(xgrammar.Grammar.from_structural_tag(tag))
