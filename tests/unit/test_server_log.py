@@ -177,3 +177,13 @@ def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, told, tmp_path):
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize(("target", "closed"), [(1, ">&-"), (2, "2>&-")])
+def test_lines_for_an_output_that_was_closed_are_lost(tmp_path, target, closed):
+    """The next file to be opened has its descriptor."""
+    code = "import sys; from flashinfer_backend.core.output import say; file = open(sys.argv[1], 'w'); "
+    code += f"say('x', {target})"
+    path = tmp_path / "other"
+    words = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", code, str(path)]
+    assert subprocess.run(words).returncode == 0 and path.read_text() == ""

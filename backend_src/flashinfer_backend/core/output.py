@@ -10,6 +10,8 @@ import sys
 def write(target: int, data: bytes) -> None:
     """Writes to standard output (1) or standard error (2); what cannot be written is lost."""
     stream = sys.stdout if target == 1 else sys.stderr
+    if stream is None:  # it was closed at the start, and the descriptor may be another file's
+        return
     try:
         stream.flush()
         while data:
