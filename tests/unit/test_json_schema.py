@@ -763,3 +763,10 @@ def test_which_patterns_are_counted(pattern, counted):
     grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS))
     assert ("[max_chars=" in with_counted_lengths(grammar)) == counted
     assert has_lengths(schema) or not counted
+
+
+def test_equal_lengths_are_compiled_once():
+    strings = [{"type": "string", "minLength": n, "maxLength": 300} for n in (60, 60, 61, 60)]
+    schema = prepare_schema(json.dumps({"type": "array", "prefixItems": strings}), is_safe_pattern)
+    grammar = with_counted_lengths(str(xgrammar.Grammar.from_json_schema(schema)))
+    assert grammar.count("[max_chars=300]") == 2

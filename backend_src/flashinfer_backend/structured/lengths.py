@@ -45,10 +45,14 @@ def with_counted_lengths(grammar: str) -> str:
         if separator and body == PRINTED_CHARACTER
     }
 
+    rules: dict[tuple[int, int], str] = {}  # the first of each: equal ones would be compiled again
+
     def counted(found: re.Match[str]) -> str:
         rule, character, least, most = found[1], found[2], int(found[3]), int(found[4])
         if character not in characters or max(least, most) <= MOST_UNCOUNTED:
             return found[0]
+        if (first := rules.setdefault((least, most), rule)) != rule:
+            return f"{rule} ::= (({first}))"
         limit = f"[max_chars={most}]" if most >= 0 else ""
         if least > MOST_WRITTEN_OUT:
             return f"{rule}{limit} ::= (({CHARACTER}{{{least}, -1}}))"
