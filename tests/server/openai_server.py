@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from running import START_S, TIMEOUT_S, files_below, free_ports, wait_for
+from running import START_S, TIMEOUT_S, files_below, wait_for
 
 from flashinfer_backend.core.paths import resolve_model_dir
+from ports import free_ports
 
 LOGITS_MIB = 4  # of the session's door: 512 tokens of the bundled model
 CALL_TOKEN = 2  # of model_with_template

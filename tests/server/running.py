@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from flashinfer_backend.config_tools import cli
 from flashinfer_backend.serve import launcher as serve
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 START_S = 90
@@ -45,14 +45,6 @@ def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:
     arguments = ["--output", str(folder / "repository"), "--set", *defaults, *knobs]
     assert cli.main(ROOT / "model_repo", arguments) == 0
     return folder / "repository"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ROOT, Server, build_repository, free_ports, wait_for
+from running import ROOT, Server, build_repository, wait_for
 from test_generate import PROMPT
+
+from ports import free_ports
 
 pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
 CLIENTS = 4

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 from openai_server import OpenAiServer
-from running import ROOT, EngineWatch, Server, free_ports, wait_for
+from running import ROOT, EngineWatch, Server, wait_for
 from terminals import END_OF_FILE, INTERRUPT, terminal
 
 from client import bench, report
@@ -28,6 +28,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from perf_configs import bench_openai
 from perf_configs.plan import make_plan
 from perf_configs.run import Benchmark, argument_parser
+from ports import free_ports
 
 LOAD = ["--tokenizer", "bundled", "--workers", "1", "--warm-up", "0"]
 SMALL = ["--num-prompts", "6", "--input-len", "8:16", "--output-len", "4:8", "--max-concurrency", "3"]

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from running import ROOT, Server, free_ports, wait_for
+from running import ROOT, Server, wait_for
 from test_generate import PROMPT
+
+from ports import free_ports
 
 DASHBOARD = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
 PROMETHEUS = shutil.which("prometheus")

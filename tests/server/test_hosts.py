@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
-from running import free_ports, wait_for
+from running import wait_for
+
+from ports import free_ports
 
 
 def has_ipv6() -> bool:

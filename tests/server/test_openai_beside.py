@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BothDoors, both_running, build_repository, free_ports, wait_for
+from running import BothDoors, both_running, build_repository, wait_for
+
+from ports import free_ports
 
 PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the sky blue?\nAnswer:"]
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from openai_server import OpenAiServer
-from running import TIMEOUT_S, free_ports, wait_for
+from running import TIMEOUT_S, wait_for
+
+from ports import free_ports
 
 DRIVER, CHROMIUM = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id in WebDriver's JSON

@@ -15,8 +15,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-from running import ROOT, Server, free_ports, wait_for
+from running import ROOT, Server, wait_for
 from test_generate import PROMPT
+
+from ports import free_ports
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("nginx") and shutil.which("openssl")), reason="needs nginx and openssl"

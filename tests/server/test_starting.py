@@ -12,9 +12,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from running import Server, free_ports, running, wait_for
+from running import Server, running, wait_for
 
 from flashinfer_backend.serve import preflight
+from ports import free_ports
 
 
 @pytest.mark.parametrize(

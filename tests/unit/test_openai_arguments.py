@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,14 @@ from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.openai import worker
 from flashinfer_backend.openai.__main__ import main
 from flashinfer_backend.serve import launcher, probe
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return str(unused.getsockname()[1])
+    return str(free_ports(1)[0])
 
 
 @pytest.mark.parametrize(

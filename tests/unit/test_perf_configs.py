@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from client.measured import read
 from client.scenarios import Point, Requirement, read_scenario, read_scenarios
 from perf_configs import plots, provenance, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
+from ports import free_ports
 
 REQUIRED = {
     ("a", "median_tpot_ms"): "ratio ≤ 0.90",
@@ -337,7 +337,7 @@ def test_a_variant_reaches_the_command(tmp_path):
     command = 'echo "$FLAGS, $MODE" >"$WORK/seen"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
     variants = {"fast": Variant("--quick", {"MODE": "turbo"})}
     chosen = ServerSpec("vllm", "openai", "/", "/", command, 20.0, variants=variants, variant="fast")
-    with serve(chosen, {}, tmp_path, free_port(), 20.0, tmp_path / "kept"):
+    with serve(chosen, {}, tmp_path, free_ports(1)[0], 20.0, tmp_path / "kept"):
         assert (tmp_path / "seen").read_text() == "--quick, turbo\n"
 
 
@@ -468,13 +468,6 @@ def test_step_times_are_drawn(tmp_path):
             plots.read_step_times(path)
 
 
-def free_port():
-    """Not that of another test's server, which may still be about to end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def spec(command, prepare="", start_seconds=20.0):
     return ServerSpec("ours", "triton", "/", "/", command, start_seconds, prepare)
 
@@ -538,7 +531,7 @@ def _alive(pid):
 )
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
     kept = tmp_path / "results/ours.log"
-    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_port(), 20.0, kept):
+    with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_ports(1)[0], 20.0, kept):
         pass
     assert message in str(caught.value)
     assert kept.read_text() == (tmp_path / "ours.log").read_text()
@@ -579,11 +572,11 @@ def test_what_our_own_servers_need_is_looked_for_too(tmp_path, monkeypatch):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     for name in ("ours", "ours-openai"):
-        servers.check(read_servers()[name], free_port())
+        servers.check(read_servers()[name], free_ports(1)[0])
     monkeypatch.setattr(sys, "executable", str(bare))
     for name in ("ours", "ours-openai"):
         with pytest.raises(StartError, match=rf"{name}\S* cannot be started: (?s:.)*No module named"):
-            servers.check(read_servers()[name], free_port())
+            servers.check(read_servers()[name], free_ports(1)[0])
 
 
 def test_a_check_that_hangs_ends(monkeypatch):
@@ -596,7 +589,12 @@ def test_a_start_that_the_calls_time_cuts_says_so(tmp_path):
     with (
         pytest.raises(StartError) as caught,
         serve(
-            spec("exec sleep 60", start_seconds=30.0), {}, tmp_path, free_port(), 0.3, tmp_path / "kept.log"
+            spec("exec sleep 60", start_seconds=30.0),
+            {},
+            tmp_path,
+            free_ports(1)[0],
+            0.3,
+            tmp_path / "kept.log",
         ),
     ):
         pass
@@ -617,7 +615,7 @@ def test_a_start_says_what_it_waits_for(tmp_path, capsys, monkeypatch):
     starting = spec(f"echo three; {until.format('three')}; exit 3", prepare, start_seconds=30.0)
     with (
         pytest.raises(StartError, match="status 3"),
-        serve(starting, {}, tmp_path, free_port(), 60.0, tmp_path / "kept"),
+        serve(starting, {}, tmp_path, free_ports(1)[0], 60.0, tmp_path / "kept"),
     ):
         pass
     form = r"ours: still starting \(\d+ s, of at most 30\), its log's last line: (.*)"
@@ -637,14 +635,14 @@ def test_the_next_server_waits_until_all_gpus_are_free(tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     command = 'exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    with serve(spec(command), {}, tmp_path / "work", free_port(), 20.0, tmp_path / "kept"):
+    with serve(spec(command), {}, tmp_path / "work", free_ports(1)[0], 20.0, tmp_path / "kept"):
         assert len(list(tmp_path.glob("seen-*"))) == 1
     assert len(list(tmp_path.glob("seen-*"))) == 3
 
 
 def test_the_log_of_a_server_that_is_interrupted_is_kept(tmp_path):
     kept, command = tmp_path / "kept", 'echo up; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    with pytest.raises(KeyboardInterrupt), serve(spec(command), {}, tmp_path, free_port(), 20.0, kept):
+    with pytest.raises(KeyboardInterrupt), serve(spec(command), {}, tmp_path, free_ports(1)[0], 20.0, kept):
         raise KeyboardInterrupt
     assert kept.read_text().startswith("up\n")
 

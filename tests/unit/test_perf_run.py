@@ -29,6 +29,7 @@ from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, loading, plan, profile_steps, provenance, results, run
 from perf_configs.engine_start import engine_parameters
 from perf_configs.servers import Running, StartError, _variables, read_servers
+from ports import free_ports
 
 SIZES_8B = {
     **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -80,7 +81,15 @@ def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_sta
     stand_in.chmod(0o755)
     command = [sys.executable, "-m", "perf_configs.run", "--model-dir", str(model_dir), "--commit", "c"]
     command += ["--out", str(tmp_path / "out"), "--rows", "a", "--server", "ours,vllm:servers-1"]
-    command += ["--url", f"ours={server.url}", "--workers", "1", "--no-warm-up", "--port", str(free_port())]
+    command += [
+        "--url",
+        f"ours={server.url}",
+        "--workers",
+        "1",
+        "--no-warm-up",
+        "--port",
+        str(free_ports(1)[0]),
+    ]
     environment = os.environ | {"VLLM_PYTHON": str(stand_in), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=run.ROOT, env=environment, stderr=subprocess.PIPE, text=True) as call:
 
@@ -99,12 +108,6 @@ def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_sta
     kept = path.with_name(f"{path.stem}-vllm-servers-1.log")
     assert kept.read_text() == "loading weights\n" and f"the end of its log is in {kept}" in error
     assert not started(), "the server's folder is left"
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def noted_loads(monkeypatch):
