@@ -104,10 +104,8 @@ def compile_schema(compiler: Any, schema: str) -> Any:
     if has_lengths(schema):
         import xgrammar
 
-        grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS))
-        counted = with_counted_lengths(grammar)
-        if counted != grammar:
-            return compiler.compile_grammar(counted)
+        grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
+        return _compile_counted(compiler, grammar)
     return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
 
 
@@ -116,11 +114,14 @@ def _compile_tag(compiler: Any, tag: str) -> Any:
     if has_lengths(tag) and r"\u0000" not in tag:  # xgrammar prints a text up to its first NUL
         import xgrammar
 
-        grammar = str(xgrammar.Grammar.from_structural_tag(tag))
-        counted = with_counted_lengths(grammar)
-        if counted != grammar:
-            return compiler.compile_grammar(counted)
+        return _compile_counted(compiler, xgrammar.Grammar.from_structural_tag(tag))
     return compiler.compile_structural_tag(tag)
+
+
+def _compile_counted(compiler: Any, grammar: Any) -> Any:
+    printed = str(grammar)
+    counted = with_counted_lengths(printed)
+    return compiler.compile_grammar(grammar if counted == printed else counted)
 
 
 def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,6 @@ def with_counted_lengths(grammar: str) -> str:
         for name, separator, body in (line.partition(" ::= ") for line in grammar.splitlines())
         if separator and body == PRINTED_CHARACTER
     }
-
     rules: dict[tuple[int, int], str] = {}  # the first of each: equal ones would be compiled again
 
     def counted(found: re.Match[str]) -> str:
@@ -58,9 +57,9 @@ def with_counted_lengths(grammar: str) -> str:
             return f"{rule}{limit} ::= (({CHARACTER}{{{least}, -1}}))"
         return f"{rule}{limit} ::= (({' '.join([CHARACTER] * least + [CHARACTER + '*'])}))"
 
-    found = PATTERN.sub(_counted_pattern, REPEATED.sub(counted, grammar))
+    changed = PATTERN.sub(_counted_pattern, REPEATED.sub(counted, grammar))
     # It prints é as \xe9, and in front of a digit or one of a to f reads that as another character.
-    return grammar if found == grammar else with_whole_hex_escapes(found)
+    return grammar if changed == grammar else with_whole_hex_escapes(changed)
 
 
 def _counted_pattern(found: re.Match[str]) -> str:
