@@ -58,8 +58,9 @@ def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began
         finished += 1
 
     with telling(how_far, lambda: finished):
-        for error in compile_together(variants, one_more):
-            raise error
+        errors = compile_together(variants, one_more)
+    if errors:
+        raise errors[0]
     return len(variants)
 
 
