@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers: checkpoints.py, engin
 sys.path.insert(0, str(Path(__file__).parent.parent))  # build.py, client/
 
 
+# Seconds for a test on a GPU: the first one of a kind compiles kernels.
+GPU_LIMIT_S = 600
+
 # Session fixtures of tests/server, by the group of tests for which they run. A test takes those of one group.
 SHARED_SERVERS = {
     "contract": "contract",
@@ -37,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := worker_group(item):
             item.add_marker(pytest.mark.xdist_group(group))
+        if "gpu" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(GPU_LIMIT_S))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -427,7 +427,6 @@ def test_products_in_a_graph(format):
         assert torch.equal(out, cuda_fp8.product(x, weight))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", ["ct-dynamic", "modelopt", "blocks", "on-load", "some-layers"])
 def test_engine(layout, kind, tmp_path):
@@ -436,7 +435,6 @@ def test_engine(layout, kind, tmp_path):
     compare_engines(f"{layout} {kind}", checkpoint, knobs, tmp_path)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fewest", [1, 24])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_engine_with_blocks_by_cublas(kind, fewest, tmp_path):
@@ -513,7 +511,6 @@ def microseconds(work: Callable[[int], object], copies: int) -> float:
     return begin.elapsed_time(end) * 1000 / 20 / copies
 
 
-@pytest.mark.timeout(600)
 def test_times() -> None:
     """Prints microseconds of each product, quantising its input included; asserts nothing."""
     print("\nproduct, tokens: us of bf16 | per token | quantising alone | scaled by cuBLAS | blocks |")

@@ -88,7 +88,6 @@ def check(found: Compilations, what: str) -> None:
     assert not found.triton, f"{what}: {len(found.triton)} variants of Triton kernels were new:\n{variants}"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_a_kind(engine, kind):
     client, found = engine
@@ -99,7 +98,6 @@ def test_requests_of_a_kind(engine, kind):
         check(found, f"{count} requests with {kind}")
 
 
-@pytest.mark.timeout(600)
 def test_requests_of_all_kinds_in_one_batch(engine):
     client, found = engine
     found.clear()
@@ -110,7 +108,6 @@ def test_requests_of_all_kinds_in_one_batch(engine):
         check(found, f"{count} requests of all kinds")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("longest", [30, 300, 900, 1800, 3900])
 def test_prompts_of_all_lengths(engine, longest):
     """Beyond 2048 tokens in chunks; with others that stream meanwhile."""
@@ -126,7 +123,6 @@ def test_prompts_of_all_lengths(engine, longest):
     check(found, f"prompts of up to {longest} tokens while others stream")
 
 
-@pytest.mark.timeout(600)
 def test_several_sequences_of_a_request(engine):
     client, found = engine
     found.clear()
@@ -138,7 +134,6 @@ def test_several_sequences_of_a_request(engine):
         check(found, f"{count} sequences")
 
 
-@pytest.mark.timeout(600)
 def test_cached_prefixes(engine):
     client, found = engine
     found.clear()

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "head_dim": 128}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("format", [[], ["--fp8"]])
 def test_the_products_of_a_rank_are_measured(format, tmp_path, capsys):
     pytest.importorskip("flashinfer")
