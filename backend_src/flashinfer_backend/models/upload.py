@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 4 << 20  # bytes of a buffer: one thread fills it, and it is not yet out of the CPU's caches when sent
-BUFFERS = 16
-AHEAD = 12  # chunks that are read, or about to be, before they are asked for; other buffers are on their way
+CHUNK = 8 << 20  # bytes of a buffer: one thread fills it, and it is not yet out of the CPU's caches when sent
+BUFFERS = 12
+AHEAD = 10  # chunks that are read, or about to be, before they are asked for; other buffers are on their way
 THREADS = 8
 
 
