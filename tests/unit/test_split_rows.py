@@ -46,12 +46,24 @@ def test_items_cover_every_token_once(longest, num_kv_heads):
             assert start == ends[row] and first <= index < first + count <= first + MAX_PARTS
             ends[row] = end
         assert (ends == kv_lens).all()
-        assert (np.diff(used[:, 0]) >= 0).all()
         assert (used[:, 5] == slots_of(kv_lens)[used[:, 0]]).all()
         counts = np.bincount(used[:, 0], minlength=rows)
         assert (used[:, 4] == counts[used[:, 0]]).all()
-        assert (used[:, 3] == (np.cumsum(counts) - counts)[used[:, 0]]).all()
+        assert (used[used[:, 3], 0] == used[:, 0]).all() and (used[used[:, 3], 1] == 0).all()
         assert (out[len(used) :, 0] == -1).all()
+
+
+def test_rows_of_longer_chunks_come_first():
+    """Programs start in the order of their items: the last ones are short, so that all end at about the same
+    time. Only a row's last chunk may be shorter than those of the row behind it."""
+    assert split([64, 900, 1, 300, 65])[0][:, 0].tolist() == [1] * 8 + [3] * 3 + [4, 0, 2]
+    rng = np.random.default_rng(0)
+    for longest in (100, 900, 9000):
+        used, _ = split(rng.integers(1, longest, 64))
+        first = used[used[:, 1] == 0]
+        assert (np.diff(first[:, 2]) <= 0).all(), first[:, 2]
+    used, _ = split([7] * 30)
+    assert used[:, 0].tolist() == list(range(30))
 
 
 def test_equal_short_rows_stay_whole_and_long_rows_are_split():

@@ -33,7 +33,9 @@ def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarr
     """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose blocks are in the
     block table's rows `slots` (both int32 [rows]).
 
-    items must be above the number of rows. A row's chunks are consecutive items; unused items have row -1.
+    items must be above the number of rows. A row's chunks are consecutive items, and rows of longer chunks
+    come first: programs start in this order, and none of the last ones should be a long one. Unused items
+    have row -1.
     """
     rows, longest = len(kv_lens), int(kv_lens.max())
     # Reading a part takes time in proportion to its length, adding up the parts to their number: the best
@@ -41,23 +43,19 @@ def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarr
     most = min(MAX_PARTS, max(4, math.isqrt(longest // 6)))
     chunk = max(-(int(kv_lens.sum(dtype=np.int64)) // (rows - items)), -(longest // -most))
     chunk = max(_CHUNK, (chunk + _CHUNK - 1) // _CHUNK * _CHUNK)
+    # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
+    counts = (kv_lens + (chunk - 1)) // chunk
+    parts = ((kv_lens + counts - 1) // counts + (_CHUNK - 1)) // _CHUNK * _CHUNK
+    order = np.argsort(-np.minimum(parts, kv_lens), kind="stable")
+    counts, parts, kv_lens = counts[order], parts[order], kv_lens[order]
+    ends = np.cumsum(counts, dtype=np.int32)
     whole = np.empty((rows, ITEM_WORDS), np.int32)  # what the items of a row have in common
-    row = np.arange(rows, dtype=np.int32)
-    whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 5] = row, 0, kv_lens, slots
-    if longest <= chunk:
-        used = rows
-        whole[:, 3], whole[:, 4] = row, 1
-        out[:used] = whole
-    else:
-        counts = (kv_lens + (chunk - 1)) // chunk
-        ends = np.cumsum(counts, dtype=np.int32)
-        used = int(ends[-1])
-        whole[:, 3], whole[:, 4] = ends - counts, counts
-        # Equal parts of a row, in whole chunks; none can be empty, as a part is no longer than `chunk`.
-        whole[:, 1] = ((kv_lens + counts - 1) // counts + (_CHUNK - 1)) // _CHUNK * _CHUNK
-        each = np.repeat(whole, counts, axis=0)
-        part = each[:, 1].copy()
-        each[:, 1] = (np.arange(used, dtype=np.int32) - each[:, 3]) * part
-        each[:, 2] = np.minimum(each[:, 1] + part, each[:, 2])
-        out[:used] = each
+    whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 5] = order, parts, kv_lens, slots[order]
+    whole[:, 3], whole[:, 4] = ends - counts, counts
+    used = int(ends[-1])
+    each = out[:used]
+    each[:] = whole if used == rows else np.repeat(whole, counts, axis=0)
+    part = each[:, 1].copy()
+    each[:, 1] = (np.arange(used, dtype=np.int32) - each[:, 3]) * part
+    each[:, 2] = np.minimum(each[:, 1] + part, each[:, 2])
     out[used:items, 0] = -1
