@@ -98,6 +98,32 @@ def test_a_template_can_only_fail(source: str) -> None:
         assert "class" not in text
 
 
+CALLS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m['content'] is none %}"
+    "{% for call in m.tool_calls %}<{{ call.function.name + ' ' + call.function.arguments }}>{% endfor %}"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def test_calls_for_templates_that_join_text() -> None:
+    """DeepSeek-R1's template has calls where a turn's content is none, and joins their arguments to text."""
+    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
+    cut = {"function": {"name": "g", "arguments": '{"a": '}}
+    turn = {"role": "assistant", "tool_calls": [call, cut]}
+    template = ChatTemplate(CALLS, {})
+    for content in (None, ""):
+        assert template.render(plain_messages([turn | {"content": content}])) == '<f {"a": "é"}><g {"a": >'
+    assert template.render(plain_messages([turn | {"content": "well"}])) == "[well]"
+    assert template.render(plain_messages([{"role": "assistant", "content": ""}])) == "[]"
+    # One that asks for none, and yet takes the content for text
+    strict = ChatTemplate(
+        "{% if 'x' in messages[0].content or messages[0].content is none %}{% endif %}ok", {}
+    )
+    assert strict.render(plain_messages([turn])) == "ok"
+    shown = ChatTemplate("{{ messages[0].content }}|{{ messages[0].tool_calls[0].function.arguments.a }}", {})
+    assert shown.render(plain_messages([turn])) == "|é"
+
+
 def test_messages_as_templates_take_them() -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     user, assistant = plain_messages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flashinfer_backend.openai.errors import ApiError
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_ASKS_FOR_NONE = re.compile(r"content\W{0,2} is (not )?none", re.IGNORECASE)
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -67,9 +68,9 @@ class ChatTemplate:
                 param = name if name in ("tools", "documents") else "chat_template_kwargs"
                 raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
 
-        def rendered(messages: Messages) -> str:
+        def rendered(messages: list[dict[str, Any]]) -> str:
             found: Any = render_jinja_template(
-                [self._for_template(messages, source)],
+                [messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 documents=[dict(document) for document in documents] if documents else None,
                 chat_template=source,
@@ -79,26 +80,38 @@ class ChatTemplate:
             )
             return str(found[0][0])
 
-        try:
+        errors: list[Exception] = []
+        for form in _forms(messages, source):
             try:
-                return rendered(messages)
-            except Exception:
-                # Some templates, as Qwen3-Coder's, take arguments of calls apart, which not all are.
-                named = [_with_named_arguments(message) for message in messages]
-                if named == list(messages):
-                    raise
-                return rendered(named)
-        except Exception as error:  # a template may raise anything, on purpose or not
-            raise ApiError(
-                f"the checkpoint's chat template refuses the messages: {error}", param="messages"
-            ) from error
+                return rendered(form)
+            except Exception as error:  # a template may raise anything, on purpose or not
+                errors.append(error)
+        raise ApiError(
+            f"the checkpoint's chat template refuses the messages: {errors[0]}", param="messages"
+        ) from errors[0]
 
-    def _for_template(self, messages: Messages, source: str) -> list[dict[str, Any]]:
-        """A template that does not know developers gets their words as the system's."""
-        knows = "developer" in source
-        return [
-            {**m, "role": "system" if m["role"] == "developer" and not knows else m["role"]} for m in messages
-        ]
+
+def _forms(messages: Messages, source: str) -> Iterator[list[dict[str, Any]]]:
+    """The messages in the ways that templates take them, most of them the first one."""
+    first = [dict(message) for message in messages]
+    for message in first:
+        if message["role"] == "developer" and "developer" not in source:
+            message["role"] = "system"
+    forms = [first]
+    if _ASKS_FOR_NONE.search(source):  # as DeepSeek-R1's does of calls; others would write "None"
+        forms.insert(0, [_without_content(message) for message in first])
+    seen: list[list[dict[str, Any]]] = []
+    for form in forms:
+        for change in (dict, _with_named_arguments, _with_written_arguments):
+            changed = [change(message) for message in form]
+            if changed not in seen:
+                seen.append(changed)
+                yield changed
+
+
+def _without_content(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn of calls alone has none, rather than no text."""
+    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
 
 
 def plain_messages(messages: Messages) -> list[dict[str, Any]]:
@@ -172,13 +185,22 @@ def _value_of(arguments: str) -> Any:
     return value
 
 
-def _with_named_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls' arguments are all objects: what is none becomes the one member of one."""
-    calls = [dict(call) for call in message.get("tool_calls") or []]
-    for call in calls:
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, Mapping):
-            call["function"] = {**call["function"], "arguments": {"arguments": arguments}}
+def _with_named_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls' arguments are all objects, for templates that take them apart, as Qwen3-Coder's:
+    what is none becomes the one member of one."""
+    return _with_arguments(message, lambda a: a if isinstance(a, Mapping) else {"arguments": a})
+
+
+def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls' arguments are all text, for templates that join them to text, as DeepSeek's."""
+    return _with_arguments(message, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False))
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
     return {**message, "tool_calls": calls} if calls else message
 
 
