@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +197,34 @@ def test_a_place_for_run_directories_that_cannot_be_used_is_told_with_what_to_se
     said = r"flashinfer-backend-0 cannot be made \(Not a directory\); set XDG_RUNTIME_DIR to another folder"
     with pytest.raises(OSError, match=said):
         rundir.claim(tmp_path / "file" / "flashinfer-backend-0" / "1-llm")
+
+
+def test_servers_that_start_while_others_end_get_their_run_directories(tmp_path: Path) -> None:
+    """Whoever ends last removes the user's folder, at any moment of another one's start."""
+    errors: list[BaseException] = []
+
+    def come_and_go(run_dir: Path, until: float) -> None:
+        while time.monotonic() < until and not errors:
+            try:
+                with rundir.locked(run_dir):
+                    rundir.remove(run_dir)
+            except BaseException as error:
+                errors.append(error)
+
+    interval, until = sys.getswitchinterval(), time.monotonic() + 2
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=come_and_go, args=(tmp_path / "user" / f"{os.getpid()}-{n}", until))
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
 
 
 def test_a_disk_without_room_for_what_processes_share_is_told_with_the_file(

@@ -40,7 +40,7 @@ def claim(run_dir: Path) -> None:
     """Makes a run directory without anything in it, as `create`."""
     user_dir = run_dir.parent
     try:
-        user_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(user_dir)
     except OSError as error:
         # Never FileNotFoundError: nobody removes the folder above, and `locked` would try for ever.
         raise OSError(
@@ -53,7 +53,16 @@ def claim(run_dir: Path) -> None:
         pid = other.name.partition("-")[0]
         if pid.isdigit() and not process_alive(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(run_dir)
+
+
+def _make(folder: Path) -> None:
+    # FileExistsError is raised for a file of this name, but also for a folder that was there and is gone when
+    # it is looked at: the last one of another server removes it.
+    for _ in range(100):
+        with contextlib.suppress(FileExistsError):
+            return folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def remove(run_dir: Path) -> None:
