@@ -17,7 +17,7 @@ from build_support import MODEL_REPO
 
 from flashinfer_backend.config_tools import cli
 from flashinfer_backend.serve import preflight
-from flashinfer_backend.serve.preflight import Installation, ServeError
+from flashinfer_backend.serve.preflight import FEWEST_FILES, Installation, ServeError
 
 C_COMPILER = shutil.which("cc")
 
@@ -180,3 +180,20 @@ def test_a_check_needs_no_repository_and_refuses_what_serve_does(tmp_path):
 
     assert check() == (0, "")
     assert check("--host", "no.such.host.invalid")[0] == 1
+
+
+@pytest.mark.parametrize("most", [FEWEST_FILES - 1, FEWEST_FILES])
+def test_too_few_open_files_are_told(most: int) -> None:
+    """In a process of its own, as a limit cannot be raised again."""
+    code = f"""
+import resource
+from flashinfer_backend.serve.preflight import ServeError, check_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))
+try:
+    check_open_files()
+except ServeError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("a process may have only 127 files open here" if most < FEWEST_FILES else "")
+    assert bool(said) == (most < FEWEST_FILES)

@@ -26,6 +26,7 @@ from flashinfer_backend.serve.preflight import (
     Installation,
     ServeError,
     check_numpy,
+    check_open_files,
     check_ordering,
     environment,
     find_server,
@@ -221,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         ports |= {"OpenAI port": door.port} if door.port is not None else {}
         check_ports(address, ports)
         check_numpy(server, np.__version__)
+        check_open_files()
         env = environment(server)
         if options.check:
             return 0

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 Version = tuple[int, int]  # 2.51: (2, 51)
 WHEEL_SERVERS: dict[str, Version] = {"0.7.0": (2, 51)}  # nvidia-pytriton: its tritonserver
 NUMPY_1_UNTIL: Version = (2, 51)
+FEWEST_FILES = 128  # that a process may have open: tritonserver has 68 before the first connection
 # Releases 25.09 to 26.07: with several instances, preserve_ordering answers in the order of completion.
 UNORDERED: tuple[Version, Version] = ((2, 61), (2, 71))
 
@@ -172,6 +174,17 @@ def check_numpy(server: Installation, numpy_version: str) -> None:
         raise ServeError(
             f"numpy {numpy_version} is installed, and tritonserver {_text(server.version)} ends at the first"
             f" request with numpy 2: `{sys.executable} -m pip install 'numpy<2'`"
+        )
+
+
+def check_open_files() -> None:
+    """Raises ServeError where the server would accept connections for ever, and never be ready."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FEWEST_FILES:
+        raise ServeError(
+            f"a process may have only {hard} files open here (ulimit -Hn), and tritonserver needs at least"
+            f" {FEWEST_FILES}, one more for each connection: start the shell, service or container with more,"
+            " Docker for one by --ulimit nofile=65536"
         )
 
 
