@@ -19,6 +19,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
+from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
@@ -77,6 +78,29 @@ def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> N
     other = tmp_path / "mine.jinja"
     other.write_text("mine")
     assert ChatTemplate.load(tmp_path, other).source == "mine"  # type: ignore[union-attr]
+
+
+def test_formats_are_told_from_the_template_that_shows_them(tmp_path: Path) -> None:
+    """Hermes 3's template of prompts without tools knows nothing of calls."""
+    for file in resolve_model_dir("bundled").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write(tmp_path, chat_template_jinja="{{ messages[0].content }}</think>")
+    write(tmp_path, additional_chat_templates__tool_use_jinja="{{ tools }}<tool_call>")
+    metrics: Any = None
+    door = Door(Model(tmp_path, tmp_path, ("m",), 0), metrics)
+    assert (door.tool_format, door.reasoning_format) == ("hermes", "think")
+
+
+def test_ids_of_forced_calls_are_the_models() -> None:
+    """Their text is plain JSON, but Mistral's template takes them back with its own ids alone."""
+    for choice_of_tools in ("auto", "required"):
+        tools = read_tools([{"type": "function", "function": {"name": "f"}}], choice_of_tools, None)
+        door: Any = SimpleNamespace(
+            tool_format="mistral", reasoning_format="none", decoder=lambda skip: None, template=None
+        )
+        stream: Any = None
+        answer = Answer(Turn(door, Conversation(ASK, tools), False), stream)
+        assert len(answer.new_call(Event(CALL, "f"))["id"]) == 9
 
 
 @pytest.mark.parametrize(

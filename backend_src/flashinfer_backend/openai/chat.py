@@ -249,7 +249,7 @@ class Answer:
     def new_call(self, each: Event) -> dict[str, Any]:
         """A call that has just begun, without its arguments."""
         return {
-            "id": each.call_id or new_call_id(self._turn.tool_format),
+            "id": each.call_id or new_call_id(self._turn.door.tool_format),
             "type": "function",
             "function": {"name": each.text, "arguments": ""},
         }

@@ -53,10 +53,10 @@ class Door:
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
         self.template = ChatTemplate.load(model.tokenizer_folder, model.template_file)
         self.defaults = Defaults() if model.openai_defaults else Defaults.load(model.folder)
-        source = self.template.source if self.template else ""
+        sources = (self.template.tool_source, self.template.source) if self.template else ("", "")
         found = model.tool_format, model.reasoning_format
-        self.tool_format = choice.detect_tools(source) if found[0] == "auto" else found[0]
-        self.reasoning_format = choice.detect_reasoning(source) if found[1] == "auto" else found[1]
+        self.tool_format = choice.detect_tools(sources[0]) if found[0] == "auto" else found[0]
+        self.reasoning_format = choice.detect_reasoning(sources[1]) if found[1] == "auto" else found[1]
 
     @cached_property
     def _decoders(self) -> dict[bool, DeltaDecoder]:

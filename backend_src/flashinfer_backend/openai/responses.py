@@ -302,7 +302,7 @@ class _Reply:
             }
         elif kind == "function_call":
             item = {"type": kind, "id": f"fc_{secrets.token_hex(16)}", "name": each.text, "arguments": ""}
-            item["call_id"] = each.call_id or new_call_id(self._turn.tool_format)
+            item["call_id"] = each.call_id or new_call_id(self._turn.door.tool_format)
         else:
             part = {"type": "reasoning_text", "text": ""}
             item = {"type": kind, "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": [part]}

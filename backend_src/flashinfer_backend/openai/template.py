@@ -27,7 +27,7 @@ class ChatTemplate:
     ) -> None:
         """special_tokens: such as bos_token, which templates may use. tool_source: the template for prompts
         with tools, where the checkpoint has another one for them."""
-        self.source, self._tool_source = source, tool_source or source
+        self.source, self.tool_source = source, tool_source or source
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -61,7 +61,7 @@ class ChatTemplate:
         """The prompt's text. Raises ApiError for what the template cannot take."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self._tool_source if tools else self.source
+        source = self.tool_source if tools else self.source
         given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
         for name in given + list(variables or {}):
             if not re.search(rf"\b{re.escape(name)}\b", source):
