@@ -148,6 +148,70 @@ def test_calls_for_templates_that_join_text() -> None:
     assert shown.render(plain_messages([turn])) == "|é"
 
 
+STRICT = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls and m.role != 'system' %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('by turns') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}[{{ m.role[0] }} {{ m.content }}"
+)
+
+
+def test_neighbours_for_templates_that_want_turns() -> None:
+    template = ChatTemplate(STRICT + "]{% endfor %}", {})
+    users = [{"role": "user", "content": text} for text in "ab"]
+    first = [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}]
+    assert template.render(plain_messages([*first, *users])) == "[s s\n\nd][u a\n\nb]"
+    later = [users[0], {"role": "assistant", "content": "x"}, first[0]]
+    with pytest.raises(ApiError, match="system first"):
+        template.render(plain_messages(later))
+    free = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {})
+    assert free.render(plain_messages([*first, *users])) == "[s][d][a][b]"
+
+
+def test_several_calls_for_templates_that_take_one() -> None:
+    """Llama 3.1's refuses what the model itself may write."""
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}"
+        "{% if m.tool_calls|length != 1 %}{{ raise_exception('1') }}{% endif %}"
+        "<{{ m.tool_calls[0].id }}>{% else %}({{ m.content }}){% endif %}{% endfor %}"
+    )
+    calls = [{"id": i, "function": {"name": "f", "arguments": "{}"}} for i in "ab"]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in "ba"]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    template = ChatTemplate(source, {})
+    assert template.render(plain_messages([turn, *results])) == "<a>(of a)<b>(of b)"
+    for call in calls:
+        del call["id"]
+    assert "(of b)(of a)" in template.render(plain_messages([turn, *results]))
+
+
+def test_ids_for_templates_that_want_short_ones() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}"
+        "{{ raise_exception('9') }}{% endif %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} {% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    calls = [call | {"id": "call_" + "0" * 24}, call | {"id": "abcdefgh1"}]
+    messages = [{"role": "assistant", "tool_calls": calls}] + [
+        {"role": "tool", "tool_call_id": each["id"], "content": "x"} for each in calls
+    ]
+    first, second, of_first, of_second = ChatTemplate(source, {}).render(plain_messages(messages)).split()
+    assert (first, second) == (of_first, of_second) and second == "abcdefgh1" and len(first) == 9
+    calls[0]["id"] = "abcdefgh2"
+    assert "abcdefgh2 abcdefgh1" in ChatTemplate(source, {}).render(plain_messages(messages))
+
+
+def test_tools_for_templates_that_need_all_of_them() -> None:
+    source = (
+        "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}"
+        "{% for p in t.function.parameters.properties|items %}{{ p[0] }}{% endfor %}{% endfor %}"
+    )
+    tools = read_tools([{"type": "function", "function": {"name": "f"}}], None, None).shown
+    assert ChatTemplate(source, {}).render(ASK, tools=tools) == "f: "
+    assert "description" not in ChatTemplate("{{ tools }}", {}).render(ASK, tools=tools)
+
+
 def test_messages_as_templates_take_them() -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     user, assistant = plain_messages(

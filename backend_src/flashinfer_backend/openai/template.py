@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from flashinfer_backend.openai.errors import ApiError
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ASKS_FOR_NONE = re.compile(r"content\W{0,2} is (not )?none", re.IGNORECASE)
+_ASKS_FOR_IDS = re.compile(r"\bid\W{0,4}\|\s*length|call_id\W{0,4}\|\s*length")
+_COUNTS_CALLS = re.compile(r"tool_calls\W{0,4}\|\s*length")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -68,10 +71,10 @@ class ChatTemplate:
                 param = name if name in ("tools", "documents") else "chat_template_kwargs"
                 raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
 
-        def rendered(messages: list[dict[str, Any]]) -> str:
+        def rendered(messages: list[dict[str, Any]], tools: Any) -> str:
             found: Any = render_jinja_template(
                 [messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=tools,
                 documents=[dict(document) for document in documents] if documents else None,
                 chat_template=source,
                 add_generation_prompt=add_generation_prompt,
@@ -81,11 +84,14 @@ class ChatTemplate:
             return str(found[0][0])
 
         errors: list[Exception] = []
+        given_tools = [dict(tool) for tool in tools] if tools else None
+        whole_tools = [_whole_tool(tool) for tool in tools] if tools else None
         for form in _forms(messages, source):
-            try:
-                return rendered(form)
-            except Exception as error:  # a template may raise anything, on purpose or not
-                errors.append(error)
+            for shown_tools in (given_tools, whole_tools)[: 1 if given_tools == whole_tools else 2]:
+                try:
+                    return rendered(form, shown_tools)
+                except Exception as error:  # a template may raise anything, on purpose or not
+                    errors.append(error)
         raise ApiError(
             f"the checkpoint's chat template refuses the messages: {errors[0]}", param="messages"
         ) from errors[0]
@@ -97,16 +103,102 @@ def _forms(messages: Messages, source: str) -> Iterator[list[dict[str, Any]]]:
     for message in first:
         if message["role"] == "developer" and "developer" not in source:
             message["role"] = "system"
-    forms = [first]
-    if _ASKS_FOR_NONE.search(source):  # as DeepSeek-R1's does of calls; others would write "None"
-        forms.insert(0, [_without_content(message) for message in first])
     seen: list[list[dict[str, Any]]] = []
-    for form in forms:
-        for change in (dict, _with_named_arguments, _with_written_arguments):
-            changed = [change(message) for message in form]
-            if changed not in seen:
-                seen.append(changed)
-                yield changed
+    for mended in _mended(first, source):
+        forms = [mended]
+        if _ASKS_FOR_NONE.search(source):  # as DeepSeek-R1's does of calls; others would write "None"
+            forms.insert(0, [_without_content(message) for message in mended])
+        for form in forms:
+            for change in (dict, _with_named_arguments, _with_written_arguments):
+                changed = [change(message) for message in form]
+                if changed not in seen:
+                    seen.append(changed)
+                    yield changed
+
+
+def _mended(messages: list[dict[str, Any]], source: str) -> Iterator[list[dict[str, Any]]]:
+    """The messages, and then what stands for them with a template that may refuse them."""
+    yield messages
+    if _ASKS_FOR_IDS.search(source):
+        messages = _with_short_ids(messages)
+        yield messages
+    if "raise_exception" in source:
+        if _COUNTS_CALLS.search(source):
+            yield _with_single_calls(messages)
+        yield (messages := _with_joined_neighbours(messages))
+        if _COUNTS_CALLS.search(source):
+            yield _with_single_calls(messages)
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with ids of nine characters, as Mistral's templates demand: another server's are longer."""
+
+    def short(message: dict[str, Any], place: int = 0) -> dict[str, Any]:
+        """place: of the call among its message's."""
+        name = "tool_call_id" if message.get("role") == "tool" else "id"
+        given = message.get(name)
+        if isinstance(given, str) and re.fullmatch("[a-zA-Z0-9]{9}", given):
+            return message
+        # The same one for a call and its result; calls without any do not share one.
+        said = f"{place}" if given is None else str(given)
+        return {**message, name: hashlib.sha256(said.encode(errors="replace")).hexdigest()[:9]}
+
+    changed = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = short(message)
+        elif calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [short(call, n) for n, call in enumerate(calls)]}
+        changed.append(message)
+    return changed
+
+
+def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One call a turn, with its result behind it, for templates that take no more, as Llama 3.1's."""
+    changed: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            changed.append(message)
+            continue
+        results = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for n, call in enumerate(calls):
+            own = [r for r in results if "id" in call and r.get("tool_call_id") == call["id"]]
+            changed.append({**message, "content": message["content"] if n == 0 else "", "tool_calls": [call]})
+            changed += own
+            results = [result for result in results if result not in own]
+        changed += results
+    return changed
+
+
+def _with_joined_neighbours(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several turns of the user as one, for templates that want user and assistant by turns, as Mistral's;
+    and those of the system at the beginning."""
+    changed: list[dict[str, Any]] = []
+    for message in messages:
+        before = changed[-1] if changed else {}
+        role = message["role"]
+        alike = role == before.get("role") and (role == "user" or (role == "system" and len(changed) == 1))
+        if alike:
+            changed[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        else:
+            changed.append(message)
+    return changed
+
+
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with what OpenAI lets out, for templates that need it, as Hermes': a description and
+    parameters."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
 def _without_content(message: dict[str, Any]) -> dict[str, Any]:
