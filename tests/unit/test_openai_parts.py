@@ -167,6 +167,10 @@ def test_neighbours_for_templates_that_want_turns() -> None:
         template.render(plain_messages(later))
     free = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {})
     assert free.render(plain_messages([*first, *users])) == "[s][d][a][b]"
+    # As DeepSeek-R1's: the last one of the system's
+    last = "{{ (messages | selectattr('role', 'equalto', 'system') | list | last).content }}"
+    both = ChatTemplate(last + "|{{ messages|length }}", {})
+    assert both.render(plain_messages([*first, *users])) == "s\n\nd|3"
 
 
 def test_several_calls_for_templates_that_take_one() -> None:

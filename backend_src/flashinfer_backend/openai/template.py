@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +90,10 @@ class ChatTemplate:
         for form in _forms(messages, source):
             for shown_tools in (given_tools, whole_tools)[: 1 if given_tools == whole_tools else 2]:
                 try:
-                    return rendered(form, shown_tools)
+                    text = rendered(form, shown_tools)
+                    if _leaves_out(form, text):
+                        text = rendered(_with_joined_neighbours(form, ("system",)), shown_tools)
+                    return text
                 except Exception as error:  # a template may raise anything, on purpose or not
                     errors.append(error)
         raise ApiError(
@@ -176,14 +180,23 @@ def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return changed
 
 
-def _with_joined_neighbours(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _leaves_out(messages: list[dict[str, Any]], text: str) -> bool:
+    """Whether one of several messages of the system at the beginning is not shown: DeepSeek-R1's template
+    shows the last one only, others the first."""
+    said = [m["content"].strip() for m in itertools.takewhile(lambda m: m["role"] == "system", messages)]
+    return len(said) > 1 and any(each not in text for each in said)
+
+
+def _with_joined_neighbours(
+    messages: list[dict[str, Any]], roles: Sequence[str] = ("system", "user")
+) -> list[dict[str, Any]]:
     """Several turns of the user as one, for templates that want user and assistant by turns, as Mistral's;
     and those of the system at the beginning."""
     changed: list[dict[str, Any]] = []
     for message in messages:
         before = changed[-1] if changed else {}
         role = message["role"]
-        alike = role == before.get("role") and (role == "user" or (role == "system" and len(changed) == 1))
+        alike = role in roles and role == before.get("role") and (role == "user" or len(changed) == 1)
         if alike:
             changed[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
         else:
