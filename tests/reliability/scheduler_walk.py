@@ -76,6 +76,7 @@ class Settings:
     prompts_together: int = 40
     filled_step: int = 8
     short_steps: int = 1
+    slow_steps: int = 1
     pause_tokens: int = 12
     pause_rows: int = 3
 
@@ -103,7 +104,7 @@ class Settings:
         longest = rng.choice([12, 40, 90])
         busy = slots + rng.choice([0, 3, 30])
         least = -(-longest // block)  # as the engine's start sees to
-        return cls(
+        settings = cls(
             slots=slots,
             block=block,
             blocks=least + rng.choice([0, 1, least // 2, least * 2, least * slots]),
@@ -121,6 +122,8 @@ class Settings:
             pause_tokens=rng.choice([4, 12]),
             pause_rows=rng.choice([1, 3]),
         )
+        settings.slow_steps = 3 if settings.short_steps == 1 else 1
+        return settings
 
 
 @dataclass
@@ -176,6 +179,10 @@ class World:
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
             short_steps=settings.short_steps,
+            slow_step_ms=0,  # all are
+            slow_steps=settings.slow_steps,
+            slow_tokens=settings.slots + 2,
+            slow_rows=1,
             pause_tokens=settings.pause_tokens,
             pause_rows=settings.pause_rows,
             pauses=2,

@@ -91,3 +91,18 @@ def test_a_step_that_ended_before_its_deadline_is_not_waited_for_again():
     assert began < pacer.deadline(step(16), False) < began + 0.003
     pacer.ended_early(step(16), began + 0.004)
     assert pacer.deadline(step(16), False) < began + 0.003, "the shorter one counts"
+
+
+def test_it_tells_how_long_steps_without_prompts_take():
+    pacer = Pacer()
+    assert pacer.decode_s is None
+    now = run(pacer, [step(16, 500)] * 5, 0.030)
+    assert pacer.decode_s is None
+    now = run(pacer, [step(16)] * 20, 0.005, now=now + 1)
+    assert pacer.decode_s == pytest.approx(0.005, abs=2e-4)
+    now = run(pacer, [step(16, 500)] * 5, 0.030, now=now + 1)
+    assert pacer.decode_s == pytest.approx(0.005, abs=2e-4)
+    run(pacer, [step(64)] * 20, 0.007, now=now + 1)
+    assert pacer.decode_s == pytest.approx(0.007, abs=2e-4)
+    run(pacer, [step(64)] * 2 + [step(64)], 0.050, now=now + 2)
+    assert pacer.decode_s < 0.013, "one slow step is no rule"

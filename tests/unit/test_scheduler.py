@@ -50,11 +50,11 @@ def prompt_lengths(plan: StepPlan) -> list[int]:
     return plan.lengths[plan.num_decodes :].tolist()
 
 
-def prompts_of_steps(scheduler: Scheduler) -> list[list[int]]:
+def prompts_of_steps(scheduler: Scheduler, decode_s: float | None = None) -> list[list[int]]:
     """Prompt tokens a row, of each step until all prompts are done."""
     steps = []
     while scheduler.queue or scheduler.prefilling:
-        plan = scheduler.schedule(in_flight=False)
+        plan = scheduler.schedule(in_flight=False, decode_s=decode_s)
         assert plan is not None
         steps.append(prompt_lengths(plan))
     return steps
@@ -291,6 +291,58 @@ def test_prompts_are_spread_until_the_first_of_them_has_waited_for_long(waits: i
     first.arrival_ns -= waits * 1_000_000_000
     # In the last step the first one streams.
     assert [prompt_lengths(result.schedule(in_flight=False)) for _ in steps] == steps
+
+
+SLOW = {"slow_step_ms": 10, "slow_steps": 3, "slow_tokens": 100, "slow_rows": 16}
+
+
+@pytest.mark.parametrize(
+    ("streams", "decode_s", "lengths", "steps"),
+    [
+        (40, 0.01, [50], [[50]]),
+        (40, 0.01, [150], [[60], [60], [30]]),  # no fewer than slow_tokens with the streams
+        (40, 0.02, [865], [[289], [289], [287]]),
+        (40, 0.02, [300, 90], [[130], [130], [40, 90]]),
+        (16, 0.02, [300], [[100], [100], [100]]),
+        (15, 0.02, [300], [[300]]),  # few streams lose little
+        (40, 0.0099, [300], [[300]]),
+        (40, None, [300], [[300]]),
+    ],
+)
+def test_prompts_beside_slow_steps_are_cut_into_equal_parts(
+    streams: int, decode_s: float | None, lengths: list[int], steps: list[list[int]]
+):
+    result = scheduler(*[10] * streams, **SLOW)
+    result.schedule(in_flight=False)
+    for handle, length in enumerate(lengths, 1000):
+        result.submit(of_length(length, handle))
+    assert prompts_of_steps(result, decode_s) == steps
+
+
+def test_full_slow_steps_have_no_room_for_parts_of_prompts():
+    result = scheduler(*[10] * 40, **SLOW | {"slow_tokens": 40})
+    result.schedule(in_flight=False)
+    result.submit(of_length(300, 1000))
+    assert prompts_of_steps(result, 0.02) == [[300]]
+
+
+def test_prompts_that_come_meanwhile_make_the_parts_larger():
+    result = scheduler(*[10] * 40, **SLOW)
+    result.schedule(in_flight=False)
+    result.submit(of_length(300, 1000))
+    assert prompt_lengths(result.schedule(False, 0.02)) == [100]
+    result.submit(of_length(430, 1001))
+    assert prompts_of_steps(result, 0.02) == [[200, 10], [210], [210]]
+
+
+@pytest.mark.parametrize(("waited_s", "steps"), [(0.0, [[100]] * 3), (1.0, [[150]] * 2)])
+def test_what_has_waited_for_as_long_as_the_parts_take_has_one_less(waited_s: float, steps: list[list[int]]):
+    result = scheduler(*[10] * 40, **SLOW)
+    result.schedule(in_flight=False)
+    prompt = of_length(300, 1000)
+    prompt.arrival_ns = time.time_ns() - int(waited_s * 1e9)
+    result.submit(prompt)
+    assert prompts_of_steps(result, 0.1) == steps
 
 
 def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):

@@ -71,7 +71,7 @@ class EngineLoop:
         self._take_compiled()
         self._refuse_late(time.monotonic_ns())
         began = time.monotonic()
-        plan = self.scheduler.schedule(in_flight=bool(self.in_flight))
+        plan = self.scheduler.schedule(bool(self.in_flight), self.pacer.decode_s)
         if plan is not None:
             if self._checker is not None:
                 self._checker.check_plan(plan)

@@ -26,9 +26,13 @@ class Pacer:
     A step's end is seen only if the next one was given to the device before. If it was not, the plan came
     too late: the estimate shrinks, so that waiting too long can never feed itself. It shrinks at once when a
     step is seen to have ended before its deadline.
+
+    decode_s: how long steps without prompts run, of as many rows as the last one that was measured; None
+    before the first.
     """
 
     def __init__(self) -> None:
+        self.decode_s: float | None = None
         self._duration: dict[_Class, float] = {}  # per token where there are prompts
         self._lead = {False: 0.001, True: 0.002}  # from planning to the device's first work; by prompts
         self._began: float | None = None  # when the running step began; None: not known
@@ -73,6 +77,8 @@ class Pacer:
             key, seconds = self._class(plan), (now - self._began) / _scale(plan)
             known = self._duration.get(key, seconds)
             self._duration[key] = min(seconds, known + 0.05 * (seconds - known))
+            if not plan.num_prompt_tokens:
+                self.decode_s = self._duration[key]
         self._began = given if late else None if given is None else now
         self._next = None
 

@@ -38,11 +38,19 @@ class StepBudget:
         self._arrived = 0  # requests, by the last step
         self._may_pause = False
         self._owed = 0  # steps with decode rows, for those without
+        self._piece = 0  # tokens of prompts in a step, since prompts wait beside slow steps
 
     def tokens(
-        self, table: SlotTable, decoding: np.ndarray, prefilling: list[Request], waiting: RequestQueue
+        self,
+        table: SlotTable,
+        decoding: np.ndarray,
+        prefilling: list[Request],
+        waiting: RequestQueue,
+        decode_s: float | None = None,
     ) -> int:
-        """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts."""
+        """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts.
+
+        decode_s: how long a step without prompts takes, where that is known."""
         config, numbers = self._config, self._numbers
         crowded = len(waiting) > table.free
         self._notice_arrivals(waiting, idle=not len(decoding) and not prefilling)
@@ -63,8 +71,7 @@ class StepBudget:
         if len(decoding):
             limit = min(limit, config.max_num_tokens_while_decoding)
         if not self._backlog:
-            short = self._short(table, len(decoding), prefilling, waiting)
-            return min(limit, numbers.short_tokens) if short else limit
+            return min(limit, self._spread(table, len(decoding), prefilling, waiting, decode_s))
         left = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
         work = waiting.tokens + int(left.sum()) + int(sum(started))
@@ -72,25 +79,45 @@ class StepBudget:
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(numbers.filled_step, -(-work // steps)))
 
-    def _short(
-        self, table: SlotTable, streams: int, prefilling: list[Request], waiting: RequestQueue
-    ) -> bool:
-        """Whether the prompts that wait should be computed in short steps.
+    def _spread(
+        self,
+        table: SlotTable,
+        streams: int,
+        prefilling: list[Request],
+        waiting: RequestQueue,
+        decode_s: float | None,
+    ) -> int:
+        """The most tokens of a step beside so many streams, so that these wait less for prompts.
 
         What a step has beside the tokens of its streams costs nearly nothing until the step is filled, and
         the streams' next steps have such room, too. So they wait less for prompts that are spread over a few
         of them, which have their first token some steps later. Prompts that would take many steps are
         computed at once, and so are those that wait when the first of them has waited for long.
+
+        Where a step is slow, that would be before the second one. Prompts are cut into equal parts there, as
+        a further token costs more the fuller a step is; into fewer when the first has waited for long.
         """
         numbers = self._numbers
-        if numbers.short_steps < 2 or streams < numbers.pause_rows or not (prefilling or waiting):
-            return False
-        oldest = min(r.arrival_ns for r in (*prefilling, *itertools.islice(waiting, 1)))
-        if oldest and time.time_ns() - oldest > numbers.short_wait_ms * 1_000_000:
-            return False
-        room = (numbers.short_tokens - streams) * numbers.short_steps
+        whole = self._config.max_num_tokens
+        if not prefilling:
+            self._piece = 0
+            if not waiting:
+                return whole
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-        return begun + waiting.known_tokens <= room
+        left = begun + waiting.known_tokens
+        oldest = min(r.arrival_ns for r in (*prefilling, *itertools.islice(waiting, 1)))
+        waited_s = (time.time_ns() - oldest) / 1e9 if oldest else 0.0
+        steps = numbers.slow_steps
+        slow = steps > 1 and decode_s is not None and decode_s * 1000 >= numbers.slow_step_ms
+        if slow and numbers.slow_rows <= streams < numbers.slow_tokens:
+            assert decode_s is not None
+            steps -= waited_s > steps * decode_s
+            self._piece = max(self._piece, -(-left // steps))
+            return max(numbers.slow_tokens, streams + self._piece)
+        if numbers.short_steps < 2 or streams < numbers.pause_rows or waited_s * 1000 > numbers.short_wait_ms:
+            return whole
+        room = (numbers.short_tokens - streams) * numbers.short_steps
+        return numbers.short_tokens if left <= room else whole
 
     def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:

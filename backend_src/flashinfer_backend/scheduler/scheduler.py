@@ -96,11 +96,13 @@ class Scheduler:
             self.release(request)
         return late
 
-    def schedule(self, in_flight: bool) -> StepPlan | None:
+    def schedule(self, in_flight: bool, decode_s: float | None = None) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to do, or if blocks ran out and the steps
-        `in_flight` must be read first (they may free blocks; preemption needs all tokens known)."""
+        `in_flight` must be read first (they may free blocks; preemption needs all tokens known).
+
+        decode_s: how long a step without prompts takes on the device, in seconds; None where not known."""
         self._named.clear()
-        limit = self._budget.tokens(self.table, self.decoding, self.prefilling, self.queue)
+        limit = self._budget.tokens(self.table, self.decoding, self.prefilling, self.queue, decode_s)
         updates: list[tuple[int, int, int]] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.

@@ -257,7 +257,10 @@ class Scheduling(_Data, frozen=True):
     which at least pause_rows decode rows sit a step out, up to `pauses` steps in a row; rest: steps with
     decode rows for each without. short_steps: the most over which waiting prompts are spread beside
     pause_rows decode rows, of short_tokens tokens each and only until the first of them has waited for
-    short_wait_ms milliseconds; 1: not spread.
+    short_wait_ms milliseconds; 1: not spread. slow_steps: over how many they are spread evenly instead where
+    a step without prompts takes slow_step_ms milliseconds or more, and slow_rows decode rows or more, but
+    fewer than slow_tokens, are in it; such steps may have slow_tokens tokens in any case. When the first of
+    them has waited for as long as slow_steps such steps take, they are spread over one less; 1: as above.
     """
 
     prompts_together: int
@@ -269,6 +272,10 @@ class Scheduling(_Data, frozen=True):
     short_steps: int = 1
     short_tokens: int = 256
     short_wait_ms: int = 1000
+    slow_step_ms: int = 10
+    slow_steps: int = 1
+    slow_tokens: int = 192
+    slow_rows: int = 16
 
 
 class Tuned(_Data, frozen=True, omit_defaults=True):
