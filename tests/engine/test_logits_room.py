@@ -164,8 +164,8 @@ def computed(of: Engine, lengths: list[int], monkeypatch: pytest.MonkeyPatch) ->
     steps, found = [], {}
     schedule, send = of.loop.scheduler.schedule, of.socket.send_tokens
 
-    def note(in_flight: bool) -> object:
-        plan = schedule(in_flight)
+    def note(in_flight: bool, decode_s: float | None) -> object:
+        plan = schedule(in_flight, decode_s)
         if plan is not None and len(plan.context_rows):
             steps.append(plan.lengths[plan.context_rows].tolist())
         return plan

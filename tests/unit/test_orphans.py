@@ -58,7 +58,7 @@ def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start) -> None:
-    start("ends", SERVER, "sleep 0.3")
+    start("ends", SERVER, "sleep 1")
     start("others", OTHER, ENDLESS)
     (shm / "gone").touch()
     orphans.end_orphans(SERVER, [orphans.Stub(SERVER, str(SERVER), "gone")])
