@@ -177,6 +177,10 @@ def read_row(result: Path, name: str, server: str = "ours", until: float = float
             columns = [np.array(requests[key]) for key in ("scheduled", "prompt_tokens", "output_tokens")]
             order = np.argsort(columns[0], kind="stable")
             order = order[columns[0][order] < until]
+            if not len(order):
+                raise ValueError(f"no request of {name} arrives before {until:g} s; choose a larger --until")
+            if (longest := int((columns[1] + columns[2])[order].max())) > STEP_TOKENS:
+                raise ValueError(f"{name} has a request of {longest} tokens; {STEP_TOKENS} can be played")
             return Row(*(column[order] for column in columns))
     raise ValueError(f"{result} has no requests of the row {name} by {server}")
 

@@ -67,6 +67,7 @@ def test_numbers_of_the_device_decide(capsys: pytest.CaptureFixture[str]):
     [
         (["--row", "none"], "has no requests of the row none by ours"),
         (["--server", "sglang"], "has no requests of the row tp2-70b-sharegpt by sglang"),
+        (["--until", "0.01"], "no request of tp2-70b-sharegpt arrives before 0.01 s"),
         (["--set", "slow_step=1"], "should be NAME=NUMBER with a name of prompts_together"),
         (["--set", "slow_steps=x"], "--set slow_steps=x: should be NAME=NUMBER"),
         (["--times", "nowhere.json"], "nowhere.json"),
@@ -93,4 +94,8 @@ def test_a_result_without_requests_is_refused(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"runs": [{"row": "c", "server": "ours", "requests": None}]}))
     with pytest.raises(ValueError, match="no requests of the row c"):
+        play_row.read_row(path, "c")
+    requests = {"scheduled": [0.0], "prompt_tokens": [8190], "output_tokens": [3]}
+    path.write_text(json.dumps({"runs": [{"row": "c", "server": "ours", "requests": requests}]}))
+    with pytest.raises(ValueError, match="a request of 8193 tokens; 8192 can be played"):
         play_row.read_row(path, "c")
