@@ -345,6 +345,56 @@ def test_what_has_waited_for_as_long_as_the_parts_take_has_one_less(waited_s: fl
     assert prompts_of_steps(result, 0.1) == steps
 
 
+def prompt_of(prefix: int, own: int, handle: int) -> Request:
+    """A prompt of `prefix` zeros and `own` tokens that no other one has."""
+    result = of_length(prefix + own, handle)
+    result.prompt[prefix:] = handle
+    return result
+
+
+@pytest.mark.parametrize(
+    ("numbers", "decode_s", "own", "steps"),
+    [
+        ({"short_steps": 4}, None, [500], [[216], [216], [68]]),
+        ({"short_steps": 4}, None, [100, 200], [[100, 116], [84]]),
+        ({"short_steps": 4}, None, [865], [[865]]),  # would take a fifth step
+        (SLOW, 0.02, [500, 400], [[300], [200, 100], [300]]),
+    ],
+)
+def test_what_the_prefix_cache_has_of_prompts_does_not_count_when_they_are_spread(
+    numbers: dict[str, int], decode_s: float | None, own: list[int], steps: list[list[int]]
+):
+    result = scheduler(*[10] * 40, reuse=True, **numbers)
+    result.submit(of_length(1600, 99, max_new=1))
+    while result.queue or result.prefilling:
+        result.schedule(in_flight=False)
+    for handle, length in enumerate(own, 1000):
+        result.submit(prompt_of(1600, length, handle))
+    assert prompts_of_steps(result, decode_s) == steps
+
+
+def test_of_many_that_wait_only_the_first_are_looked_up(monkeypatch: pytest.MonkeyPatch):
+    looked_up = []
+    count = KVCacheManager.count
+    monkeypatch.setattr(
+        KVCacheManager, "count", lambda self, keys: looked_up.append(len(keys)) or count(self, keys)
+    )
+    result = scheduler(*[10] * 64, reuse=True)
+    result.schedule(in_flight=False)  # takes all slots
+    looked_up.clear()
+    for handle in range(1000, 2000):
+        result.submit(of_length(40, handle))
+    result.schedule(in_flight=False)
+    assert looked_up == [2] * 16
+    result = scheduler(*[10] * 64, reuse=True)
+    result.schedule(in_flight=False)
+    looked_up.clear()
+    for handle in range(1000, 1010):
+        result.submit(of_length(4000, handle))
+    result.schedule(in_flight=False)
+    assert looked_up == [249, 249]
+
+
 def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     result = scheduler(reuse=True)
     running = of_length(4000, 1, max_new=90)

@@ -46,10 +46,12 @@ class StepBudget:
         decoding: np.ndarray,
         prefilling: list[Request],
         waiting: RequestQueue,
+        waiting_tokens: int,
         decode_s: float | None = None,
     ) -> int:
         """The most tokens of a step with rows of `decoding` (slots, int32 [d]) and prompts.
 
+        waiting_tokens: those of `waiting` that remain to be computed before a next one of each.
         decode_s: how long a step without prompts takes, where that is known."""
         config, numbers = self._config, self._numbers
         crowded = len(waiting) > table.free
@@ -63,7 +65,7 @@ class StepBudget:
             and rested
             and not (crowded or self._backlog)
             # Nor for more prompts than streams may wait for.
-            and begun + waiting.known_tokens <= config.max_num_tokens_while_decoding
+            and begun + waiting_tokens <= config.max_num_tokens_while_decoding
         )
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
@@ -71,7 +73,8 @@ class StepBudget:
         if len(decoding):
             limit = min(limit, config.max_num_tokens_while_decoding)
         if not self._backlog:
-            return min(limit, self._spread(table, len(decoding), prefilling, waiting, decode_s))
+            spread = self._spread(table, len(decoding), prefilling, waiting, waiting_tokens, decode_s)
+            return min(limit, spread)
         left = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
         work = waiting.tokens + int(left.sum()) + int(sum(started))
@@ -85,6 +88,7 @@ class StepBudget:
         streams: int,
         prefilling: list[Request],
         waiting: RequestQueue,
+        waiting_tokens: int,
         decode_s: float | None,
     ) -> int:
         """The most tokens of a step beside so many streams, so that these wait less for prompts.
@@ -104,7 +108,7 @@ class StepBudget:
             if not waiting:
                 return whole
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-        left = begun + waiting.known_tokens
+        left = begun + waiting_tokens
         oldest = min(r.arrival_ns for r in (*prefilling, *itertools.islice(waiting, 1)))
         waited_s = (time.time_ns() - oldest) / 1e9 if oldest else 0.0
         steps = numbers.slow_steps

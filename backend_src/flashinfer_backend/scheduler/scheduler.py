@@ -8,6 +8,7 @@ planned for it meanwhile are recognised as stale by their epoch.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 NO_UPDATES = NONE.reshape(0, 3)
+# Of waiting requests behind the head, how many tokens and requests are looked up in the prefix cache in each
+# step: 8192 tokens take 0.4 ms, of which all but 0.04 are hashing, once.
+MOST_LOOKED_UP = 8192, 16
 
 
 class Chunk(NamedTuple):
@@ -102,7 +106,10 @@ class Scheduler:
 
         decode_s: how long a step without prompts takes on the device, in seconds; None where not known."""
         self._named.clear()
-        limit = self._budget.tokens(self.table, self.decoding, self.prefilling, self.queue, decode_s)
+        waiting_tokens = self._waiting_tokens() if len(self.decoding) else self.queue.known_tokens
+        limit = self._budget.tokens(
+            self.table, self.decoding, self.prefilling, self.queue, waiting_tokens, decode_s
+        )
         updates: list[tuple[int, int, int]] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
@@ -177,10 +184,7 @@ class Scheduler:
             return None
         request = self.queue.head
         size, num_tokens = self.config.tokens_per_block, request.num_tokens
-        self._name_blocks(request)
-        reusable = request.block_keys[: (num_tokens - 1) // size]
-        if request.params.context_logits:
-            reusable = []
+        reusable = self._reusable(request)
         found, unheld = self.kv_manager.count(reusable)
         new_tokens = num_tokens - found * size
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
@@ -227,6 +231,26 @@ class Scheduler:
         if request.params.stateful:
             self._new.append(self._new_sequence(request))
         return request
+
+    def _waiting_tokens(self) -> int:
+        """Tokens of waiting requests to be computed before a next one of each, without those that the prefix
+        cache has. Where many wait, what those far behind the head have there counts, too."""
+        most_tokens, most_requests = MOST_LOOKED_UP
+        waiting, tokens = self.queue.known_tokens, 0
+        for request in itertools.islice(self.queue, most_requests):
+            if tokens and tokens + request.num_tokens > most_tokens:
+                break
+            tokens += request.num_tokens
+            waiting -= self.kv_manager.count(self._reusable(request))[0] * self.config.tokens_per_block
+        return waiting
+
+    def _reusable(self, request: Request) -> list[bytes]:
+        """Keys of the blocks that the prefix cache may have for a waiting request. A last token is left to be
+        computed."""
+        if request.params.context_logits:
+            return []
+        self._name_blocks(request)
+        return request.block_keys[: (request.num_tokens - 1) // self.config.tokens_per_block]
 
     def _name_blocks(self, request: Request) -> None:
         """Keys under which the request's full blocks may be shared; none if it shares nothing. They are kept
