@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton products, mostly with weights in e4m3, in Triton's interpreter, without a GPU: which element
-goes where, and how well quantising x inside the product does. tests/gpu/test_fp8.py runs the real ones.
+"""The Triton products in Triton's interpreter, without a GPU: which element goes where, and how well
+quantising x inside the product does; with all tilings that devices' files have, too. tests/gpu/test_fp8.py
+runs the real ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import pytest
 import torch
 
+from flashinfer_backend.core import tuned
+from flashinfer_backend.core.tuned import Tiling
 from flashinfer_backend.ops import fp8
 
 ROWS, INNER = 128, 512
@@ -38,24 +41,51 @@ CASES = [
 
 
 def run_case(kind, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual) -> None:
-    from flashinfer_backend.core.tuned import Tiling
+    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=kind == "inside")
+    run(kind, tokens, tiling, ROWS, INNER, gated, norm, bias, residual)
+
+
+def every_tiling() -> list[tuple[str, str, Tiling]]:
+    """Kind of weight, role and tiling of all that a device's file chooses."""
+    chosen = {}
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        numbers = tuned.read(path)
+        for fp8_weight, by_role in ((False, numbers.products), (True, numbers.fp8_products)):
+            for role, products in by_role.items():
+                for step in (step for product in products for step in product.steps):
+                    if step.tiling and (role != "head" or not fp8_weight):
+                        kind = ("inside" if step.tiling.quantise else "before") if fp8_weight else "dense"
+                        chosen[kind, role, step.tiling] = None
+    return list(chosen)
+
+
+def run_tiling(kind: str, role: str, tiling: Tiling) -> None:
+    """Two tiles of rows, two of tokens that the last ones do not fill, and two of `inner` for each part."""
+    gated, tokens = role == "gate_up", 2 * tiling.tokens - tiling.tokens // 3
+    norm = role in ("qkv", "gate_up", "head") and tiling.fuse_norm and kind != "before"
+    rows, inner = 2 * tiling.rows // (1 + gated), 2 * tiling.inner * tiling.split
+    run(kind, tokens, tiling, rows, inner, gated, norm, False, role in ("o", "down"))
+
+
+def run(kind, tokens, tiling, rows, inner, gated, norm, bias, residual) -> None:
+    """x [tokens, inner] by a weight of so many rows, or of twice as many where it is gated."""
     from flashinfer_backend.ops.triton_linear import linear
 
     torch.manual_seed(0)
-    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=kind == "inside")
-    assert tiling.fits((2 * ROWS if gated else ROWS, INNER), gated, tokens)
+    assert tiling.fits((2 * rows if gated else rows, inner), gated, tokens)
     dtype = torch.float16 if kind == "dense" else torch.bfloat16  # the interpreter multiplies no bfloat16
-    weight = torch.randn(2 * ROWS if gated else ROWS, INNER) * INNER**-0.5
+    weight = torch.randn(2 * rows if gated else rows, inner) * inner**-0.5
     if kind == "dense":
         weight, scale = weight.to(dtype), torch.ones(len(weight), 1)
     else:
         weight, scale = fp8.quantise_rows(weight)
-    x = (torch.randn(tokens, INNER) * torch.logspace(0, 2, tokens)[:, None]).to(dtype)
+    largest = 0 if kind == "dense" and not norm else 2  # gate times up should stay below float16's limit
+    x = (torch.randn(tokens, inner) * torch.logspace(0, largest, tokens)[:, None]).to(dtype)
     x[-1, 5] = 40 * x[-1].abs().max()  # far beyond the others
-    norm_weight = (torch.rand(INNER) + 0.5).to(dtype) if norm else None
+    norm_weight = (torch.rand(inner) + 0.5).to(dtype) if norm else None
     beside = {
-        "bias": torch.randn(ROWS).to(dtype) if bias else None,
-        "residual": torch.randn(tokens, ROWS).to(dtype) if residual else None,
+        "bias": torch.randn(rows).to(dtype) if bias else None,
+        "residual": torch.randn(tokens, rows).to(dtype) if residual else None,
     }
 
     def finished(product: torch.Tensor) -> torch.Tensor:
@@ -120,3 +150,5 @@ if __name__ == "__main__":
     exact_conversions()
     for case in CASES:
         run_case(*case)
+    for chosen in every_tiling():
+        run_tiling(*chosen)
