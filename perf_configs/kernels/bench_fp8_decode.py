@@ -2,18 +2,18 @@
 """Decode attention over a KV cache of e4m3: which form of the Triton kernel is the fastest.
 
     python perf_configs/kernels/bench_fp8_decode.py [--rows 1,16,...] [--contexts 1152,256,4096] [--heads 32]
-        [--kv-heads 8] [--mixed] [--limit 100]
+        [--kv-heads 8] [--lengths mixed,equal] [--limit 200]
 
-Per number of rows and context: microseconds of a call in a CUDA graph over a cache of 16 bits, over one of
+Per number of rows, context, and whether the rows' lengths differ ("mixed": uniform from half of a context to
+one and a half) or are equal: microseconds of a call in a CUDA graph over a cache of 16 bits, over one of
 e4m3 with the tile that this device takes today, and with the fastest one; and how long reading the e4m3 takes
 at 4.2 TB/s. The calls of a graph read other blocks than the calls before them, more than L2 holds. What is
-compared takes turns. The first context of a number of rows tries all tiles; the others try those that were
-near the best. Per number of rows, the tile with the smallest product of its times over the contexts wins.
+compared takes turns. The first case of a number of rows tries all tiles; the others try those that were
+near the best. Per number of rows, the tile with the smallest product of its times over the cases wins.
 
 The table comes last, with "fp8_decode_attention" for the device's file in core/tuned. After `--limit`
 seconds, what is left is not measured; numbers of rows without a time take the next larger one's tile.
 Cases that do not fit the device's memory are left out, and named. Blocks have 16 tokens, heads 128 numbers.
-`--mixed`: lengths are uniform from half of a context to one and a half, else they are equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,8 +37,9 @@ from flashinfer_backend.core.arguments import require_cuda, some_seconds, whole
 from flashinfer_backend.core.tuned import DecodeAttention, Tuned
 from flashinfer_backend.ops.fp8 import E4M3
 
-ROWS = "1,16,64,128,256,1024"
+ROWS = "1,8,16,32,48,64,128,256,1024"
 CONTEXTS = "1152,256,4096"
+LENGTHS = "mixed", "equal"
 BLOCK_SIZE, DIM = 16, 128
 BYTES = 160 << 20  # of e4m3 that a graph goes through, at least: three times an H200's L2
 BANDWIDTH = 4.2e12
@@ -46,8 +47,18 @@ NEAR = 1.2  # of the best time at the first context: what is slower is not tried
 FASTER = 0.99  # of today's time: less of a gain is within what repeats differ by
 SCALES = (0.5, 0.25)  # of keys and values
 LARGEST_ERROR = 1e-2  # of a row, against today's tile
-Case = tuple[int, int]  # rows, context
 Times = dict[DecodeAttention, float]
+
+
+class Case(NamedTuple):
+    """What is measured: `lengths` is one of LENGTHS."""
+
+    rows: int
+    context: int
+    lengths: str = "equal"
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.context}, {self.lengths}"
 
 
 # Block, stages, warps and registers. The block table is loaded ahead of keys and values, so 3 stages hold one
@@ -203,9 +214,9 @@ def _up(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
-def lengths(rows: int, context: int, mixed: bool) -> np.ndarray:
-    """int32 [rows], of about the same sum either way."""
-    if not mixed:
+def lengths(rows: int, context: int, kind: str) -> np.ndarray:
+    """int32 [rows], of about the same sum either way. kind: one of LENGTHS."""
+    if kind == "equal":
         return np.full(rows, context, np.int32)
     rng = np.random.default_rng(rows * 1000003 + context)
     return rng.integers(context - context // 2, context + context // 2 + 1, rows).astype(np.int32)
@@ -269,9 +280,9 @@ def measure(
     for case in cases:
         if time.monotonic() > end:
             break
-        rows = case[0]
+        rows = case.rows
         current = now(today, rows)
-        before = next((times for other, times in found.items() if other[0] == rows), None)
+        before = next((times for other, times in found.items() if other.rows == rows), None)
         tried = list(dict.fromkeys([current, *candidates(rows)]))
         if before is not None:
             near = NEAR * min(before.values())
@@ -281,7 +292,7 @@ def measure(
         found[case] = dict(zip(tried, each, strict=True))
         best = min(tried, key=found[case].__getitem__)
         print(
-            f"{rows} rows of {case[1]}: 16 bits {dense[case]:.1f}, e4m3 {found[case][current]:.1f},"
+            f"{case}: 16 bits {dense[case]:.1f}, e4m3 {found[case][current]:.1f},"
             f" fastest of {len(tried)} {found[case][best]:.1f}: {shown(best)}",
             flush=True,
         )
@@ -289,11 +300,11 @@ def measure(
 
 
 def choose(found: dict[Case, Times], today: Tuned) -> dict[int, DecodeAttention]:
-    """By rows, the tile with the best geometric mean over the contexts, of those that were tried at all of
+    """By rows, the tile with the best geometric mean over the cases, of those that were tried in all of
     them; today's where it is as fast. Rows that were not measured are left out."""
     chosen: dict[int, DecodeAttention] = {}
-    for rows in sorted({rows for rows, _ in found}):
-        cases = [times for case, times in found.items() if case[0] == rows]
+    for rows in sorted({case.rows for case in found}):
+        cases = [times for case, times in found.items() if case.rows == rows]
         means = {
             tile: sum(math.log(times[tile]) for times in cases) / len(cases)
             for tile in cases[0]
@@ -332,16 +343,18 @@ def print_table(
     floors: dict[Case, float],
     today: Tuned,
 ) -> None:
-    print("\n| rows | context | 16 bits | e4m3, today | e4m3, fastest | e4m3, chosen | floor | fastest |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---|")
+    of_e4m3 = " | ".join(f"e4m3, {which}" for which in ("today", "fastest", "chosen"))
+    print(f"\n| rows | context | lengths | 16 bits | {of_e4m3} | floor | fastest |")
+    print("|---:|---:|---|---:|---:|---:|---:|---:|---|")
     for case in cases:
         if case not in found:
             continue
         times = found[case]
         best = min(times, key=times.__getitem__)
-        numbers = dense[case], times[now(today, case[0])], times[best], times[chosen[case[0]]], floors[case]
-        cells = " | ".join(f"{us:.1f}" for us in numbers)
-        print(f"| {case[0]} | {case[1]} | {cells} | {shown(best)} |")
+        current = times[now(today, case.rows)]
+        numbers = dense[case], current, times[best], times[chosen[case.rows]], floors[case]
+        cells = " | ".join([*map(str, case), *(f"{us:.1f}" for us in numbers)])
+        print(f"| {cells} | {shown(best)} |")
     print()
     for rows, tile in chosen.items():
         print(f"{rows} rows: {shown(tile)}")
@@ -357,6 +370,13 @@ def numbers_of(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
+def kinds_of(text: str) -> list[str]:
+    found = text.split(",")
+    if set(found) - set(LENGTHS):
+        raise argparse.ArgumentTypeError(f"should be mixed, equal or both with a comma, not {text!r}")
+    return list(dict.fromkeys(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -365,8 +385,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=numbers_of, default=CONTEXTS, help=f"default {CONTEXTS}")
     parser.add_argument("--heads", type=whole(1), default=32)
     parser.add_argument("--kv-heads", type=whole(1), default=8)
-    parser.add_argument("--mixed", action="store_true", help="lengths differ, from 0.5 to 1.5 of a context")
-    parser.add_argument("--limit", type=some_seconds, default=100, metavar="SECONDS", help="default 100")
+    parser.add_argument("--lengths", type=kinds_of, default=",".join(LENGTHS), help="default mixed,equal")
+    parser.add_argument("--limit", type=some_seconds, default=200, metavar="SECONDS", help="default 200")
     options = parser.parse_args()
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} should be a multiple of --kv-heads {options.kv_heads}")
@@ -376,13 +396,18 @@ def main() -> None:
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     today, kv_heads, sizes = device.active(), options.kv_heads, sorted(options.rows)
-    cases = [(rows, context) for context in options.contexts for rows in sizes]
-    lens = {case: lengths(*case, options.mixed) for case in cases}
+    cases = [
+        Case(rows, context, kind)
+        for kind in options.lengths
+        for context in options.contexts
+        for rows in sizes
+    ]
+    lens = {case: lengths(*case) for case in cases}
     need = {case: blocks_of(lens[case], kv_heads) for case in cases}
     # Both caches: three bytes for each number; a tenth is for the rest.
     room = int(torch.cuda.mem_get_info()[0] * 0.9) // (BLOCK_SIZE * kv_heads * DIM * 2 * 3)
     for case in [case for case in cases if need[case] > room]:
-        print(f"left out: {case[0]} rows of {case[1]}, as {need[case]} blocks are more than {room}")
+        print(f"left out: {case}, as {need[case]} blocks are more than {room}")
         cases.remove(case)
     if not cases:
         parser.exit(1, f"{parser.prog}: nothing of that fits the device's memory\n")
@@ -399,7 +424,7 @@ def main() -> None:
     print_table(cases, dense, found, chosen, floors, today)
     late = [case for case in cases if case not in found]
     if late:
-        print(f"out of time: {', '.join(f'{rows} rows of {context}' for rows, context in late)}")
+        print(f"out of time: {'; '.join(map(str, late))}")
     print(msgspec.json.encode(entry(chosen)).decode())
 
 

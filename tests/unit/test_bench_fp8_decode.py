@@ -21,6 +21,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import DecodeAttention, Tuned
 from flashinfer_backend.ops import device
 from perf_configs.kernels import bench_fp8_decode as bench
+from perf_configs.kernels.bench_fp8_decode import Case
 
 TODAY = tuned.fallback()
 ROWS = (1, 16, 64, 128, 256, 1024)
@@ -31,19 +32,28 @@ def tile(block: int, **others: Any) -> DecodeAttention:
     return replace(DecodeAttention(None, block, 3, 2, 16, 8, 2), **others)
 
 
-def times(found: dict[bench.Case, dict[DecodeAttention, float]]) -> dict[bench.Case, bench.Times]:
+def times(found: dict[Case, dict[DecodeAttention, float]]) -> dict[Case, bench.Times]:
     """With what is taken today, at 10 us."""
-    return {case: {bench.now(TODAY, case[0]): 10.0} | each for case, each in found.items()}
+    return {case: {bench.now(TODAY, case.rows): 10.0} | each for case, each in found.items()}
 
 
 def test_the_tile_with_the_best_geometric_mean_wins():
     even, uneven, once = tile(32), tile(64), tile(128)
-    found = times({(16, 256): {even: 8, uneven: 5, once: 1}, (16, 4096): {even: 8, uneven: 14}})
+    assert Case(16, 256) == Case(16, 256, "equal")
+    found = times({Case(16, 256): {even: 8, uneven: 5, once: 1}, Case(16, 4096): {even: 8, uneven: 14}})
+    assert bench.choose(found, TODAY) == {16: even}
+    found = times({Case(16, 256): {even: 8, uneven: 5}, Case(16, 256, "mixed"): {even: 8, uneven: 14}})
     assert bench.choose(found, TODAY) == {16: even}
 
 
 def test_what_gains_nothing_or_cannot_run_is_not_chosen():
-    found = times({(16, 256): {tile(32): 9.95}, (64, 256): {tile(32): math.inf}, (128, 256): {tile(32): 9.8}})
+    found = times(
+        {
+            Case(16, 256): {tile(32): 9.95},
+            Case(64, 256): {tile(32): math.inf},
+            Case(128, 256): {tile(32): 9.8},
+        }
+    )
     assert bench.choose(found, TODAY) == {
         16: bench.now(TODAY, 16),
         64: bench.now(TODAY, 64),
@@ -74,22 +84,22 @@ def test_the_entry_fits_a_device_s_file():
 
 
 def test_later_contexts_try_what_was_near_the_best_and_today_s_tile():
-    asked: list[tuple[bench.Case, list[DecodeAttention]]] = []
+    asked: list[tuple[Case, list[DecodeAttention]]] = []
 
-    def run(case: bench.Case, works: Sequence[tuple[bool, Tuned]]) -> list[float]:
+    def run(case: Case, works: Sequence[tuple[bool, Tuned]]) -> list[float]:
         (dense, numbers), *others = works
         assert not dense and numbers == TODAY and all(fp8 for fp8, _ in others)
-        tiles = [numbers.decode(case[0], fp8=True) for _, numbers in others]
+        tiles = [numbers.decode(case.rows, fp8=True) for _, numbers in others]
         asked.append((case, tiles))
         return [40.0, *(1.0 if each.block == 64 else 30.0 for each in tiles)]
 
-    dense, found = bench.measure([(1, 256), (1, 4096)], SOON, TODAY, run)
+    dense, found = bench.measure([Case(1, 256), Case(1, 4096, "mixed")], SOON, TODAY, run)
     (_, first), (_, second) = asked
-    assert dense == {(1, 256): 40.0, (1, 4096): 40.0}
+    assert dense == {Case(1, 256): 40.0, Case(1, 4096, "mixed"): 40.0}
     assert set(first) == {bench.now(TODAY, 1), *bench.candidates(1)}
     assert set(second) == {bench.now(TODAY, 1), *(each for each in first if each.block == 64)}
-    assert list(found[1, 4096]) == second
-    assert bench.measure([(1, 256)], time.monotonic() - 1, TODAY, run) == ({}, {})
+    assert list(found[Case(1, 4096, "mixed")]) == second
+    assert bench.measure([Case(1, 256)], time.monotonic() - 1, TODAY, run) == ({}, {})
 
 
 def test_calls_of_a_graph_read_more_than_l2_and_blocks_of_their_own():
@@ -112,11 +122,11 @@ def test_one_large_call_is_there_twice():
     assert len(caches.tables(np.array([33], np.int32))) == 2
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_lengths(mixed):
-    lens = bench.lengths(1024, 256, mixed)
+@pytest.mark.parametrize("kind", bench.LENGTHS)
+def test_lengths(kind):
+    lens = bench.lengths(1024, 256, kind)
     assert lens.dtype == np.int32 and lens.min() >= 128 and lens.max() <= 384
-    assert (len(set(lens.tolist())) > 100) is mixed and abs(lens.mean() - 256) < 8
+    assert (len(set(lens.tolist())) > 100) is (kind == "mixed") and abs(lens.mean() - 256) < 8
 
 
 @pytest.fixture
@@ -156,7 +166,7 @@ def test_what_is_compiled_ahead_is_what_is_measured(hopper, monkeypatch):
         for rows, fp8, numbers in works:
             if rows not in (1, 16):
                 continue
-            lens = bench.lengths(rows, 64, mixed=rows == 16)
+            lens = bench.lengths(rows, 64, "mixed" if rows == 16 else "equal")
             (table, _) = caches.tables(lens)
             with device.use(numbers):
                 items, space = caches.work(lens, triton_max(rows, fp8))
@@ -178,3 +188,21 @@ def test_rows_that_are_no_numbers_are_refused(text, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert "should be numbers from 1 on, separated by commas" in capsys.readouterr().err
+
+
+def test_lengths_of_no_kind_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_fp8_decode.py", "--lengths=equal,long"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "should be mixed, equal or both with a comma, not 'equal,long'" in capsys.readouterr().err
+
+
+def test_the_table_names_each_case(capsys):
+    cases = [Case(16, 256), Case(16, 256, "mixed")]
+    found = times({case: {tile(32): 8.0} for case in cases})
+    chosen, numbers = bench.choose(found, TODAY), dict.fromkeys(cases, 2.0)
+    bench.print_table(cases, numbers, found, chosen, numbers, TODAY)
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[:8] for row in rows if row.startswith("| 16")] == [
+        ["| 16", "256", kind, "2.0", "10.0", "8.0", "8.0", "2.0"] for kind in ("equal", "mixed")
+    ]
