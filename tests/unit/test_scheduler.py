@@ -373,6 +373,16 @@ def test_what_the_prefix_cache_has_of_prompts_does_not_count_when_they_are_sprea
     assert prompts_of_steps(result, decode_s) == steps
 
 
+def test_a_prompt_whose_logits_are_wanted_is_computed_whole_and_serves_others():
+    result = scheduler(reuse=True)
+    params = SamplingParams(max_tokens=8, context_logits=True)
+    for handle in (1, 2):
+        result.submit(Request(handle=handle, prompt=np.zeros(100, np.int32), params=params, max_new=8))
+        assert prompts_of_steps(result) == [[100]]
+    result.submit(of_length(100, 3))
+    assert prompts_of_steps(result) == [[4]]
+
+
 def test_of_many_that_wait_only_the_first_are_looked_up(monkeypatch: pytest.MonkeyPatch):
     looked_up = []
     count = KVCacheManager.count

@@ -245,11 +245,11 @@ class Scheduler:
         return waiting
 
     def _reusable(self, request: Request) -> list[bytes]:
-        """Keys of the blocks that the prefix cache may have for a waiting request. A last token is left to be
-        computed."""
+        """Keys of the blocks that a waiting request takes if the prefix cache has them. A last token is left
+        to be computed. All are named, since what the request computes may serve others in any case."""
+        self._name_blocks(request)
         if request.params.context_logits:
             return []
-        self._name_blocks(request)
         return request.block_keys[: (request.num_tokens - 1) // self.config.tokens_per_block]
 
     def _name_blocks(self, request: Request) -> None:
