@@ -319,6 +319,18 @@ def test_prompts_beside_slow_steps_are_cut_into_equal_parts(
     assert prompts_of_steps(result, decode_s) == steps
 
 
+@pytest.mark.parametrize(("length", "waited_s"), [(2100, 0.0), (1500, 1.0)])
+def test_streams_do_not_sit_out_parts_that_were_cut_for_them(length: int, waited_s: float):
+    result = scheduler(*[10] * 40, **SLOW)
+    result.schedule(in_flight=False)
+    prompt = of_length(length, 1000)
+    prompt.arrival_ns = time.time_ns() - int(waited_s * 1e9)
+    result.submit(prompt)
+    parts = 2 if waited_s else 3
+    plans = [result.schedule(False, 0.02) for _ in range(parts)]
+    assert [(plan.num_decodes, prompt_lengths(plan)) for plan in plans] == [(40, [length // parts])] * parts
+
+
 def test_full_slow_steps_have_no_room_for_parts_of_prompts():
     result = scheduler(*[10] * 40, **SLOW | {"slow_tokens": 40})
     result.schedule(in_flight=False)
@@ -389,20 +401,20 @@ def test_of_many_that_wait_only_the_first_are_looked_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         KVCacheManager, "count", lambda self, keys: looked_up.append(len(keys)) or count(self, keys)
     )
-    result = scheduler(*[10] * 64, reuse=True)
-    result.schedule(in_flight=False)  # takes all slots
-    looked_up.clear()
-    for handle in range(1000, 2000):
-        result.submit(of_length(40, handle))
-    result.schedule(in_flight=False)
-    assert looked_up == [2] * 16
-    result = scheduler(*[10] * 64, reuse=True)
-    result.schedule(in_flight=False)
-    looked_up.clear()
-    for handle in range(1000, 1010):
-        result.submit(of_length(4000, handle))
-    result.schedule(in_flight=False)
-    assert looked_up == [249, 249]
+
+    def lookups(streams: int, waiting: int, length: int) -> list[int]:
+        result = scheduler(*[10] * streams, reuse=True)
+        result.schedule(in_flight=False)
+        looked_up.clear()
+        for handle in range(1000, 1000 + waiting):
+            result.submit(of_length(length, handle))
+        result.schedule(in_flight=False)
+        return looked_up
+
+    # Of 64 slots one is free. The head is looked up once more when it is admitted.
+    assert lookups(63, 1000, 40) == [2] * 16 + [2]
+    assert lookups(63, 10, 4000) == [249] * 2 + [249]
+    assert lookups(64, 1000, 40) == []
 
 
 def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):

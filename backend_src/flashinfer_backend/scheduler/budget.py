@@ -115,6 +115,7 @@ class StepBudget:
         slow = steps > 1 and decode_s is not None and decode_s * 1000 >= numbers.slow_step_ms
         if slow and numbers.slow_rows <= streams < numbers.slow_tokens:
             assert decode_s is not None
+            self._may_pause = False  # the parts are cut for steps with the streams
             steps -= waited_s > steps * decode_s
             self._piece = max(self._piece, -(-left // steps))
             return max(numbers.slow_tokens, streams + self._piece)
