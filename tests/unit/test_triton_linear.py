@@ -53,7 +53,7 @@ def every_tiling() -> list[tuple[str, str, Tiling]]:
         for fp8_weight, by_role in ((False, numbers.products), (True, numbers.fp8_products)):
             for role, products in by_role.items():
                 for step in (step for product in products for step in product.steps):
-                    if step.tiling and (role != "head" or not fp8_weight):
+                    if step.tiling:
                         kind = ("inside" if step.tiling.quantise else "before") if fp8_weight else "dense"
                         chosen[kind, role, step.tiling] = None
     return list(chosen)
