@@ -60,12 +60,15 @@ class StepBudget:
         self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
         rested = self._owed <= (numbers.pauses - 1) * numbers.rest
         begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
+        left = begun + waiting_tokens
+        slow_s = self._slow_s(len(decoding), decode_s)
         self._may_pause = (
             len(decoding) >= numbers.pause_rows
             and rested
             and not (crowded or self._backlog)
-            # Nor for more prompts than streams may wait for.
-            and begun + waiting_tokens <= config.max_num_tokens_while_decoding
+            # Nor for more prompts than streams may wait for, or for parts that are cut for steps with them.
+            and left <= config.max_num_tokens_while_decoding
+            and slow_s is None
         )
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
@@ -73,25 +76,32 @@ class StepBudget:
         if len(decoding):
             limit = min(limit, config.max_num_tokens_while_decoding)
         if not self._backlog:
-            spread = self._spread(table, len(decoding), prefilling, waiting, waiting_tokens, decode_s)
-            return min(limit, spread)
-        left = table.max_new[decoding] - table.planned_outputs[decoding]
+            return min(limit, self._spread(len(decoding), prefilling, waiting, left, slow_s))
+        to_generate = table.max_new[decoding] - table.planned_outputs[decoding]
         started = [table.prompt_len[r.slot] + r.max_new - table.computed[r.slot] for r in prefilling]
-        work = waiting.tokens + int(left.sum()) + int(sum(started))
-        longest = max([waiting.longest, int(left.max(initial=1)), *(r.max_new for r in prefilling)])
+        work = waiting.tokens + int(to_generate.sum()) + int(sum(started))
+        longest = max([waiting.longest, int(to_generate.max(initial=1)), *(r.max_new for r in prefilling)])
         steps = max(1, longest - waiting.tail.max_new)  # the last prompt's answer comes behind it
         return min(limit, max(numbers.filled_step, -(-work // steps)))
 
+    def _slow_s(self, streams: int, decode_s: float | None) -> float | None:
+        """`decode_s` where prompts beside so many streams are cut into equal parts, else None."""
+        numbers = self._numbers
+        if decode_s is None or decode_s * 1000 < numbers.slow_step_ms or numbers.slow_steps < 2:
+            return None
+        cut = self._config.enable_chunked_context and numbers.slow_rows <= streams < numbers.slow_tokens
+        return decode_s if cut else None
+
     def _spread(
         self,
-        table: SlotTable,
         streams: int,
         prefilling: list[Request],
         waiting: RequestQueue,
-        waiting_tokens: int,
-        decode_s: float | None,
+        left: int,
+        slow_s: float | None,
     ) -> int:
-        """The most tokens of a step beside so many streams, so that these wait less for prompts.
+        """The most tokens of a step beside so many streams, so that these wait less for prompts, of which so
+        many tokens are left. slow_s: as _slow_s has it.
 
         What a step has beside the tokens of its streams costs nearly nothing until the step is filled, and
         the streams' next steps have such room, too. So they wait less for prompts that are spread over a few
@@ -107,16 +117,11 @@ class StepBudget:
             self._piece = 0
             if not waiting:
                 return whole
-        begun = sum(int(table.known[r.slot] - table.computed[r.slot]) for r in prefilling)
-        left = begun + waiting_tokens
         oldest = min(r.arrival_ns for r in (*prefilling, *itertools.islice(waiting, 1)))
         waited_s = (time.time_ns() - oldest) / 1e9 if oldest else 0.0
-        steps = numbers.slow_steps
-        slow = steps > 1 and decode_s is not None and decode_s * 1000 >= numbers.slow_step_ms
-        if slow and numbers.slow_rows <= streams < numbers.slow_tokens:
-            assert decode_s is not None
-            self._may_pause = False  # the parts are cut for steps with the streams
-            steps -= waited_s > steps * decode_s
+        if slow_s is not None:
+            steps = numbers.slow_steps
+            steps -= waited_s > steps * slow_s
             self._piece = max(self._piece, -(-left // steps))
             return max(numbers.slow_tokens, streams + self._piece)
         if numbers.short_steps < 2 or streams < numbers.pause_rows or waited_s * 1000 > numbers.short_wait_ms:

@@ -25,8 +25,8 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 NO_UPDATES = NONE.reshape(0, 3)
-# Of waiting requests behind the head, how many tokens and requests are looked up in the prefix cache in each
-# step: 8192 tokens take 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, always is.
+# How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
+# 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
 
 
