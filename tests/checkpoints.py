@@ -17,6 +17,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 
 # kind -> (architecture, options that differ from SIZES, options of save_pretrained)
@@ -29,6 +30,9 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"head_dim": 32}, {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
+    "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
 }
 
 SIZES = {

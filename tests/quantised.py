@@ -32,6 +32,7 @@ SIZES = {
     "head_dim": 64,
     "initializer_range": 0.08,
 }
+EXPERT_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}  # whole blocks, as experts need them
 KV_SCALES = {"k": 0.0051, "v": 0.0034}  # small enough that some values are beyond the largest element
 ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
 TOKEN = ARGS | {"strategy": "token", "dynamic": True}
@@ -188,14 +189,54 @@ class Quantised:
                 hook.remove()
 
 
+class SparseMlp(nn.Module):
+    """The mixture of experts of transformers with a Linear for each matrix, as checkpoints have it."""
+
+    def __init__(self, fused: nn.Module) -> None:
+        super().__init__()
+        self.router = fused.gate
+        matrices = zip(fused.experts.gate_up_proj, fused.experts.down_proj, strict=True)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: linear(matrix)
+                    for name, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+                }
+                | {"down_proj": linear(down)}
+            )
+            for both, down in matrices
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        _, weights, chosen = self.router(rows)
+        result = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            tokens, place = torch.where(chosen == expert)
+            part, mine = self.experts[expert], rows[tokens]
+            product = part["down_proj"](nn.functional.silu(part["gate_proj"](mine)) * part["up_proj"](mine))
+            result.index_add_(0, tokens, product * weights[tokens, place, None])
+        return result.view_as(x)
+
+
+def linear(matrix: Tensor) -> nn.Linear:
+    module = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, dtype=matrix.dtype)
+    module.weight.data.copy_(matrix)
+    return module
+
+
 def make_quantised(
     layout_name: str, kind: str, folder: Path, kv_scales: bool = False, ranks: int = 1, **sizes: Any
 ) -> Quantised:
     """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says. ranks: under
     which tensor parallelism its `logits` are to be."""
     layout = LAYOUTS[layout_name]
-    dense = make_checkpoint(kind, folder, **(SIZES | sizes))
+    sizes = SIZES | (EXPERT_SIZES if kind.startswith("qwen3-moe") else {}) | sizes
+    dense = make_checkpoint(kind, folder, **sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = SparseMlp(layer.mlp)
     tensors = load_file(dense / "model.safetensors")
     result = Quantised(dense, model)
     peaks = _input_peaks(model)

@@ -107,7 +107,9 @@ def test_greedy_ids_equal_transformers(checkpoint, expected, tmp_path, settings)
     assert bool(core.scheduler.preemptions) == bool(preempts)
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "llama-sharded", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama-tied", "llama-sharded", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"]
+)
 def test_every_family_equals_transformers(kind, tmp_path):
     folder = make_checkpoint(kind, tmp_path / "model")
     prompts = make_prompts(4)

@@ -76,7 +76,15 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "size", "max_tokens"),
-    [("llama3-rope", 2, 48), ("llama-tied", 4, 10), ("mistral", 2, 10), ("qwen2", 4, 10), ("qwen3", 2, 10)],
+    [
+        ("llama3-rope", 2, 48),
+        ("llama-tied", 4, 10),
+        ("mistral", 2, 10),
+        ("qwen2", 4, 10),
+        ("qwen3", 2, 10),
+        ("mixtral", 2, 10),
+        ("qwen3-moe", 4, 10),
+    ],
 )
 def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):
     """With so few blocks that long sequences are preempted. 4 ranks hold 2 key and value heads, and a
@@ -92,9 +100,13 @@ def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeyp
 SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole blocks of 128
 
 
-@pytest.mark.parametrize("layout", ["ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load"])
-def test_ranks_serve_fp8(layout, tmp_path, monkeypatch):
-    checkpoint = make_quantised(layout, "llama", tmp_path / "model", ranks=2, **SIZES)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(layout, "llama") for layout in ("ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load")]
+    + [(layout, "qwen3-moe") for layout in ("ct-dynamic", "blocks", "on-load")],
+)
+def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
+    checkpoint = make_quantised(layout, kind, tmp_path / "model", ranks=2, **SIZES)
     monkeypatch.setattr(
         "engine.test_fp8.start_core", lambda *args, **kw: start_ranks(args[0], 2, monkeypatch, **kw)
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_tokenizers
@@ -15,6 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import KINDS, make_checkpoint
+from flashinfer_backend.core.shard import Part, Shard
 from flashinfer_backend.models.config import (
     ARCHITECTURES,
     ModelConfig,
@@ -245,7 +248,7 @@ def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, cha
     assert ModelConfig.from_pretrained(path).sliding_window == expected
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])
 def test_heads_that_are_not_named_are_those_of_transformers(tmp_path, kind):
     path = make_checkpoint(kind, tmp_path)
     written = json.loads((path / "config.json").read_text())
@@ -284,6 +287,83 @@ def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
     assert config.eos_token_ids == (7, 8, TextTokenizer(model_dir).eos_id)
     config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
     assert config.eos_token_ids == (7, 8, TextTokenizer(tokenizer_dir).eos_id)
+
+
+def parse_moe(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelConfig:
+    path = make_checkpoint(kind, folder / "model")
+    written = json.loads((path / "config.json").read_text()) | changes
+    written = {key: value for key, value in written.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(written))
+    return ModelConfig.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "qwen3-moe-plain"])
+def test_experts_are_those_of_transformers(tmp_path, kind):
+    """Also by the older name of their number, and where keys are left out that have a default."""
+    ours = parse_moe(tmp_path, kind, norm_topk_prob=kind == "qwen3-moe")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert (ours.num_experts, ours.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+    assert ours.norm_topk_prob == (kind != "qwen3-moe-plain")
+    size = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.intermediate_size == size and ours.shape("down") == (ours.num_experts * 64, size)
+    older = parse_moe(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
+    assert older.num_experts == 5 and older.rope_theta == (1e6 if kind == "mixtral" else 1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is not supported; supported: \[\] or absent"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"num_experts": 9}, "num_experts and num_local_experts differ"),
+        ({"num_local_experts": ...}, "has no 'num_experts'"),
+        ({"num_local_experts": 0}, "num_local_experts is 0; it should be an integer of at least 1"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        ({"num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"; it should be an integer'),
+        ({"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
+        ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            "experts in format fp8_static are not supported; served are experts of 16 bits",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True, "group_size": 32}},
+            "experts in format int4_awq_32 are not supported",
+        ),
+        (
+            {
+                "head_dim": 64,
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "activation_scheme": "dynamic",
+                    "weight_block_size": [128, 128],
+                },
+            },
+            "experts.0.gate_proj has 48 rows; with FP8 scales of 128x128 blocks",
+        ),
+    ],
+)
+def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_moe(tmp_path, **changes)
+
+
+def test_a_window_of_all_layers_limits_the_sequence_length(tmp_path):
+    for kind in ("mixtral", "qwen3-moe"):
+        assert (
+            parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True).sliding_window == 40
+        )
+    assert parse_moe(tmp_path, sliding_window=40, use_sliding_window=False).sliding_window is None
+
+
+def test_experts_are_cut_by_their_width(tmp_path):
+    whole = parse_moe(tmp_path)
+    local = whole.local(Shard(1, 2))
+    assert local.shape("gate_up") == (8 * 2 * 24, 64) and local.shape("down") == (8 * 64, 24)
+    part = local.part("down", "mlp.experts.7.down_proj")
+    assert part == Part((64, 48), slice(0, 64), slice(24, 48))
+    with pytest.raises(UnsupportedModelError, match="should divide moe_intermediate_size, which is 48"):
+        replace(whole, num_heads=32, num_kv_heads=32).local(Shard(0, 32))
 
 
 def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_readme():

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, read_object_if_there
 from flashinfer_backend.core.shard import WHOLE, Part, Shard
@@ -26,27 +27,50 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 # What transformers takes where config.json has no such key; a sliding_window of null is no window.
 DEFAULT_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
-DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_ROPE_THETA = {"mixtral": 1e6}
+OTHER_ROPE_THETA = 10000.0
 DEFAULT_HEADS: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }
+
+
+class MlpNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer's MLP. block: the module that has them, or the experts and
+    the router. size: config.json's key of the intermediate size. experts: whether there are any."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    size: str = "intermediate_size"
+    experts: bool = False
+
+
+MLP_NAMES = {
+    "mixtral": MlpNames("block_sparse_moe", "w1", "w3", "w2", experts=True),
+    "qwen3_moe": MlpNames(size="moe_intermediate_size", experts=True),
+}
+DENSE_MLP = MlpNames()
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
 )  # fmt: skip
 COUNTS_OR_NONE = ("num_key_value_heads", "head_dim")
 KINDS: dict[str, Kind] = {
@@ -54,6 +78,7 @@ KINDS: dict[str, Kind] = {
     "rope_scaling": "object", "rope_parameters": "object", "rope_theta": "number", "rms_norm_eps": "number",
     "initializer_range": "number", "tie_word_embeddings": "flag", "use_sliding_window": "flag",
     "layer_types": "texts", "max_window_layers": "integer", "bos_token_id": "integer", "eos_token_id": "ids",
+    "norm_topk_prob": "flag",
 }  # fmt: skip
 ROPE_KINDS: dict[str, Kind] = {
     "rope_theta": "number", "factor": "number", "low_freq_factor": "number", "high_freq_factor": "number",
@@ -64,6 +89,9 @@ ROPE_KINDS: dict[str, Kind] = {
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of one decoder-only checkpoint. rope_scaling is None for plain rotary embedding.
+
+    With a mixture of experts each token's MLP is the weighted sum of experts_per_token of num_experts (0: one
+    dense MLP), each of intermediate_size. norm_topk_prob: the weights of a token's experts add up to 1.
 
     Of a rank's share (`local`), heads and the intermediate size are its own and `whole` is the checkpoint's
     config; the vocabulary's size is the whole's.
@@ -89,6 +117,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     initializer_range: float
+    num_experts: int = 0
+    experts_per_token: int = 0
+    norm_topk_prob: bool = False
     quantization: Quantization = DENSE
     shard: Shard = WHOLE
     whole_config: ModelConfig | None = None
@@ -123,6 +154,11 @@ class ModelConfig:
             raise type(error)(f"{path}: {error}") from None
 
     @property
+    def mlp_names(self) -> MlpNames:
+        """What the checkpoint calls the parts of an MLP."""
+        return MLP_NAMES.get(self.model_type, DENSE_MLP)
+
+    @property
     def whole(self) -> ModelConfig:
         """The checkpoint's config."""
         return self.whole_config or self
@@ -137,7 +173,7 @@ class ModelConfig:
         if size == 1:
             return self
         where = f"tensor_parallel_size={size}"
-        counts = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        counts = {"num_attention_heads": self.num_heads, self.mlp_names.size: self.intermediate_size}
         if self.num_kv_heads > size:
             counts["num_key_value_heads"] = self.num_kv_heads
         for name, count in counts.items():
@@ -183,34 +219,51 @@ class ModelConfig:
         return Part(whole, slice(first, first + rows), slice(0, columns))
 
     def parts(self, role: Role) -> dict[str, int]:
-        """The modules of a layer that one product computes together, in order, each with its rows."""
+        """The modules of a layer that one weight stores one behind the other, each with its rows: of one
+        product, or of all experts'."""
+        return self._parts[role]
+
+    @cached_property
+    def _parts(self) -> dict[Role, dict[str, int]]:
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        by_role: dict[Role, dict[str, int]] = {
+        block, gate, up, down, *_ = self.mlp_names
+        mlps = [f"{block}.experts.{index}" for index in range(self.num_experts)] or [block]
+        return {
             "qkv": {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows},
             "o": {"self_attn.o_proj": self.hidden_size},
-            "gate_up": {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size},
-            "down": {"mlp.down_proj": self.hidden_size},
+            "gate_up": {f"{mlp}.{name}": self.intermediate_size for mlp in mlps for name in (gate, up)},
+            "down": {f"{mlp}.{down}": self.hidden_size for mlp in mlps},
         }
-        return by_role[role]
 
     def shape(self, role: Role) -> tuple[int, int]:
-        """[N, K] of a layer's weight."""
+        """[N, K] of a layer's weight; of experts, all of them below each other."""
         inner = {"o": self.num_heads * self.head_dim, "down": self.intermediate_size}
         return sum(self.parts(role).values()), inner.get(role, self.hidden_size)
 
     def weight_format(self, layer: int, role: Role) -> WeightFormat:
         """How the weight of a layer's product is stored."""
-        return self.quantization.format_of(f"model.layers.{layer}.{part}" for part in self.parts(role))
+        return self._formats[role][layer]
 
     def weight_formats(self) -> dict[Role, set[WeightFormat]]:
         """Those of all layers."""
-        layers = range(self.num_layers)
-        return {role: {self.weight_format(layer, role) for layer in layers} for role in LAYER_ROLES}
+        return {role: set(formats) for role, formats in self._formats.items()}
+
+    @cached_property
+    def _formats(self) -> dict[Role, list[WeightFormat]]:
+        layers = [f"model.layers.{layer}" for layer in range(self.num_layers)]
+        return {
+            role: [
+                self.quantization.format_of(f"{layer}.{part}" for part in self.parts(role))
+                for layer in layers
+            ]
+            for role in LAYER_ROLES
+        }
 
     def check_formats(self) -> None:
         """Raise UnsupportedModelError where a product's parts cannot be stored as one weight."""
         for role, formats in self.weight_formats().items():
             parts, cut = self.parts(role), self.shard.size > 1
+            self._check_experts(role, formats)
             if any(format.startswith("int4") for format in formats):
                 self._check_int4(role, formats)
             if not any(format.startswith("fp8_block") for format in formats):
@@ -229,6 +282,16 @@ class ModelConfig:
                     f" with FP8 scales of {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a"
                     " smaller tensor_parallel_size"
                 )
+
+    def _check_experts(self, role: Role, formats: set[WeightFormat]) -> None:
+        served = ("dense", "fp8_token", "fp8_on_load", "fp8_block", "fp8_block_scale")
+        if not self.num_experts or role not in ("gate_up", "down") or formats <= set(served):
+            return
+        found = ", ".join(sorted(formats - set(served)))
+        raise UnsupportedModelError(
+            f"experts in format {found} are not supported; served are experts of 16 bits, and in FP8 with"
+            " scales of activations that are computed (dynamic), by token or by groups of 128"
+        )
 
     def _check_int4(self, role: Role, formats: set[WeightFormat]) -> None:
         parts, columns = self.parts(role), self.shape(role)[1]
@@ -325,16 +388,23 @@ def _parse(
     raw = DEFAULT_HEADS[model_type] | raw
     _refuse_variants(raw, model_type)
     window = _sliding_window(raw, model_type)
-    counts = {key: raw[key] for key in COUNTS} | {"sliding_window": 1 if window is None else window}
+    names = MLP_NAMES.get(model_type, DENSE_MLP)
+    counts = {key: raw[key] for key in (*COUNTS, names.size)} | {
+        "sliding_window": 1 if window is None else window
+    }
     counts |= {key: raw[key] for key in COUNTS_OR_NONE if raw.get(key) is not None}
-    for key, value in counts.items():
+    experts = _experts(raw) if names.experts else {}
+    for key, value in (counts | experts).items():
         if type(value) is not int or not 1 <= value <= INT32_MAX:
             raise ValueError(f"{key} is {shown(value)}; it should be an integer of at least 1, in 31 bits")
     if not raw["rms_norm_eps"] or raw["rms_norm_eps"] < 0:
         raise ValueError(
             f"rms_norm_eps is {shown(raw['rms_norm_eps'])}; it should be a number greater than 0"
         )
-    rope_theta, rope_scaling = _rope(raw)
+    num_experts, experts_per_token = experts.values() if experts else (0, 0)
+    if experts_per_token > num_experts:
+        raise ValueError(f"num_experts_per_tok is {experts_per_token}, and there are {num_experts} experts")
+    rope_theta, rope_scaling = _rope(raw, model_type)
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     head_dim = raw.get("head_dim") or hidden_size // num_heads
@@ -350,7 +420,7 @@ def _parse(
         model_type=model_type,
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=raw["intermediate_size"],
+        intermediate_size=raw[names.size],
         num_layers=raw["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -360,13 +430,16 @@ def _parse(
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         max_position_embeddings=raw["max_position_embeddings"],
         sliding_window=window,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(raw),
         initializer_range=float(raw.get("initializer_range", 0.02)),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        norm_topk_prob=model_type == "mixtral" or bool(raw.get("norm_topk_prob", False)),
         quantization=read_quantization(raw, hf_quant),
     )
     config.check_formats()
@@ -391,6 +464,15 @@ def _model_type(raw: dict[str, Any]) -> str:
     )
 
 
+def _experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The number of experts, by either name that there is for it, and how many a token has."""
+    found = {key: raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None}
+    if len(set(map(str, found.values()))) > 1:
+        raise ValueError("num_experts and num_local_experts differ; they are two names of one number")
+    name = next(iter(found), "num_experts")
+    return {name: raw[name], "num_experts_per_tok": raw["num_experts_per_tok"]}
+
+
 def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     """Refuse options that change the computation; each has exactly one value that is implemented."""
     implemented: dict[str, Any] = {
@@ -401,13 +483,15 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     }
     if model_type != "qwen2":
         implemented["attention_bias"] = False
+    if model_type == "qwen3_moe":  # experts in every layer
+        implemented |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, value in implemented.items():
         found = raw.get(key)
         if found is not None and found != value:
             raise UnsupportedModelError(f"{key} {found!r} is not supported; supported: {value!r} or absent")
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: dict[str, Any], model_type: str) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the scaling, from transformers 5's rope_parameters or the older two keys. Where both are
     there, transformers takes rope_scaling, whatever the other says."""
     place = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -418,8 +502,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
                 f"rotary embedding by kind of layer ({key!r}) is not supported; supported: one for all layers"
             )
     check_kinds(scaling, ROPE_KINDS, f"{place}.")
-    thetas = (scaling.pop("rope_theta", None), raw.get("rope_theta"), DEFAULT_ROPE_THETA)
-    theta = float(next(theta for theta in thetas if theta is not None))
+    thetas = (scaling.pop("rope_theta", None), raw.get("rope_theta"), DEFAULT_ROPE_THETA.get(model_type))
+    theta = float(next((theta for theta in thetas if theta is not None), OTHER_ROPE_THETA))
     old_name = scaling.pop("type", None)
     rope_type = scaling.setdefault("rope_type", old_name or "default")
     if rope_type not in ROPE_TYPES:
@@ -461,6 +545,10 @@ def _sliding_window(raw: dict[str, Any], model_type: str) -> int | None:
         )
     if model_type == "mistral":  # whatever its layer_types
         return raw.get("sliding_window", DEFAULT_WINDOW)
+    if model_type == "mixtral":
+        return raw.get("sliding_window")
+    if model_type == "qwen3_moe":
+        return raw.get("sliding_window", DEFAULT_WINDOW) if raw.get("use_sliding_window") else None
     window = raw.get("sliding_window", DEFAULT_WINDOW if model_type != "llama" else None)
     if model_type != "llama" and not raw.get("use_sliding_window", False):
         window = None

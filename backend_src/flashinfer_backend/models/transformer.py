@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3, over a paged key/value cache."""
+"""The decoder of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, over a paged key/value cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def rope_cos_sin(config: ModelConfig, max_positions: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Weights of one decoder layer. qkv holds the rows of Q, K and V in this order, gate_up gate then up.
+    """Weights of one decoder layer. qkv holds the rows of Q, K and V in this order, gate_up gate then up;
+    with experts, gate_up and down hold those of the first expert, then of the second and so on.
     kv_scales: the checkpoint's, of keys and values in a cache of e4m3."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,6 +74,7 @@ class Layer(nn.Module):
         self.k_norm = parameter(head_dim) if config.qk_norm else None
         self.o = weight("o")
         self.post_norm = parameter(hidden)
+        self.router = parameter(config.num_experts, hidden) if config.num_experts else None
         self.gate_up = weight("gate_up")
         self.down = weight("down")
         self.kv_scales = (1.0, 1.0)
@@ -203,17 +205,26 @@ class Transformer(nn.Module):
 
     def after_attention(self, index: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Second part of layer `index`: attended[T, Hq, D] and the residual stream -> the next one."""
-        config, layer, ops = self.config, self.layers[index], self.ops
+        layer = self.layers[index]
         assert isinstance(layer, Layer)
-        hidden = self._add(attended.view(hidden.shape[0], -1), layer.o, hidden)
-        gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
-        return self._add(gated, layer.down, hidden)
+        partial = self.ops.linear_add(attended.view(hidden.shape[0], -1), layer.o, self._of_one_rank(hidden))
+        hidden = self.collectives.all_reduce(partial)
+        return self.collectives.all_reduce(self.mlp(layer, hidden))
 
-    def _add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-        """residual + x @ weight.T of the whole matrix, of whose columns a rank has its own."""
-        first = self.config.shard.rank == 0  # one rank adds the residual
-        partial = self.ops.linear_add(x, weight, residual if first else None)
-        return self.collectives.all_reduce(partial)
+    def mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
+        """What a rank's part of the layer's MLP adds to the residual stream hidden[T, hidden], and on one
+        rank that, too. May overwrite hidden."""
+        config, ops, residual = self.config, self.ops, self._of_one_rank(hidden)
+        if layer.router is None:
+            gated = ops.norm_gate_up_silu(hidden, layer.post_norm, config.rms_norm_eps, layer.gate_up)
+            return ops.linear_add(gated, layer.down, residual)
+        routing = config.experts_per_token, config.norm_topk_prob
+        norm = layer.post_norm, config.rms_norm_eps
+        return ops.experts_add(hidden, *norm, layer.router, layer.gate_up, layer.down, *routing, residual)
+
+    def _of_one_rank(self, residual: Tensor) -> Tensor | None:
+        """The ranks' parts are summed, so one of them adds the residual."""
+        return residual if self.config.shard.rank == 0 else None
 
     def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """after_attention() of the last layer for the tokens in `rows`: nobody reads the others' outcome."""

@@ -88,7 +88,7 @@ def _fill_randomly(model: Transformer, seed: int) -> None:
 
 def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
-    config = model.config
+    config, mlp = model.config, model.config.mlp_names.block
     targets = {
         "model.embed_tokens.weight": vocabulary(model, model.embed_tokens),
         "model.norm.weight": Stored.into(model.final_norm),
@@ -110,6 +110,8 @@ def destinations(model: Transformer) -> dict[str, Stored]:
                     bias, shapes = layer.qkv_bias[own], (part.whole[:1],)
                     targets[f"{prefix}.{module}.bias"] = Stored(shapes, FLOATS, bias.copy_, part.rows)
                 start += rows
+        if layer.router is not None:
+            targets[f"{prefix}.{mlp}.gate.weight"] = Stored.into(layer.router)
         if layer.q_norm is not None and layer.k_norm is not None:
             targets[f"{prefix}.self_attn.q_norm.weight"] = Stored.into(layer.q_norm)
             targets[f"{prefix}.self_attn.k_norm.weight"] = Stored.into(layer.k_norm)

@@ -3,7 +3,8 @@
 
 Few tokens take the Triton products of triton_linear where tilings.py has an entry; beyond, the gate and up
 products have a kernel of their own on Hopper. The rest is cuBLAS through torch (cublas.py chooses how) with
-FlashInfer's norm and activation. Weights in FP8 are multiplied by cuda_fp8, those of 4 bits by cuda_int4.
+FlashInfer's norm and activation. Weights in FP8 are multiplied by cuda_fp8, those of 4 bits by cuda_int4,
+experts by cuda_experts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear
+from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import decode_inputs
@@ -24,6 +25,7 @@ from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
     "decode_inputs",
+    "experts_add",
     "linear_add",
     "norm_gate_up_silu",
     "norm_linear",
@@ -105,3 +107,20 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weigh
     if tiling is not None:
         return linear(normed, data, tiling, gated=True)
     return flashinfer.silu_and_mul(F.linear(normed, data), enable_pdl=True)
+
+
+def experts_add(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    router: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    experts_per_token: int,
+    renormalise: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """residual (None: 0) plus each token's experts of n = rms_norm(x), which n @ router.T chooses and weighs:
+    x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
+    normed = rms_norm(x, norm_weight, eps)
+    return cuda_experts.product(normed, router, gate_up, down, experts_per_token, renormalise, residual)

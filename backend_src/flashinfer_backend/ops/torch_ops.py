@@ -58,6 +58,46 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weigh
     return F.silu(gate) * up
 
 
+def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Each token's experts and their weights, logits[T, E] -> int64, float32, both [T, experts_per_token].
+
+    They are the largest of softmax(logits), in float32, divided by their sum if `renormalise`: Mixtral's
+    routing, https://arxiv.org/abs/2401.04088, section 2.1.
+    """
+    weights, chosen = logits.float().softmax(-1).topk(experts_per_token, dim=-1)
+    return chosen, weights / weights.sum(-1, keepdim=True) if renormalise else weights
+
+
+def experts_add(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    router: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    experts_per_token: int,
+    renormalise: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T and weighs:
+    down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] -> [T, H].
+    Use the returned tensor.
+
+    router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
+    before the up projection's. May overwrite residual.
+    """
+    normed, count = rms_norm(x, norm_weight, eps), len(router)
+    chosen, weights = route(F.linear(normed, router), experts_per_token, renormalise)
+    result = torch.zeros_like(x, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        tokens, place = torch.where(chosen == expert)
+        first, second = gate_up.part(expert, count), down.part(expert, count)
+        gate, up = first.format.product(normed[tokens], first).chunk(2, dim=-1)
+        product = second.format.product(F.silu(gate) * up, second)
+        result.index_add_(0, tokens, product.float() * weights[tokens, place].unsqueeze(1))
+    return (result if residual is None else residual.float() + result).to(x.dtype)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of each head (GPT-NeoX pairing): x[T, heads, D], cos and sin [T, 1, D/2] f32."""
     first, second = x.float().chunk(2, dim=-1)

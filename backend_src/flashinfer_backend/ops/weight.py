@@ -99,6 +99,20 @@ class Weight(nn.Module):
             scale = fp8.empty_block_scales(shape, device)
         return cls(role, torch.empty(shape, dtype=elements, device=device), kind, scale)
 
+    def part(self, index: int, count: int) -> Weight:
+        """One of `count` weights of equal size that are stored below each other, in the same memory. Formats
+        of 4 bits and those with input_scales cannot be cut."""
+        rows = len(self.data) // count
+        if not hasattr(self, "scale"):
+            return Weight(self.role, self.data[index * rows : (index + 1) * rows], self.format)
+        scales = len(self.scale) // count
+        return Weight(
+            self.role,
+            self.data[index * rows : (index + 1) * rows],
+            self.format,
+            self.scale[index * scales : (index + 1) * scales],
+        )
+
 
 class Format(Protocol):
     """How weights are stored, and what that means for their product."""

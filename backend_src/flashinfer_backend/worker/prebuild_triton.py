@@ -8,6 +8,7 @@ forgotten here is compiled when the warm-up first runs it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -259,6 +260,28 @@ def _call_int4_product(
         )
 
 
+def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
+    """As ops.cuda_experts does, with each tile."""
+    from flashinfer_backend.ops import cuda_experts, triton_experts
+    from flashinfer_backend.ops.weight import Weight
+
+    def weight(role: Role, format: WeightFormat) -> Weight:
+        return Weight.empty(role, model.shape(role), format, empty(0).dtype, torch.device("meta"))
+
+    formats = model.weight_formats()
+    for first, second in sorted(itertools.product(formats["gate_up"], formats["down"])):
+        fewest = 0  # tokens an expert that take the next tile
+        for tile in device.active().expert_tiles(first != "dense"):
+            tokens = max(1, -(-fewest * model.num_experts // model.experts_per_token))
+            normed = empty(tokens, model.hidden_size)
+            residual = torch.empty_like(normed) if model.shard.rank == 0 else None
+            logits = empty(tokens, model.num_experts, of=torch.float32)
+            routes = triton_experts.route(logits, model.experts_per_token, model.norm_topk_prob)
+            weights = weight("gate_up", first), weight("down", second)
+            cuda_experts.weighed(normed, routes, *weights, residual)
+            fewest = (tile.pairs or 0) + 1
+
+
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_ops does."""
     from flashinfer_backend.ops.triton_linear import linear
@@ -266,6 +289,9 @@ def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., 
     numbers = device.active()
     shapes: dict[Role, tuple[int, int]] = {role: model.shape(role) for role in LAYER_ROLES}
     formats = model.weight_formats() | {"head": {"dense"}}
+    if model.num_experts:
+        _call_experts(model, empty)
+        del shapes["gate_up"], shapes["down"]
     for role, (rows, inner) in (shapes | {"head": (model.vocab_rows, model.hidden_size)}).items():
         for format in sorted(formats[role] - {"dense"}):
             call = _call_int4_product if format.startswith("int4") else _call_fp8_product

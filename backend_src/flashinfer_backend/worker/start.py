@@ -20,7 +20,7 @@ from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import BLOCK
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.worker import prebuild, prebuild_triton
@@ -30,6 +30,7 @@ from flashinfer_backend.worker.warm_up import warm_up_sampling
 
 log = logging.getLogger(__name__)
 
+EXPERT_GRAIN = 32  # rows and columns of an expert's weights on a GPU come in multiples of it
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
 
 
@@ -155,6 +156,8 @@ def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: t
             f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
             f"{config.kv_cache_dtype} set attention_backend=auto"
         )
+    if model_config.num_experts:
+        _check_experts(model_config)
     for role, formats in model_config.weight_formats().items():
         if formats == {"dense"}:
             continue
@@ -173,6 +176,18 @@ def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: t
             raise ValueError(
                 f"the {role} weights [{rows}, {inner}] in FP8 should have rows in multiples of 16 and columns"
                 f" in multiples of {grain} on a GPU; {slow}"
+            )
+
+
+def _check_experts(model_config: ModelConfig) -> None:
+    hidden, inner = model_config.hidden_size, model_config.intermediate_size
+    sizes = {"hidden_size": hidden, model_config.mlp_names.size: inner}
+    for name, size in sizes.items():
+        if size % EXPERT_GRAIN:
+            where = f" on each of {model_config.shard.size} GPUs" if model_config.shard.size > 1 else ""
+            raise ValueError(
+                f"{name} is {size}{where}; with experts it should be a multiple of {EXPERT_GRAIN} on a GPU;"
+                " attention_backend=torch computes it, slowly"
             )
 
 
@@ -236,9 +251,10 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
         (config.max_num_tokens, model.config.hidden_size), dtype=model.dtype, device=model.device
     )
     layer = model.layers[0]
-    gated = model.ops.norm_gate_up_silu(hidden, layer.post_norm, model.config.rms_norm_eps, layer.gate_up)
+    assert isinstance(layer, Layer)
+    added = model.mlp(layer, hidden)
     logits = model.logits(hidden[: config.max_num_seqs])
-    del hidden, gated, logits
+    del hidden, added, logits
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     torch.cuda.empty_cache()

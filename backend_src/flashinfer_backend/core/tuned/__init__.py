@@ -123,6 +123,39 @@ BLOCK_TILES = (
 )
 
 
+class ExpertTile(_Data, frozen=True):
+    """How ops.triton_experts cuts up the two products of a mixture of experts.
+
+    Up to `pairs` tokens an expert on average, None: all more. tokens: of a tile, all of one expert.
+    gate_rows: rows of the gate that a program multiplies, and as many of the up projection; down_rows: of the
+    down projection; with scales of 128x128 blocks at most 128 of either. inner, stages, warps: as in Tiling.
+    """
+
+    pairs: int | None
+    tokens: int
+    gate_rows: int
+    down_rows: int
+    inner: int
+    stages: int
+    warps: int
+
+    def __post_init__(self) -> None:
+        fewest = {"tokens": 16, "gate_rows": 16, "down_rows": 16, "inner": 32, "warps": 1}
+        for name, least in fewest.items():
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
+
+
+# Where nobody has measured them; not measured.
+EXPERT_TILES = (
+    ExpertTile(16, 16, 64, 64, 128, 4, 4),
+    ExpertTile(32, 32, 64, 64, 128, 3, 4),
+    ExpertTile(64, 64, 64, 128, 64, 4, 4),
+    ExpertTile(None, 128, 64, 128, 64, 4, 8),
+)
+
+
 class Step(_Data, frozen=True):
     """Up to so many tokens, and beyond the step before, a product takes this tiling; None is cuBLAS."""
 
@@ -290,6 +323,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
     fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
     not named: never.
+    experts, fp8_experts: tiles of a mixture of experts, with weights of 16 bits and in e4m3; EXPERT_TILES
+    without.
     int4: as products, of weights of 4 bits; without, ops.tilings' rules say how they are cut up, and by which
     kernel.
     """
@@ -308,12 +343,16 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_gated_linear: GatedLinear | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
     fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
+    experts: tuple[ExpertTile, ...] = EXPERT_TILES
+    fp8_experts: tuple[ExpertTile, ...] = EXPERT_TILES
     int4: dict[Role, tuple[Int4Product, ...]] = {}
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
         if self.fp8_decode_attention is not None:
             _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
+        for name, entries in (("experts", self.experts), ("fp8_experts", self.fp8_experts)):
+            _upwards(name, "pairs", [entry.pairs for entry in entries])
         for role, tiles in self.fp8_blocks.items():
             _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
         by_name: dict[str, Mapping[Role, tuple[Product | Int4Product, ...]]] = {
@@ -355,6 +394,15 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         """The same, or None where cuBLAS multiplies."""
         fewest = self.fp8_blocks_by_cublas.get(role)
         return self.triton_block_tile(role, tokens) if fewest is None or tokens < fewest else None
+
+    def expert_tiles(self, fp8: bool) -> tuple[ExpertTile, ...]:
+        """By rising tokens an expert, with weights of 16 bits or in e4m3."""
+        return self.fp8_experts if fp8 else self.experts
+
+    def expert_tile(self, pairs: int, fp8: bool) -> ExpertTile:
+        """The one of them for so many tokens an expert on average."""
+        tiles = self.expert_tiles(fp8)
+        return next(tile for tile in tiles if tile.pairs is None or pairs <= tile.pairs)
 
     def takes_lt(self, shape: Shape, tokens: int) -> bool:
         """Whether x[tokens, K] @ weight.T with weight[N, K] = shape is faster with cublasLt."""

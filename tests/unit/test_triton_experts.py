@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of a mixture of experts in Triton's interpreter, without a GPU, against plain torch.
+tests/gpu/test_experts.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashinfer_backend.core.tuned import ExpertTile
+from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops.weight import Weight
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))
+from test_triton_linear import exact_conversions
+
+FORMATS = ("dense", "fp8_token", "fp8_block")
+TILES = [ExpertTile(None, 16, 32, 64, 64, 2, 4), ExpertTile(None, 32, 64, 128, 128, 2, 4)]
+# Tokens, experts, of which a token has, hidden size, intermediate size, tile, whether there is a residual.
+CASES = [
+    (1, 8, 2, 128, 128, TILES[0], True),
+    (5, 6, 3, 256, 128, TILES[0], False),
+    (40, 4, 2, 128, 256, TILES[0], True),  # several tiles an expert
+    (70, 5, 1, 128, 128, TILES[1], True),
+]
+ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits
+
+
+def logits_of(tokens: int, experts: int, skewed: bool) -> torch.Tensor:
+    """skewed: nearly all tokens want the first experts, and some want none of the last."""
+    return torch.randn(tokens, experts) - (3 * torch.arange(experts) if skewed else 0)
+
+
+def check_routes(tokens: int, experts: int, chosen: int, renormalise: bool, skewed: bool) -> None:
+    from flashinfer_backend.ops import triton_experts
+
+    logits = logits_of(tokens, experts, skewed)
+    routes = triton_experts.route(logits, chosen, renormalise)
+    expected, weights = torch_ops.route(logits, chosen, renormalise)
+    assert torch.equal(routes.chosen.long(), expected)
+    torch.testing.assert_close(routes.weights, weights)
+    assert torch.equal(routes.counts.long(), expected.flatten().bincount(minlength=experts))
+    for size in (16, 32):
+        tiles = triton_experts.place(routes, size)
+        assert len(tiles.experts) == triton_experts.most_tiles(tokens * chosen, experts, size)
+        found = []
+        for expert, filled, order in zip(*(part.tolist() for part in tiles), strict=True):
+            pairs = order[:filled]
+            assert all(int(expected.flatten()[pair]) == expert for pair in pairs)
+            found += pairs
+        assert sorted(found) == list(range(tokens * chosen))
+
+
+def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual) -> None:
+    from flashinfer_backend.ops import cuda_experts, triton_experts
+
+    device, dtype = (
+        torch.device("cpu"),
+        torch.float16 if format == "dense" else torch.bfloat16,
+    )  # NumPy's types
+    x = torch.randn(tokens, hidden).to(dtype)
+    router = torch.randn(experts, hidden) * hidden**-0.5
+    gate_up = Weight.empty("gate_up", (experts * 2 * inner, hidden), format, dtype, device)
+    down = Weight.empty("down", (experts * hidden, inner), format, dtype, device)
+    for weight, columns in ((gate_up, hidden), (down, inner)):
+        # Rows differ in size, so that a scale of another one shows.
+        sizes = torch.logspace(-1, 1, len(weight.data))[torch.randperm(len(weight.data))]
+        weight.format.fill(weight, torch.randn(weight.shape) * sizes[:, None] * columns**-0.5)
+    added = torch.randn(tokens, hidden).to(dtype) if residual else None
+    cuda_experts.choose = lambda pairs, fp8: tile
+    norm = torch.rand(hidden).to(dtype) + 0.5
+    normed = torch_ops.rms_norm(x, norm, 1e-5)
+    routes = triton_experts.route(F.linear(normed.float(), router), chosen, True)
+    found = cuda_experts.weighed(normed, routes, gate_up, down, added)
+    expected = weighed(normed.float(), routes.chosen.tolist(), routes.weights, gate_up, down, experts)
+    expected = expected if added is None else expected + added
+    assert found.shape == expected.shape and found.dtype == dtype
+    error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (error < 2e-2).all(), (format, error.tolist())
+
+
+def weighed(x, chosen, weights, gate_up, down, experts) -> torch.Tensor:
+    """By the formats' own products, in float32."""
+    rows = torch.zeros_like(x)
+    for token, of_token in enumerate(chosen):
+        for place, expert in enumerate(of_token):
+            first, second = gate_up.part(expert, experts), down.part(expert, experts)
+            gate, up = first.format.product(x[token : token + 1], as_float(first)).chunk(2, -1)
+            gated = (F.silu(gate) * up).bfloat16().float()  # as the first kernel stores it
+            rows[token] += weights[token, place] * second.format.product(gated, as_float(second))[0]
+    return rows
+
+
+def as_float(weight: Weight) -> Weight:
+    """A dense one in float32."""
+    return Weight(weight.role, weight.data.float()) if weight.format.name == "dense" else weight
+
+
+def test_experts_in_the_interpreter():
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    from flashinfer_backend.ops import triton_fp8
+
+    torch.manual_seed(0)
+    exact_conversions()
+    triton_fp8.quantise_groups = functools.partial(triton_fp8.quantise_groups, native=False)
+    triton_fp8.quantise_rows = fp8.quantise_rows
+    for tokens, experts, chosen, renormalise, skewed in [
+        (1, 8, 2, True, False),
+        (1, 2, 1, False, False),
+        (50, 7, 3, True, False),
+        (90, 12, 4, False, True),
+    ]:
+        check_routes(tokens, experts, chosen, renormalise, skewed)
+    for case in CASES:
+        for format in FORMATS:
+            check_products(format, *case)
+    check_products("dense", *ODD)
