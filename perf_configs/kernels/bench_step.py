@@ -218,6 +218,10 @@ def main() -> None:
 
     batches, contexts = options.batches, options.contexts
     config = ModelConfig.from_pretrained(options.model_dir)
+    if config.num_experts:
+        parser.error(
+            "a mixture of experts is measured by bench_experts.py; its steps by perf_configs.bench_engine"
+        )
     longest = max([*contexts, *options.prefill])
     bench = Bench(config, cuda_ops, max(max(batches) * max(contexts), longest), max(batches), longest)
     results = []

@@ -50,6 +50,8 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
     int4 = dataclasses.replace(MODEL, quantization=Quantization("int4_awq_128"))
     assert kinds(model=int4) == common | {"fa3", "int4_linear"} and kinds((10, 0), model=int4) == common
+    experts = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2)
+    assert kinds(model=experts) == kinds(model=experts.quantised_on_load()) == {*common, "fa3"} - {"silu"}
     odd = dataclasses.replace(MODEL, hidden_size=MODEL.hidden_size + 64)
     assert kinds(model=odd.quantised_on_load()) == common | {"fa3"}
 

@@ -277,6 +277,43 @@ def fp8_products(
             cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
 
 
+EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
+
+
+@pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("experts", [(128, 8), (8, 2)])
+def test_what_experts_compile(format, experts):
+    """Two products with each of four tiles. Up to 16 tokens are routed by a kernel of their own."""
+    sizes = {"num_experts": experts[0], "experts_per_token": experts[1], "model_type": "qwen3_moe"}
+    model = dataclasses.replace(LLAMA, **sizes, quantization=Quantization(format), intermediate_size=768)
+    variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
+    found = names(variants)
+    assert {name: found[name] for name in EXPERT_KERNELS} == {
+        "_route_and_place": 1,
+        "_route": 1,
+        "_place": 4,
+        "_product": 8,
+        "_sum": 1,
+    }
+    assert set(prebuild_triton.collect(lambda: expert_products(model, format))) <= set(variants)
+
+
+def expert_products(model: ModelConfig, format: str) -> None:
+    """As a layer has them behind the router."""
+    from flashinfer_backend.ops import cuda_experts
+    from flashinfer_backend.ops.weight import Weight
+
+    gate_up, down = (
+        Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
+        for role in ("gate_up", "down")
+    )
+    for tokens in (1, 2, 7, 16, 17, 63, 64, 100, 257, 1000, 8192):
+        x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device="meta")
+        logits = torch.empty(tokens, model.num_experts, device="meta")
+        routing = model.experts_per_token, model.norm_topk_prob
+        cuda_experts.weighed(x, logits, gate_up, down, *routing, x)
+
+
 def test_blocks_that_cublas_multiplies_compile_no_tiles():
     """Of gate and up never, of down from 17 tokens on. torch looks at the layouts of scales without memory,
     too."""

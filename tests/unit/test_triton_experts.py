@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashinfer_backend.core.tuned import ExpertTile
+from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile
 from flashinfer_backend.ops import fp8, torch_ops
 from flashinfer_backend.ops.weight import Weight
 
@@ -23,7 +23,10 @@ if __name__ == "__main__":
 from test_triton_linear import exact_conversions
 
 FORMATS = ("dense", "fp8_token", "fp8_block")
-TILES = [ExpertTile(None, 16, 32, 64, 64, 2, 4), ExpertTile(None, 32, 64, 128, 128, 2, 4)]
+TILES = [
+    ExpertTile(None, 16, ExpertBlock(32, 64, 2, 4), ExpertBlock(64, 128, 2, 4)),
+    ExpertTile(None, 32, ExpertBlock(64, 128, 2, 4), ExpertBlock(128, 64, 2, 4)),
+]
 # Tokens, experts, of which a token has, hidden size, intermediate size, tile, whether there is a residual.
 CASES = [
     (1, 8, 2, 128, 128, TILES[0], True),
@@ -43,24 +46,41 @@ def check_routes(tokens: int, experts: int, chosen: int, renormalise: bool, skew
     from flashinfer_backend.ops import triton_experts
 
     logits = logits_of(tokens, experts, skewed)
-    routes = triton_experts.route(logits, chosen, renormalise)
     expected, weights = torch_ops.route(logits, chosen, renormalise)
-    assert torch.equal(routes.chosen.long(), expected)
-    torch.testing.assert_close(routes.weights, weights)
-    assert torch.equal(routes.counts.long(), expected.flatten().bincount(minlength=experts))
     for size in (16, 32):
-        tiles = triton_experts.place(routes, size)
+        tiles = triton_experts.route(logits, chosen, renormalise, size)
+        torch.testing.assert_close(tiles.weights, weights)
         assert len(tiles.experts) == triton_experts.most_tiles(tokens * chosen, experts, size)
-        found = []
-        for expert, filled, order in zip(*(part.tolist() for part in tiles), strict=True):
-            pairs = order[:filled]
-            assert all(int(expected.flatten()[pair]) == expert for pair in pairs)
-            found += pairs
-        assert sorted(found) == list(range(tokens * chosen))
+        check_tiles(tiles, expected.flatten().tolist())
+
+
+def check_tiles(tiles, expected: list[int]) -> None:
+    """Each pair is in a tile of its expert, once."""
+    found = []
+    for expert, filled, order in zip(*(part.tolist() for part in tiles[1:4]), strict=True):
+        pairs = order[:filled]
+        assert all(expected[pair] == expert for pair in pairs)
+        found += pairs
+    assert sorted(found) == list(range(len(expected)))
+
+
+def check_broken_logits(tokens: int) -> None:
+    """A token of NaN has experts, each once, and weights that are NaN; the others have theirs."""
+    from flashinfer_backend.ops import triton_experts
+
+    logits = logits_of(tokens, 5, False)
+    expected, weights = torch_ops.route(logits, 3, True)
+    logits[1] = float("nan")
+    expected[1] = torch.arange(3)
+    tiles = triton_experts.route(logits, 3, True, 16)
+    check_tiles(tiles, expected.flatten().tolist())
+    assert tiles.weights[1].isnan().all()
+    others = [row for row in range(tokens) if row != 1]
+    torch.testing.assert_close(tiles.weights[others], weights[others])
 
 
 def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual) -> None:
-    from flashinfer_backend.ops import cuda_experts, triton_experts
+    from flashinfer_backend.ops import cuda_experts
 
     device, dtype = (
         torch.device("cpu"),
@@ -75,12 +95,12 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
         sizes = torch.logspace(-1, 1, len(weight.data))[torch.randperm(len(weight.data))]
         weight.format.fill(weight, torch.randn(weight.shape) * sizes[:, None] * columns**-0.5)
     added = torch.randn(tokens, hidden).to(dtype) if residual else None
-    cuda_experts.choose = lambda pairs, fp8: tile
+    cuda_experts.choose = lambda pairs, scales: tile
     norm = torch.rand(hidden).to(dtype) + 0.5
     normed = torch_ops.rms_norm(x, norm, 1e-5)
-    routes = triton_experts.route(F.linear(normed.float(), router), chosen, True)
-    found = cuda_experts.weighed(normed, routes, gate_up, down, added)
-    expected = weighed(normed.float(), routes.chosen.tolist(), routes.weights, gate_up, down, experts)
+    logits = F.linear(normed.float(), router)
+    found = cuda_experts.weighed(normed, logits, gate_up, down, chosen, True, added)
+    expected = weighed(normed.float(), *torch_ops.route(logits, chosen, True), gate_up, down, experts)
     expected = expected if added is None else expected + added
     assert found.shape == expected.shape and found.dtype == dtype
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
@@ -90,7 +110,7 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
 def weighed(x, chosen, weights, gate_up, down, experts) -> torch.Tensor:
     """By the formats' own products, in float32."""
     rows = torch.zeros_like(x)
-    for token, of_token in enumerate(chosen):
+    for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             first, second = gate_up.part(expert, experts), down.part(expert, experts)
             gate, up = first.format.product(x[token : token + 1], as_float(first)).chunk(2, -1)
@@ -113,8 +133,9 @@ def test_experts_in_the_interpreter():
 
 
 if __name__ == "__main__":
-    from flashinfer_backend.ops import triton_fp8
+    from flashinfer_backend.ops import triton_experts, triton_fp8
 
+    triton_experts.NATIVE = False
     torch.manual_seed(0)
     exact_conversions()
     triton_fp8.quantise_groups = functools.partial(triton_fp8.quantise_groups, native=False)
@@ -122,10 +143,14 @@ if __name__ == "__main__":
     for tokens, experts, chosen, renormalise, skewed in [
         (1, 8, 2, True, False),
         (1, 2, 1, False, False),
+        (13, 8, 3, True, False),
+        (16, 5, 4, False, True),
         (50, 7, 3, True, False),
         (90, 12, 4, False, True),
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
+    for tokens in (4, 20):
+        check_broken_logits(tokens)
     for case in CASES:
         for format in FORMATS:
             check_products(format, *case)

@@ -391,12 +391,25 @@ def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
-def test_weights_of_4_bits_have_another_command(tmp_path, capsys, monkeypatch):
-    awq = dataclasses.replace(BUNDLED, quantization=Quantization("int4_128"))
-    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: awq)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"quantization": Quantization("int4_128")},
+            "weights of 4 bits are measured by perf_configs/kernels/bench_int4.py",
+        ),
+        (
+            {"num_experts": 8, "experts_per_token": 2},
+            "mixtures of experts are measured by perf_configs/kernels/bench_experts.py",
+        ),
+    ],
+)
+def test_what_has_another_command_is_refused(changes, message, tmp_path, capsys, monkeypatch):
+    other = dataclasses.replace(BUNDLED, **changes)
+    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: other)
     with pytest.raises(SystemExit):
         command.main(["--model", "bundled", "--output", str(tmp_path / "new.json")])
-    assert "weights of 4 bits are measured by perf_configs/kernels/bench_int4.py" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import ExpertTile
+from flashinfer_backend.core.tuned import ExpertTile, Scales
 from flashinfer_backend.ops import device, triton_experts, triton_fp8
+from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.weight import DENSE, Fp8Block, Weight
 
 
@@ -26,33 +27,45 @@ def product(
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, weighed: normed[T, H], residual[T, H] -> [T, H], of which
     residual is unchanged. See ops.torch_ops.experts_add, whose x this has the norm of."""
+    logits = router_logits(normed, router)
+    return weighed(normed, logits, gate_up, down, experts_per_token, renormalise, residual)
+
+
+def router_logits(normed: Tensor, router: Tensor) -> Tensor:
+    """normed[T, H] @ router[E, H].T -> float32 [T, E]."""
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
-    logits = torch.mm(normed, router.t(), out_dtype=torch.float32)
-    routes = triton_experts.route(logits, experts_per_token, renormalise)
-    return weighed(normed, routes, gate_up, down, residual)
+    return torch.mm(normed, router.t(), out_dtype=torch.float32)
 
 
 def weighed(
-    normed: Tensor, routes: triton_experts.Routes, gate_up: Weight, down: Weight, residual: Tensor | None
+    normed: Tensor,
+    logits: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    experts_per_token: int,
+    renormalise: bool,
+    residual: Tensor | None,
 ) -> Tensor:
-    """product() behind the routing."""
-    tile = choose(routes.chosen.numel() // len(routes.counts), gate_up.format is not DENSE)
-    tiles = triton_experts.place(routes, tile.tokens)
-    gated = triton_experts.product(*_quantised(normed, gate_up), gate_up, routes, tiles, tile, gated=True)
-    products = triton_experts.product(*_quantised(gated, down), down, routes, tiles, tile, gated=False)
+    """product() behind the router."""
+    pairs = len(logits) * experts_per_token // logits.shape[1]
+    tile = choose(pairs, triton_experts.scales_of(gate_up))
+    tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens)
+    gated = product_of(normed, gate_up, tiles, tile, gated=True)
+    products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(normed))
 
 
-def _quantised(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """x as the product with the weight takes it, and its scales."""
-    if weight.format is DENSE:
-        return x, None
+def product_of(x: Tensor, weight: Weight, tiles: Tiles, tile: ExpertTile, gated: bool) -> Tensor:
+    """triton_experts.product of x in 16 bits, which is quantised as the weight's format says."""
+    scales: Tensor | None = None
     if isinstance(weight.format, Fp8Block):
-        return triton_fp8.quantise_groups(x)
-    return triton_fp8.quantise_rows(x)
+        x, scales = triton_fp8.quantise_groups(x)
+    elif weight.format is not DENSE:
+        x, scales = triton_fp8.quantise_rows(x)
+    return triton_experts.product(x, scales, weight, tiles, tile, gated)
 
 
 @device.cached
-def choose(pairs: int, fp8: bool) -> ExpertTile:
-    """The tile for so many pairs an expert on average, with weights of 16 bits or in e4m3."""
-    return device.active().expert_tile(pairs, fp8)
+def choose(pairs: int, scales: Scales) -> ExpertTile:
+    """The tile for so many pairs an expert on average."""
+    return device.active().expert_tile(pairs, scales)

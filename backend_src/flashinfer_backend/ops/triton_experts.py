@@ -10,85 +10,93 @@ can be, and those without a tile end at once. So all of it can be captured.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashinfer_backend.core.tuned import ExpertTile
+from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile, Scales
 from flashinfer_backend.ops.fp8 import BLOCK
 from flashinfer_backend.ops.weight import Weight
 
+NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
+FEW_TOKENS = 16  # up to which one program chooses and places
 PLACED = 64  # pairs that a program places
 SUMMED = 1024  # columns that a program sums
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
-Scales = Literal["none", "rows", "blocks"]  # of the weights
 
 
 @triton.jit
+def _begin(NATIVE: tl.constexpr):
+    # Programmatic dependent launch: the next kernel may start, and this one waits for those before it.
+    if NATIVE:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _choose(
+    logits, row, tokens, E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr
+):
+    # Of each of these rows [R]: its experts [R, SLOTS], their share of a softmax, and which of all experts
+    # they are [R, WIDTH]. NaN is chosen last: there are always as many experts, each once, and no others.
+    e, slot = tl.arange(0, WIDTH)[None, :], tl.arange(0, SLOTS)[None, :]
+    real = (row < tokens)[:, None] & (e < E)
+    left = tl.load(logits + row[:, None] * E + e, mask=real, other=float("-inf"))
+    left = tl.exp(left - tl.max(left, axis=1)[:, None])
+    share = left / tl.sum(left, axis=1)[:, None]
+    left = tl.where(e < E, tl.where(share == share, share, 0.0), -2.0)
+    best = tl.zeros([row.shape[0], SLOTS], tl.int32)
+    for i in tl.static_range(CHOSEN):
+        index = tl.argmax(left, axis=1)[:, None]  # ties: the lowest
+        best = tl.where(slot == i, index, best)
+        left = tl.where(e == index, -1.0, left)
+    value = tl.zeros([row.shape[0], SLOTS], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        index = tl.sum(tl.where(slot == i, best, 0), axis=1)[:, None]
+        value = tl.where(slot == i, tl.sum(tl.where(e == index, share, 0.0), axis=1)[:, None], value)
+    return best, value, (left == -1.0) & real
+
+
+@triton.jit
+def _tiles_of(count, p, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    # By each expert's pairs [WIDTH]: its first tile [WIDTH]; of the tiles p [P] the expert and what it has.
+    own = (count + TOKENS - 1) // TOKENS
+    end = tl.cumsum(own, axis=0)
+    begin = end - own
+    owner = tl.sum((end[None, :] <= p[:, None]).to(tl.int32), axis=1)  # whose tiles end at or before it
+    of_owner = tl.arange(0, WIDTH)[None, :] == owner[:, None]
+    rest = tl.sum(tl.where(of_owner, (count + begin * TOKENS)[None, :], 0), axis=1) - p * TOKENS
+    return begin, owner, tl.minimum(tl.maximum(rest, 0), TOKENS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits,
     chosen,
     weights,
     places,
     counts,
+    tokens,
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    e, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
-    left = tl.load(logits + row * E + e, mask=e < E, other=float("-inf"))
-    left = tl.exp(left - tl.max(left, axis=0))
-    left /= tl.sum(left, axis=0)
-    best, value = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
-    for i in tl.static_range(CHOSEN):
-        index = tl.argmax(tl.where(e < E, left, -1.0), axis=0)  # ties: the lowest
-        best = tl.where(slot == i, index, best)
-        value = tl.where(slot == i, tl.max(left, axis=0), value)
-        left = tl.where(e == index, -1.0, left)
+    _begin(NATIVE)
+    row, slot = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, SLOTS)[None, :]
+    best, value, _ = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
     if RENORMALISE:
-        value /= tl.sum(value, axis=0)
-    inside, pair = slot < CHOSEN, row * CHOSEN + slot
+        value /= tl.sum(value, axis=1)[:, None]
+    inside, pair = slot < CHOSEN, row[:, None] * CHOSEN + slot
     tl.store(chosen + pair, best, mask=inside)
     tl.store(weights + pair, value, mask=inside)
     tl.store(places + pair, tl.atomic_add(counts + best, 1, mask=inside), mask=inside)
-
-
-class Routes(NamedTuple):
-    """Of each of T tokens and its k experts: the expert and its weight [T, k], and the place among the pairs
-    of that expert [T, k], in any order; counts [E]: pairs of each expert."""
-
-    chosen: Tensor
-    weights: Tensor
-    places: Tensor
-    counts: Tensor
-
-
-def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> Routes:
-    """ops.torch_ops.route of logits[T, E] float32."""
-    tokens, count = logits.shape
-    counts = torch.zeros(count, dtype=torch.int32, device=logits.device)
-    chosen = torch.empty(tokens, experts_per_token, dtype=torch.int32, device=logits.device)
-    places, weights = torch.empty_like(chosen), torch.empty_like(chosen, dtype=torch.float32)
-    _route[(tokens,)](
-        logits,
-        chosen,
-        weights,
-        places,
-        counts,
-        E=count,
-        CHOSEN=experts_per_token,
-        WIDTH=triton.next_power_of_2(count),
-        SLOTS=triton.next_power_of_2(experts_per_token),
-        RENORMALISE=renormalise,
-        num_warps=1,
-    )
-    return Routes(chosen, weights, places, counts)
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -105,33 +113,71 @@ def _place(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    e = tl.arange(0, WIDTH)
+    _begin(NATIVE)
+    e, p = tl.arange(0, WIDTH), tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     count = tl.load(counts + e, mask=e < E, other=0)
-    own = (count + TOKENS - 1) // TOKENS  # tiles of each expert
-    end = tl.cumsum(own, axis=0)
-    begin = end - own
-    p = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    begin, owner, has = _tiles_of(count, p, TOKENS, WIDTH)
     inside = p < pairs
     expert = tl.load(chosen + p, mask=inside, other=0)
     place = tl.load(places + p, mask=inside, other=0)
     first = tl.sum(tl.where(e[None, :] == expert[:, None], begin[None, :], 0), axis=1)
     tl.store(order + first * TOKENS + place, p, mask=inside)
-    # The tile of the same number: the experts before its own are those whose tiles end at or before it.
-    owner = tl.sum((end[None, :] <= p[:, None]).to(tl.int32), axis=1)
-    of_owner = e[None, :] == owner[:, None]
-    rest = tl.sum(tl.where(of_owner, count[None, :] + begin[None, :] * TOKENS, 0), axis=1) - p * TOKENS
     tl.store(experts + p, owner, mask=p < tiles)
-    tl.store(filled + p, tl.minimum(tl.maximum(rest, 0), TOKENS), mask=p < tiles)
+    tl.store(filled + p, has, mask=p < tiles)
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def _route_and_place(
+    logits,
+    weights,
+    order,
+    experts,
+    filled,
+    tokens,
+    tiles,
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
+    # has an expert once: its pair's place is the number of tokens before it that have the expert.
+    _begin(NATIVE)
+    row, p = tl.arange(0, ROWS), tl.arange(0, TILES)
+    e, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
+    best, value, taken = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
+    if RENORMALISE:
+        value /= tl.sum(value, axis=1)[:, None]
+    pair, inside = row[:, None] * CHOSEN + slot, (row < tokens)[:, None] & (slot < CHOSEN)
+    tl.store(weights + pair, value, mask=inside)
+    taken = taken.to(tl.int32)
+    begin, owner, has = _tiles_of(tl.sum(taken, axis=0), p, TOKENS, WIDTH)
+    position = tl.cumsum(taken, axis=0) - taken + begin[None, :] * TOKENS
+    for i in tl.static_range(CHOSEN):
+        index = tl.sum(tl.where(slot == i, best, 0), axis=1)[:, None]
+        where = tl.sum(tl.where(e[None, :] == index, position, 0), axis=1)
+        tl.store(order + where, row * CHOSEN + i, mask=row < tokens)
+    tl.store(experts + p, owner, mask=p < tiles)
+    tl.store(filled + p, has, mask=p < tiles)
 
 
 class Tiles(NamedTuple):
-    """experts [tiles] and filled [tiles]: the expert of each tile and how many pairs it has, 0 where there is
-    no tile; order [tiles, tokens]: its pairs."""
+    """Each token's k experts, brought together: weights [T, k]; experts [tiles] and filled [tiles], the
+    expert of each tile and how many pairs it has, 0 where there is no tile; order [tiles, tokens]: its pairs.
+    of_experts: how many experts there are."""
 
+    weights: Tensor
     experts: Tensor
     filled: Tensor
     order: Tensor
+    of_experts: int
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:
@@ -139,28 +185,66 @@ def most_tiles(pairs: int, experts: int, tokens: int) -> int:
     return min(pairs, pairs // tokens + experts)
 
 
-def place(routes: Routes, tokens: int) -> Tiles:
-    """The pairs of each expert in tiles of up to `tokens` pairs."""
-    pairs, count = routes.chosen.numel(), len(routes.counts)
-    tiles = most_tiles(pairs, count, tokens)
-    experts, filled = (torch.empty(tiles, dtype=torch.int32, device=routes.chosen.device) for _ in range(2))
-    order = torch.empty(tiles, tokens, dtype=torch.int32, device=routes.chosen.device)
+def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens: int) -> Tiles:
+    """ops.torch_ops.route of logits[T, E] float32, and the pairs of each expert in tiles of up to tile_tokens
+    pairs, in any order."""
+    (tokens, count), where = logits.shape, logits.device
+    pairs = tokens * experts_per_token
+    tiles = most_tiles(pairs, count, tile_tokens)
+
+    def words(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=where)
+
+    weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=where)
+    found = Tiles(weights, words(tiles), words(tiles), words(tiles, tile_tokens), count)
+    routing: dict[str, Any] = {
+        "E": count,
+        "CHOSEN": experts_per_token,
+        "WIDTH": triton.next_power_of_2(count),
+        "SLOTS": triton.next_power_of_2(experts_per_token),
+        "RENORMALISE": renormalise,
+        "NATIVE": NATIVE,
+    }
+    if tokens <= FEW_TOKENS:
+        _route_and_place[(1,)](
+            logits,
+            weights,
+            found.order,
+            found.experts,
+            found.filled,
+            tokens,
+            tiles,
+            **routing,
+            TOKENS=tile_tokens,
+            ROWS=FEW_TOKENS,
+            TILES=triton.next_power_of_2(most_tiles(FEW_TOKENS * experts_per_token, count, tile_tokens)),
+            num_warps=4,
+            launch_pdl=NATIVE,
+        )
+        return found
+    counts = torch.zeros(count, dtype=torch.int32, device=where)
+    chosen, places = words(pairs), words(pairs)
+    _route[(tokens,)](
+        logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
+    )
     _place[(triton.cdiv(max(pairs, tiles), PLACED),)](
-        routes.chosen,
-        routes.places,
-        routes.counts,
-        order,
-        experts,
-        filled,
+        chosen,
+        places,
+        counts,
+        found.order,
+        found.experts,
+        found.filled,
         pairs,
         tiles,
         E=count,
-        WIDTH=triton.next_power_of_2(count),
-        TOKENS=tokens,
+        WIDTH=routing["WIDTH"],
+        TOKENS=tile_tokens,
         PAIRS=PLACED,
+        NATIVE=NATIVE,
         num_warps=4,
+        launch_pdl=NATIVE,
     )
-    return Tiles(experts, filled, order)
+    return found
 
 
 @triton.jit(do_not_specialize=["tiles", "x_rows"])
@@ -188,7 +272,9 @@ def _product(
     INNER: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     STAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
+    _begin(NATIVE)
     # Neighbouring programs have the same weight rows of tiles that follow each other, often of one expert:
     # the weights come from L2 then, and so does x when the next weight rows want it again.
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
@@ -241,13 +327,7 @@ def _product(
 
 
 def product(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Weight,
-    routes: Routes,
-    tiles: Tiles,
-    tile: ExpertTile,
-    gated: bool,
+    x: Tensor, x_scales: Tensor | None, weight: Weight, tiles: Tiles, tile: ExpertTile, gated: bool
 ) -> Tensor:
     """Each pair's row of x times the weight of its expert, transposed -> [T k, N].
 
@@ -257,19 +337,19 @@ def product(
     or of groups as triton_fp8.quantise_groups makes them; the result is in bfloat16 then.
     """
     data, scales = weight.data, getattr(weight, "scale", None)
-    (tokens, chosen), experts = routes.chosen.shape, len(routes.counts)
+    (tokens, chosen), experts = tiles.weights.shape, tiles.of_experts
     inner, rows = data.shape[1], len(data) // experts // (2 if gated else 1)
-    kind: Scales = "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
-    width, block = inner_block(tile, inner, kind), tile.gate_rows if gated else tile.down_rows
+    kind = scales_of(weight)
+    block = tile.gate_up if gated else tile.down
     dtype = x.dtype if scales is None else torch.bfloat16
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
     most = len(tiles.experts)
-    _product[(most * triton.cdiv(rows, block),)](
+    _product[(most * triton.cdiv(rows, block.rows),)](
         x,
         x_scales,
         data,
         scales,
-        None if gated else routes.weights,
+        None if gated else tiles.weights,
         tiles.experts,
         tiles.filled,
         tiles.order,
@@ -284,23 +364,32 @@ def product(
         APART=scales.stride(0) if scales is not None else 0,
         GROUP=BLOCK,
         TOKENS=tile.tokens,
-        ROWS=block,
-        INNER=width,
+        ROWS=block.rows,
+        INNER=inner_block(block, inner, kind),
         NEIGHBOURS=NEIGHBOURS,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
+        STAGES=block.stages,
+        NATIVE=NATIVE,
+        num_warps=block.warps,
+        launch_pdl=NATIVE,
     )
     return out
 
 
-def inner_block(tile: ExpertTile, inner: int, scales: Scales) -> int:
-    """Columns that a program multiplies at a time: the tile's, or fewer where they do not divide `inner`;
+def scales_of(weight: Weight) -> Scales:
+    """The kind of scales that a weight of 16 bits or in e4m3 has."""
+    scales = getattr(weight, "scale", None)
+    return "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
+
+
+def inner_block(block: ExpertBlock, inner: int, scales: Scales) -> int:
+    """Columns that a program multiplies at a time: the block's, or fewer where they do not divide `inner`;
     with scales of blocks, one block's."""
-    return BLOCK if scales == "blocks" else math.gcd(tile.inner, inner)
+    return BLOCK if scales == "blocks" else math.gcd(block.inner, inner)
 
 
 @triton.jit
-def _sum(products, residual, out, columns, CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
+def _sum(products, residual, out, columns, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    _begin(NATIVE)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns
@@ -317,6 +406,14 @@ def add_up(products: Tensor, residual: Tensor | None, tokens: int) -> Tensor:
     columns = products.shape[1]
     out = torch.empty(tokens, columns, dtype=products.dtype, device=products.device)
     _sum[(tokens, triton.cdiv(columns, SUMMED))](
-        products, residual, out, columns, CHOSEN=len(products) // tokens, WIDTH=SUMMED, num_warps=4
+        products,
+        residual,
+        out,
+        columns,
+        CHOSEN=len(products) // tokens,
+        WIDTH=SUMMED,
+        NATIVE=NATIVE,
+        num_warps=4,
+        launch_pdl=NATIVE,
     )
     return out

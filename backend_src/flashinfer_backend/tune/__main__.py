@@ -100,6 +100,8 @@ def share(options: argparse.Namespace) -> ModelConfig:
         config = config.quantised_on_load()
     if options.fp8_blocks:
         config = in_blocks(config)
+    if config.num_experts:
+        raise ValueError("mixtures of experts are measured by perf_configs/kernels/bench_experts.py")
     if config.quantization.format.startswith("int4"):
         raise ValueError("weights of 4 bits are measured by perf_configs/kernels/bench_int4.py")
     layers = options.layers or (QUICK_LAYERS if options.quick else config.num_layers)

@@ -97,7 +97,10 @@ def needed(
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
     if capability[0] == 9:
         kinds.add("fa3")
-    formats = model.weight_formats()["gate_up"] if not model.num_experts else set()  # experts take Triton's
+    formats = model.weight_formats()["gate_up"]
+    if model.num_experts:  # whose products are Triton's, with the activation
+        formats = set()
+        kinds.remove("silu")
     if capability == (9, 0) and model.intermediate_size % 64 == 0:
         if model.hidden_size % 64 == 0 and "dense" in formats:
             kinds.add("gated_linear")

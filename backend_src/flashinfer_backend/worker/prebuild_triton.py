@@ -271,15 +271,21 @@ def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
     formats = model.weight_formats()
     for first, second in sorted(itertools.product(formats["gate_up"], formats["down"])):
         fewest = 0  # tokens an expert that take the next tile
-        for tile in device.active().expert_tiles(first != "dense"):
-            tokens = max(1, -(-fewest * model.num_experts // model.experts_per_token))
-            normed = empty(tokens, model.hidden_size)
-            residual = torch.empty_like(normed) if model.shard.rank == 0 else None
-            logits = empty(tokens, model.num_experts, of=torch.float32)
-            routes = triton_experts.route(logits, model.experts_per_token, model.norm_topk_prob)
-            weights = weight("gate_up", first), weight("down", second)
-            cuda_experts.weighed(normed, routes, *weights, residual)
+        weights = weight("gate_up", first), weight("down", second)
+        for tile in device.active().expert_tiles(triton_experts.scales_of(weights[0])):
+            least = max(1, -(-fewest * model.num_experts // model.experts_per_token))
             fewest = (tile.pairs or 0) + 1
+            for tokens in {least, max(least, triton_experts.FEW_TOKENS + 1)}:
+                if (
+                    tile.pairs is not None
+                    and tokens * model.experts_per_token // model.num_experts > tile.pairs
+                ):
+                    continue
+                normed = empty(tokens, model.hidden_size)
+                residual = torch.empty_like(normed) if model.shard.rank == 0 else None
+                logits = empty(tokens, model.num_experts, of=torch.float32)
+                routing = model.experts_per_token, model.norm_topk_prob
+                cuda_experts.weighed(normed, logits, *weights, *routing, residual)
 
 
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:

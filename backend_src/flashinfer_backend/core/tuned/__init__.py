@@ -29,6 +29,9 @@ LINE = 130  # characters of a line in a file, at most, where values share one
 Role = Literal["qkv", "o", "gate_up", "down", "head"]
 ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
 Shape = tuple[int, int]  # weight [N, K]
+Scales = Literal[
+    "none", "rows", "blocks"
+]  # of weights: 16 bits, or e4m3 with a scale for each row or 128x128
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,36 +126,48 @@ BLOCK_TILES = (
 )
 
 
-class ExpertTile(_Data, frozen=True):
-    """How ops.triton_experts cuts up the two products of a mixture of experts.
+class ExpertBlock(_Data, frozen=True):
+    """What a program of one of the two products of experts multiplies, for all tokens of a tile.
 
-    Up to `pairs` tokens an expert on average, None: all more. tokens: of a tile, all of one expert.
-    gate_rows: rows of the gate that a program multiplies, and as many of the up projection; down_rows: of the
-    down projection; with scales of 128x128 blocks at most 128 of either. inner, stages, warps: as in Tiling.
+    rows: of the weight; of gate and up as many of each. inner, stages, warps: as in Tiling; with scales of
+    128x128 blocks inner is 128 in any case.
     """
 
-    pairs: int | None
-    tokens: int
-    gate_rows: int
-    down_rows: int
+    rows: int
     inner: int
     stages: int
     warps: int
 
     def __post_init__(self) -> None:
-        fewest = {"tokens": 16, "gate_rows": 16, "down_rows": 16, "inner": 32, "warps": 1}
-        for name, least in fewest.items():
+        for name, least in {"rows": 16, "inner": 32, "warps": 1}.items():
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
 
 
+class ExpertTile(_Data, frozen=True):
+    """How ops.triton_experts cuts up the products of a mixture of experts.
+
+    Up to `pairs` tokens an expert on average, None: all more. tokens: of a tile, all of one expert; a power
+    of two of at least 16. gate_up, down: of the two products.
+    """
+
+    pairs: int | None
+    tokens: int
+    gate_up: ExpertBlock
+    down: ExpertBlock
+
+    def __post_init__(self) -> None:
+        if self.tokens < 16 or self.tokens & (self.tokens - 1):
+            raise ValueError(f"tokens should be a power of two of at least 16, not {self.tokens}")
+
+
 # Where nobody has measured them; not measured.
 EXPERT_TILES = (
-    ExpertTile(16, 16, 64, 64, 128, 4, 4),
-    ExpertTile(32, 32, 64, 64, 128, 3, 4),
-    ExpertTile(64, 64, 64, 128, 64, 4, 4),
-    ExpertTile(None, 128, 64, 128, 64, 4, 8),
+    ExpertTile(16, 16, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 4, 4)),
+    ExpertTile(32, 32, ExpertBlock(64, 128, 3, 4), ExpertBlock(64, 128, 3, 4)),
+    ExpertTile(64, 64, ExpertBlock(64, 64, 4, 4), ExpertBlock(128, 64, 4, 4)),
+    ExpertTile(None, 128, ExpertBlock(64, 64, 4, 8), ExpertBlock(128, 64, 4, 8)),
 )
 
 
@@ -323,8 +338,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
     fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
     not named: never.
-    experts, fp8_experts: tiles of a mixture of experts, with weights of 16 bits and in e4m3; EXPERT_TILES
-    without.
+    experts: tiles of a mixture of experts by the scales of its weights; EXPERT_TILES without.
     int4: as products, of weights of 4 bits; without, ops.tilings' rules say how they are cut up, and by which
     kernel.
     """
@@ -343,16 +357,18 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_gated_linear: GatedLinear | None = None
     fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
     fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
-    experts: tuple[ExpertTile, ...] = EXPERT_TILES
-    fp8_experts: tuple[ExpertTile, ...] = EXPERT_TILES
+    experts: dict[Scales, tuple[ExpertTile, ...]] = {}
     int4: dict[Role, tuple[Int4Product, ...]] = {}
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
         if self.fp8_decode_attention is not None:
             _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
-        for name, entries in (("experts", self.experts), ("fp8_experts", self.fp8_experts)):
-            _upwards(name, "pairs", [entry.pairs for entry in entries])
+        for scales, entries in self.experts.items():
+            _upwards(f"experts.{scales}", "pairs", [entry.pairs for entry in entries])
+            most = max(block.rows for entry in entries for block in (entry.gate_up, entry.down))
+            if scales == "blocks" and most > 128:
+                raise ValueError(f"rows of experts.blocks should be at most 128, not {most}")
         for role, tiles in self.fp8_blocks.items():
             _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
         by_name: dict[str, Mapping[Role, tuple[Product | Int4Product, ...]]] = {
@@ -395,13 +411,13 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         fewest = self.fp8_blocks_by_cublas.get(role)
         return self.triton_block_tile(role, tokens) if fewest is None or tokens < fewest else None
 
-    def expert_tiles(self, fp8: bool) -> tuple[ExpertTile, ...]:
-        """By rising tokens an expert, with weights of 16 bits or in e4m3."""
-        return self.fp8_experts if fp8 else self.experts
+    def expert_tiles(self, scales: Scales) -> tuple[ExpertTile, ...]:
+        """By rising tokens an expert."""
+        return self.experts.get(scales, EXPERT_TILES)
 
-    def expert_tile(self, pairs: int, fp8: bool) -> ExpertTile:
+    def expert_tile(self, pairs: int, scales: Scales) -> ExpertTile:
         """The one of them for so many tokens an expert on average."""
-        tiles = self.expert_tiles(fp8)
+        tiles = self.expert_tiles(scales)
         return next(tile for tile in tiles if tile.pairs is None or pairs <= tile.pairs)
 
     def takes_lt(self, shape: Shape, tokens: int) -> bool:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts on a GPU: its kernels against the formats' own products, and engines with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compilations import watch
+from msgspec.structs import replace
+from test_engine import SETTINGS, SIZES, TOLERANCE, generate, shortfalls
+from test_fp8 import assert_close, compare_engines
+from torch import Tensor
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.tuned import EXPERT_TILES
+from flashinfer_backend.ops import device, torch_ops
+from flashinfer_backend.ops.weight import Weight
+from quantised import make_quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FORMATS = ["dense", "fp8_token", "fp8_block"]
+# Of a row's relative error. In FP8 a last bit of the first product decides over roundings to e4m3.
+BOUND = {"dense": 2e-2, "fp8_token": 6e-2, "fp8_block": 6e-2}
+# Experts, of which a token has, hidden size, intermediate size: as Qwen3-30B-A3B, and as Mixtral on 8 GPUs.
+SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 1792)]
+TOKENS = [1, 7, 64, 300, 4096]
+EXPERTS = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def make_weight(role: str, experts: int, rows: int, inner: int, format: str) -> Weight:
+    """Rows differ in size, so that a scale of another one shows."""
+    where = torch.device("cuda")
+    weight = Weight.empty(role, (experts * rows, inner), format, torch.bfloat16, where)  # type: ignore[arg-type]
+    for index in range(experts):
+        sizes = torch.logspace(-1, 1, rows, device="cuda")[torch.randperm(rows, device="cuda")]
+        values = torch.randn(rows, inner, device="cuda") * sizes[:, None] * inner**-0.5
+        weight.format.fill(weight.part(index, experts), values)
+    return weight
+
+
+def by_formats(
+    normed: Tensor, chosen: Tensor, weights: Tensor, gate_up: Weight, down: Weight, experts: int
+) -> Tensor:
+    """The weighted sum in float32, for the experts that were chosen."""
+    result = torch.zeros_like(normed, dtype=torch.float32)
+    for index in chosen.unique().tolist():
+        tokens, place = torch.where(chosen == index)
+        first, second = (
+            Weight(part.role, part.data.float()) if part.format.name == "dense" else part
+            for part in (gate_up.part(index, experts), down.part(index, experts))
+        )
+        gate, up = first.format.product(normed[tokens].float(), first).chunk(2, -1)
+        gated = (F.silu(gate) * up).bfloat16().float()  # as the first kernel stores it
+        product = second.format.product(gated, second)
+        result.index_add_(0, tokens, product * weights[tokens, place, None])
+    return result
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(shape, format):
+    from flashinfer_backend.ops import cuda_ops
+
+    experts, per_token, hidden, inner = shape
+    gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
+    down = make_weight("down", experts, hidden, inner, format)
+    router = torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5
+    norm = (torch.rand(hidden, device="cuda") + 0.5).bfloat16()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        residual = torch.randn(tokens, hidden, device="cuda").bfloat16() if tokens != 7 else None
+        normed = cuda_ops.rms_norm(x, norm, 1e-5)
+        chosen, weights = torch_ops.route(normed.float() @ router.float().t(), per_token, tokens != 64)
+        expected = by_formats(normed, chosen, weights, gate_up, down, experts)
+        expected = expected if residual is None else expected + residual
+        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, per_token, tokens != 64, residual)
+        # The order of float32's additions decides between experts that a token wants nearly as much.
+        error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        wrong = int((error > BOUND[format]).sum())
+        assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
+
+
+@pytest.mark.parametrize("tile", EXPERT_TILES, ids=lambda tile: f"tiles of {tile.tokens}")
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tile_gives_the_same(format, tile):
+    """With tokens that all want the same experts, so that tiles are full and others have none."""
+    from flashinfer_backend.ops import cuda_experts
+
+    experts, per_token, hidden, inner = 16, 4, 512, 256
+    gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
+    down = make_weight("down", experts, hidden, inner, format)
+    x = torch.randn(500, hidden, device="cuda").bfloat16()
+    logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
+    kinds = ("none", "rows", "blocks")
+    numbers = replace(device.active(), experts=dict.fromkeys(kinds, (replace(tile, pairs=None),)))
+    with device.use(numbers):
+        found = cuda_experts.weighed(x, logits, gate_up, down, per_token, True, None)
+    chosen, weights = torch_ops.route(logits, per_token, True)
+    assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_greedy_tokens_are_the_best_or_nearly(kind, tmp_path):
+    """Nothing compiles after start."""
+    more = EXPERTS if kind == "qwen3-moe" else {}
+    folder = make_checkpoint(kind, tmp_path / "model", **SIZES, **more)
+    produced = generate(folder, tmp_path / "run", SamplingParams(max_tokens=32, temperature=0.0))
+    short = shortfalls(folder, produced)
+    assert (short == 0).float().mean() > 0.9, f"{(short > 0).sum()} of {len(short)} tokens are not the best"
+    assert (short < TOLERANCE).float().mean() > 0.99, f"a token is {short.max():.2f} below the best logit"
+
+
+def test_nothing_compiles_after_the_start(tmp_path):
+    folder = make_checkpoint("qwen3-moe", tmp_path / "model", **SIZES, **EXPERTS)
+    with watch() as found:
+        core = start_core(folder, **SETTINGS)
+        found.clear()
+        with serve(core, tmp_path / "run") as client:
+            for count in (1, 5, 16):
+                prompts = [[7] * (1 + 31 * i % 400) for i in range(count)]
+                client.generate(prompts, SamplingParams(max_tokens=9, temperature=0.0))
+        assert not (found.triton or found.loaded or found.built), found
+
+
+@pytest.mark.parametrize("layout", ["ct-dynamic", "blocks", "on-load"])
+def test_engine_in_fp8(layout, tmp_path):
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128} | EXPERTS
+    checkpoint = make_quantised(layout, "qwen3-moe", tmp_path / "model", **sizes)
+    knobs = {"quantization": "fp8"} if layout == "on-load" else {}
+    compare_engines(f"{layout}, experts", checkpoint, knobs, tmp_path)
+
+
+def test_widths_that_the_kernels_do_not_have_are_refused(tmp_path):
+    folder = make_checkpoint("qwen3-moe", tmp_path / "model", **SIZES)
+    with pytest.raises(
+        ValueError, match="moe_intermediate_size is 48; with experts it should be a multiple of 32"
+    ):
+        start_core(folder, **SETTINGS)
