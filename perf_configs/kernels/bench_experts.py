@@ -31,7 +31,7 @@ from flashinfer_backend.ops.weight import Weight
 
 TOKENS = "1,16,64,128,256,1024,4096,8192"
 INPUTS = 8  # with other experts each, so that few tokens' weights are not in L2
-# By tokens of a tile: rows, inner, stages, warps.
+# By tokens of a tile: rows, inner, stages, warps. In FP8 as many columns take half of the memory.
 FEW = [
     (32, 128, 4, 4), (32, 128, 6, 4), (32, 256, 3, 4), (64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4),
     (64, 128, 5, 4), (64, 256, 2, 4), (64, 256, 3, 4), (128, 64, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8),
@@ -45,6 +45,19 @@ MANY = [
     (128, 128, 2, 8), (256, 64, 2, 8),
 ]  # fmt: skip
 BLOCKS = {16: FEW, 32: FEW, 64: MORE, 128: MANY}
+FEW_IN_FP8 = [
+    (32, 128, 4, 4), (32, 128, 6, 4), (32, 256, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4),
+    (64, 256, 3, 4), (64, 256, 4, 4), (128, 128, 3, 4), (128, 128, 4, 8), (128, 256, 2, 8),
+]  # fmt: skip
+MORE_IN_FP8 = [
+    (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 128, 3, 8),
+    (128, 128, 4, 8),
+]  # fmt: skip
+MANY_IN_FP8 = [
+    (64, 128, 3, 4), (64, 128, 3, 8), (64, 128, 4, 8), (128, 64, 4, 8), (128, 128, 2, 8), (128, 128, 3, 8),
+    (128, 128, 4, 8),
+]  # fmt: skip
+BLOCKS_IN_FP8 = {16: FEW_IN_FP8, 32: FEW_IN_FP8, 64: MORE_IN_FP8, 128: MANY_IN_FP8}
 SCALES: dict[str, Scales] = {"dense": "none", "fp8_token": "rows", "fp8_block": "blocks"}
 PARTS = ("logits", "routing", "gate_up", "down", "sum")
 WORST = 2e-2  # relative difference of two tiles' results; larger is wrong
@@ -70,7 +83,7 @@ class Measured(NamedTuple):
 
 def blocks_of(tokens: int, format: str) -> list[ExpertBlock]:
     """What to try for a tile of so many tokens; with scales of 128x128 blocks no more rows, and one inner."""
-    found = [ExpertBlock(*block) for block in BLOCKS[tokens]]
+    found = [ExpertBlock(*block) for block in (BLOCKS if format == "dense" else BLOCKS_IN_FP8)[tokens]]
     if not format.startswith("fp8_block"):
         return found
     return [block for block in found if block.inner == 128 and block.rows <= 128]

@@ -295,23 +295,37 @@ def _product(
     source = x + x_row[:, None] * K + k[None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
-    for i in tl.range(0, K // INNER, num_stages=STAGES):
+    # With blocks, INNER is one, and ROWS divides its rows: one scale for a product, which is loaded
+    # a turn ahead. Each group has a sum of its own, as in triton_fp8.
+    LAST: tl.constexpr = K // INNER - 1
+    if SCALES == "blocks":
+        own_scales = scales + (expert * HEIGHT + row) // GROUP * APART
+        x_scale = tl.load(x_scales + x_row, mask=there, other=0.0)
+        scale = tl.load(own_scales)
+        if GATED:
+            up_scale = tl.load(own_scales + N // GROUP * APART)
+    for i in tl.range(0, LAST + 1, num_stages=STAGES):
         # The weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
         x_block = tl.load(source + i * INNER, mask=there[:, None], other=0.0).T
         block = tl.load(own + i * INNER, mask=inside[:, None], other=0.0)
+        if GATED:
+            up_block = tl.load(own + N * K + i * INNER, mask=inside[:, None], other=0.0)
         if SCALES == "blocks":
-            # A sum of its own for each group, as in triton_fp8. ROWS divides a block's rows, INNER is one.
-            x_scale = tl.load(x_scales + i * x_rows.to(tl.int64) + x_row, mask=there, other=0.0)
-            scale = scales + (expert * HEIGHT + row) // GROUP * APART + i
-            acc += tl.dot(block, x_block) * (x_scale * tl.load(scale))[None, :]
+            ahead = tl.minimum(i + 1, LAST)
+            next_x_scale = tl.load(x_scales + ahead * x_rows.to(tl.int64) + x_row, mask=there, other=0.0)
+            next_scale = tl.load(own_scales + ahead)
+            of_group = tl.dot(block, x_block)
+            if GATED:
+                next_up_scale = tl.load(own_scales + N // GROUP * APART + ahead)
+                up_of_group = tl.dot(up_block, x_block)
+                up += up_of_group * (x_scale * up_scale)[None, :]
+                up_scale = next_up_scale
+            acc += of_group * (x_scale * scale)[None, :]
+            x_scale, scale = next_x_scale, next_scale
         else:
             acc = tl.dot(block, x_block, acc)
-        if GATED:
-            second = tl.load(own + N * K + i * INNER, mask=inside[:, None], other=0.0)
-            if SCALES == "blocks":
-                up += tl.dot(second, x_block) * (x_scale * tl.load(scale + N // GROUP * APART))[None, :]
-            else:
-                up = tl.dot(second, x_block, up)
+            if GATED:
+                up = tl.dot(up_block, x_block, up)
     if SCALES == "rows":
         x_scale = tl.load(x_scales + x_row, mask=there, other=0.0)[None, :]
         row_scales = scales + expert * HEIGHT + n
