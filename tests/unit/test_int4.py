@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
     config = ModelConfig.from_pretrained(make_int4("awq", "llama", tmp_path).folder)
     with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] of 4 bits .* multiples of 128 on a GPU"):
         check_cuda_formats(EngineConfig(model_dir=""), config, torch.float16)
-    wide = ModelConfig(**{**vars(config), "hidden_size": 256})
+    wide = replace(config, hidden_size=256)
     for dtype in (torch.float16, torch.bfloat16):
         check_cuda_formats(EngineConfig(model_dir=""), wide, dtype)
 
@@ -196,7 +197,7 @@ def test_tensors_that_may_be_missing(tmp_path):
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("int4")])
 def test_random_weights_in_every_format(tmp_path, format):
     config = ModelConfig.from_pretrained(make_quantised("dense", "llama", tmp_path, hidden_size=256).folder)
-    quantised = ModelConfig(**{**vars(config), "quantization": Quantization(format), "num_layers": 1})
+    quantised = replace(config, quantization=Quantization(format), num_layers=1)
     model = Transformer(quantised, torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
     weight = model.layers[0].down

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,9 +185,7 @@ def test_elements_in_fp8_without_a_word_about_it_are_refused(tmp_path):
 def test_random_weights_in_every_format(tmp_path, format):
     """As N(0, initializer_range) as FP8 can: what benchmarks run on."""
     config = ModelConfig.from_pretrained(make_quantised("dense", "llama", tmp_path).folder)
-    model = Transformer(
-        ModelConfig(**{**vars(config), "quantization": Quantization(format)}), torch_ops, "float32", "cpu"
-    )
+    model = Transformer(replace(config, quantization=Quantization(format)), torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
     weight = model.layers[1].down
     x = torch.eye(256)
@@ -200,7 +199,7 @@ def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
     plain = EngineConfig(model_dir="")
     with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] in FP8 .* multiples of 128 on a GPU"):
         check_cuda_formats(plain, shape, torch.bfloat16)
-    token = ModelConfig(**{**vars(shape), "quantization": Quantization("fp8_token")})
+    token = replace(shape, quantization=Quantization("fp8_token"))
     check_cuda_formats(plain, token, torch.bfloat16)
     with pytest.raises(ValueError, match=r"FP8 need dtype=bfloat16 on a GPU, not torch\.float16"):
         check_cuda_formats(plain, token, torch.float16)
