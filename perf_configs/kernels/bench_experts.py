@@ -126,7 +126,8 @@ class Bench:
     def unmeasured(self, tokens: int) -> ExpertTile:
         """What a device without numbers takes."""
         pairs = int(self.pairs(tokens))
-        return next(tile for tile in EXPERT_TILES if tile.pairs is None or pairs <= tile.pairs)
+        tiles = EXPERT_TILES[SCALES[self.format]]
+        return next(tile for tile in tiles if tile.pairs is None or pairs <= tile.pairs)
 
     def with_tile(self, tile: ExpertTile) -> Tuned:
         """The device's numbers with this tile for any number of tokens."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from compilations import watch
 from msgspec.structs import replace
-from test_engine import SETTINGS, SIZES, TOLERANCE, generate, shortfalls
+from test_engine import SETTINGS, SIZES
 from test_fp8 import assert_close, compare_engines
 from torch import Tensor
 
@@ -92,34 +92,26 @@ def test_products(shape, format):
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
 
 
-@pytest.mark.parametrize("tile", EXPERT_TILES, ids=lambda tile: f"tiles of {tile.tokens}")
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_tile_gives_the_same(format, tile):
+TILES = [(scales, tile) for scales, tiles in EXPERT_TILES.items() for tile in tiles]
+OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block"}
+
+
+@pytest.mark.parametrize(("scales", "tile"), TILES, ids=lambda each: getattr(each, "tokens", each))
+def test_every_tile_gives_the_same(scales, tile):
     """With tokens that all want the same experts, so that tiles are full and others have none."""
     from flashinfer_backend.ops import cuda_experts
 
+    format = OF_SCALES[scales]
     experts, per_token, hidden, inner = 16, 4, 512, 256
     gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
     down = make_weight("down", experts, hidden, inner, format)
     x = torch.randn(500, hidden, device="cuda").bfloat16()
     logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
-    kinds = ("none", "rows", "blocks")
-    numbers = replace(device.active(), experts=dict.fromkeys(kinds, (replace(tile, pairs=None),)))
+    numbers = replace(device.active(), experts={scales: (replace(tile, pairs=None),)})
     with device.use(numbers):
         found = cuda_experts.weighed(x, logits, gate_up, down, per_token, True, None)
     chosen, weights = torch_ops.route(logits, per_token, True)
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_greedy_tokens_are_the_best_or_nearly(kind, tmp_path):
-    """Nothing compiles after start."""
-    more = EXPERTS if kind == "qwen3-moe" else {}
-    folder = make_checkpoint(kind, tmp_path / "model", **SIZES, **more)
-    produced = generate(folder, tmp_path / "run", SamplingParams(max_tokens=32, temperature=0.0))
-    short = shortfalls(folder, produced)
-    assert (short == 0).float().mean() > 0.9, f"{(short > 0).sum()} of {len(short)} tokens are not the best"
-    assert (short < TOLERANCE).float().mean() > 0.99, f"a token is {short.max():.2f} below the best logit"
 
 
 def test_nothing_compiles_after_the_start(tmp_path):
@@ -129,17 +121,27 @@ def test_nothing_compiles_after_the_start(tmp_path):
         found.clear()
         with serve(core, tmp_path / "run") as client:
             for count in (1, 5, 16):
-                prompts = [[7] * (1 + 31 * i % 400) for i in range(count)]
+                prompts = [[7] * (1 + 31 * i % 200) for i in range(count)]
                 client.generate(prompts, SamplingParams(max_tokens=9, temperature=0.0))
         assert not (found.triton or found.loaded or found.built), found
 
 
-@pytest.mark.parametrize("layout", ["ct-dynamic", "blocks", "on-load"])
-def test_engine_in_fp8(layout, tmp_path):
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128} | EXPERTS
-    checkpoint = make_quantised(layout, "qwen3-moe", tmp_path / "model", **sizes)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("dense", "mixtral"),
+        *((layout, "qwen3-moe") for layout in ("dense", "ct-dynamic", "blocks", "on-load")),
+    ],
+)
+def test_engines(layout, kind, tmp_path):
+    """A bit decides which expert a token has, too, so single tokens are farther from the best than with one
+    MLP, in plain torch as well."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
+    checkpoint = make_quantised(
+        layout, kind, tmp_path / "model", **sizes, **(EXPERTS if "moe" in kind else {})
+    )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
-    compare_engines(f"{layout}, experts", checkpoint, knobs, tmp_path)
+    compare_engines(f"{layout}, {kind}", checkpoint, knobs, tmp_path, factor=2.5)
 
 
 def test_widths_that_the_kernels_do_not_have_are_refused(tmp_path):

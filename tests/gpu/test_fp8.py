@@ -445,9 +445,12 @@ def test_engine_with_blocks_by_cublas(kind, fewest, tmp_path):
         compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, {}, tmp_path)
 
 
-def compare_engines(name: str, checkpoint: Quantised, knobs: dict[str, Any], tmp_path: Path) -> None:
+def compare_engines(
+    name: str, checkpoint: Quantised, knobs: dict[str, Any], tmp_path: Path, factor: float = 1.5
+) -> None:
     """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too."""
+    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too.
+    factor: by how much they may be farther on average."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
     prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
@@ -471,7 +474,7 @@ def compare_engines(name: str, checkpoint: Quantised, knobs: dict[str, Any], tmp
         best = (short == 0).double().mean()
         print(f"{name} {which}: {best:.3f} best, on average {short.mean():.4f} short")
     assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
-    assert ours.mean() < 1.5 * plain.mean() + 0.01
+    assert ours.mean() < factor * plain.mean() + 0.01
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tmp_path):

@@ -283,13 +283,13 @@ EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
 @pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block"])
 @pytest.mark.parametrize("experts", [(128, 8), (8, 2)])
 def test_what_experts_compile(format, experts):
-    """Two products with each of four tiles. Up to 16 tokens are routed by a kernel of their own."""
+    """Two products with each of four tiles. One token, and up to 16, are routed by a kernel of their own."""
     sizes = {"num_experts": experts[0], "experts_per_token": experts[1], "model_type": "qwen3_moe"}
     model = dataclasses.replace(LLAMA, **sizes, quantization=Quantization(format), intermediate_size=768)
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     found = names(variants)
     assert {name: found[name] for name in EXPERT_KERNELS} == {
-        "_route_and_place": 1,
+        "_route_and_place": 2,
         "_route": 1,
         "_place": 4,
         "_product": 8,

@@ -23,7 +23,7 @@ from flashinfer_backend.ops.fp8 import BLOCK
 from flashinfer_backend.ops.weight import Weight
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
-FEW_TOKENS = 16  # up to which one program chooses and places
+FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
 PLACED = 64  # pairs that a program places
 SUMMED = 1024  # columns that a program sums
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -41,8 +41,8 @@ def _begin(NATIVE: tl.constexpr):
 def _choose(
     logits, row, tokens, E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr
 ):
-    # Of each of these rows [R]: its experts [R, SLOTS], their share of a softmax, and which of all experts
-    # they are [R, WIDTH]. NaN is chosen last: there are always as many experts, each once, and no others.
+    # Of each of these rows [R]: its experts and their share of a softmax [R, SLOTS], and which of its experts
+    # each of all is [R, WIDTH], or -1. NaN is chosen last: there are always as many, each once.
     e, slot = tl.arange(0, WIDTH)[None, :], tl.arange(0, SLOTS)[None, :]
     real = (row < tokens)[:, None] & (e < E)
     left = tl.load(logits + row[:, None] * E + e, mask=real, other=float("-inf"))
@@ -50,15 +50,16 @@ def _choose(
     share = left / tl.sum(left, axis=1)[:, None]
     left = tl.where(e < E, tl.where(share == share, share, 0.0), -2.0)
     best = tl.zeros([row.shape[0], SLOTS], tl.int32)
-    for i in tl.static_range(CHOSEN):
-        index = tl.argmax(left, axis=1)[:, None]  # ties: the lowest
-        best = tl.where(slot == i, index, best)
-        left = tl.where(e == index, -1.0, left)
     value = tl.zeros([row.shape[0], SLOTS], tl.float32)
+    which = tl.full([row.shape[0], WIDTH], -1, tl.int32)
     for i in tl.static_range(CHOSEN):
-        index = tl.sum(tl.where(slot == i, best, 0), axis=1)[:, None]
-        value = tl.where(slot == i, tl.sum(tl.where(e == index, share, 0.0), axis=1)[:, None], value)
-    return best, value, (left == -1.0) & real
+        largest, index = tl.max(left, axis=1, return_indices=True)  # ties: the lowest
+        best = tl.where(slot == i, index[:, None], best)
+        value = tl.where(slot == i, largest[:, None], value)
+        taken = e == index[:, None]
+        which = tl.where(taken, i, which)
+        left = tl.where(taken, -1.0, left)
+    return best, value, which
 
 
 @triton.jit
@@ -148,24 +149,25 @@ def _route_and_place(
     NATIVE: tl.constexpr,
 ):
     # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
-    # has an expert once: its pair's place is the number of tokens before it that have the expert.
+    # has an expert once: its pair's place is the number of tokens before it that have the expert, and as no
+    # expert has more than a tile holds, tiles are the experts that are chosen.
     _begin(NATIVE)
-    row, p = tl.arange(0, ROWS), tl.arange(0, TILES)
-    e, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
-    best, value, taken = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
+    row, e, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
+    _, value, which = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
     if RENORMALISE:
         value /= tl.sum(value, axis=1)[:, None]
-    pair, inside = row[:, None] * CHOSEN + slot, (row < tokens)[:, None] & (slot < CHOSEN)
-    tl.store(weights + pair, value, mask=inside)
-    taken = taken.to(tl.int32)
-    begin, owner, has = _tiles_of(tl.sum(taken, axis=0), p, TOKENS, WIDTH)
-    position = tl.cumsum(taken, axis=0) - taken + begin[None, :] * TOKENS
-    for i in tl.static_range(CHOSEN):
-        index = tl.sum(tl.where(slot == i, best, 0), axis=1)[:, None]
-        where = tl.sum(tl.where(e[None, :] == index, position, 0), axis=1)
-        tl.store(order + where, row * CHOSEN + i, mask=row < tokens)
-    tl.store(experts + p, owner, mask=p < tiles)
-    tl.store(filled + p, has, mask=p < tiles)
+    there = (row < tokens)[:, None]
+    tl.store(weights + row[:, None] * CHOSEN + slot, value, mask=there & (slot < CHOSEN))
+    taken = tl.where(there & (which >= 0), 1, 0)
+    count = tl.sum(taken, axis=0)
+    own = (count > 0).to(tl.int32)
+    tile = tl.cumsum(own, axis=0) - own
+    place = tile[None, :] * TOKENS + tl.cumsum(taken, axis=0) - taken
+    tl.store(order + place, row[:, None] * CHOSEN + which, mask=taken > 0)
+    tl.store(experts + tile, e, mask=count > 0)
+    tl.store(filled + tile, count, mask=count > 0)
+    p = tl.arange(0, TILES)
+    tl.store(filled + p, 0, mask=(p >= tl.sum(own, axis=0)) & (p < tiles))
 
 
 class Tiles(NamedTuple):
@@ -206,6 +208,7 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
         "NATIVE": NATIVE,
     }
     if tokens <= FEW_TOKENS:
+        rows = 1 if tokens == 1 else FEW_TOKENS
         _route_and_place[(1,)](
             logits,
             weights,
@@ -216,8 +219,8 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
             tiles,
             **routing,
             TOKENS=tile_tokens,
-            ROWS=FEW_TOKENS,
-            TILES=triton.next_power_of_2(most_tiles(FEW_TOKENS * experts_per_token, count, tile_tokens)),
+            ROWS=rows,
+            TILES=triton.next_power_of_2(most_tiles(rows * experts_per_token, count, tile_tokens)),
             num_warps=4,
             launch_pdl=NATIVE,
         )

@@ -275,7 +275,8 @@ def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
         for tile in device.active().expert_tiles(triton_experts.scales_of(weights[0])):
             least = max(1, -(-fewest * model.num_experts // model.experts_per_token))
             fewest = (tile.pairs or 0) + 1
-            for tokens in {least, max(least, triton_experts.FEW_TOKENS + 1)}:
+            few = triton_experts.FEW_TOKENS
+            for tokens in {least, max(least, few), max(least, few + 1)}:
                 if (
                     tile.pairs is not None
                     and tokens * model.experts_per_token // model.num_experts > tile.pairs

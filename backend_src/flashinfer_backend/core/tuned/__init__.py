@@ -162,13 +162,27 @@ class ExpertTile(_Data, frozen=True):
             raise ValueError(f"tokens should be a power of two of at least 16, not {self.tokens}")
 
 
-# Where nobody has measured them; not measured.
-EXPERT_TILES = (
-    ExpertTile(16, 16, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 4, 4)),
-    ExpertTile(32, 32, ExpertBlock(64, 128, 3, 4), ExpertBlock(64, 128, 3, 4)),
-    ExpertTile(64, 64, ExpertBlock(64, 64, 4, 4), ExpertBlock(128, 64, 4, 4)),
-    ExpertTile(None, 128, ExpertBlock(64, 64, 4, 8), ExpertBlock(128, 64, 4, 8)),
-)
+# For devices whose file has none: an H100's with 128 experts of 768, by perf_configs/kernels/bench_experts.
+EXPERT_TILES: dict[Scales, tuple[ExpertTile, ...]] = {
+    "none": (
+        ExpertTile(4, 16, ExpertBlock(64, 128, 5, 4), ExpertBlock(64, 128, 4, 4)),
+        ExpertTile(16, 32, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 3, 4)),
+        ExpertTile(64, 64, ExpertBlock(64, 128, 4, 4), ExpertBlock(128, 64, 4, 8)),
+        ExpertTile(None, 128, ExpertBlock(128, 64, 4, 8), ExpertBlock(128, 64, 3, 4)),
+    ),
+    "rows": (
+        ExpertTile(4, 16, ExpertBlock(64, 256, 3, 4), ExpertBlock(64, 128, 4, 4)),
+        ExpertTile(16, 32, ExpertBlock(64, 256, 4, 4), ExpertBlock(64, 128, 4, 4)),
+        ExpertTile(64, 64, ExpertBlock(64, 128, 3, 4), ExpertBlock(128, 128, 3, 4)),
+        ExpertTile(None, 128, ExpertBlock(128, 128, 4, 8), ExpertBlock(64, 128, 3, 4)),
+    ),
+    "blocks": (
+        ExpertTile(4, 16, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 4, 4)),
+        ExpertTile(16, 32, ExpertBlock(64, 128, 3, 4), ExpertBlock(64, 128, 4, 4)),
+        ExpertTile(64, 64, ExpertBlock(64, 128, 3, 4), ExpertBlock(128, 128, 3, 4)),
+        ExpertTile(None, 128, ExpertBlock(64, 128, 3, 8), ExpertBlock(64, 128, 3, 4)),
+    ),
+}
 
 
 class Step(_Data, frozen=True):
@@ -413,7 +427,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
 
     def expert_tiles(self, scales: Scales) -> tuple[ExpertTile, ...]:
         """By rising tokens an expert."""
-        return self.experts.get(scales, EXPERT_TILES)
+        return self.experts.get(scales, EXPERT_TILES[scales])
 
     def expert_tile(self, pairs: int, scales: Scales) -> ExpertTile:
         """The one of them for so many tokens an expert on average."""
