@@ -42,17 +42,23 @@ def choices(tokens: int) -> list[object]:
     return [*products, gated_linear.pays(tokens), tile, attention]
 
 
-def test_choices_for_an_h200_are_the_measured_ones(h200):
+@pytest.mark.parametrize(
+    ("name", "stages", "expected"),
+    [("NVIDIA H200", 4, "2d999a495f425f39"), ("NVIDIA H100 80GB HBM3", 3, "a71e0695758f3057")],
+)
+def test_choices_for_a_device_are_the_measured_ones(name, stages, expected):
     """A digest of every choice up to 2048 tokens: what changes one should be a measurement."""
-    with device.use(h200):
+    numbers = tuned.load(name)
+    assert numbers is not None
+    with device.use(numbers):
         every = [choices(tokens) for tokens in range(1, 2049)]
-        assert choices(16)[0] == [16, 64, 256, 1, 4, 4, True, 32768, True, True, False]
+        assert choices(16)[0] == [16, 64, 256, 1, stages, 4, True, 32768, True, True, False]
     digest = hashlib.sha256(msgspec.json.encode(every)).hexdigest()
-    assert digest.startswith("2d999a495f425f39")
+    assert digest.startswith(expected)
 
 
 def test_a_device_that_nobody_has_measured_takes_cublas():
-    assert tuned.load("NVIDIA H100 80GB HBM3") is None and tuned.load("fallback") is None
+    assert tuned.load("NVIDIA H100 PCIe") is None and tuned.load("fallback") is None
     with device.use(tuned.fallback()):
         for tokens in (1, 64, 300):
             assert not gated_linear.pays(tokens)
