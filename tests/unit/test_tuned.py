@@ -67,6 +67,39 @@ def test_a_device_that_nobody_has_measured_takes_cublas():
                 assert not cublas.takes_lt(*shape, tokens)
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "sms", "expected", "said"),
+    [
+        (
+            "NVIDIA GH200 480GB",
+            (9, 0),
+            132,
+            "NVIDIA H200",
+            "it takes the numbers of NVIDIA H200, whose processor",
+        ),
+        (
+            "NVIDIA H100 PCIe",
+            (9, 0),
+            114,
+            "any other",
+            "nobody has measured NVIDIA H100 PCIe: products take cuBLAS",
+        ),
+        ("NVIDIA B200", (10, 0), 132, "any other", "products take cuBLAS"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, "NVIDIA H100 80GB HBM3", ""),
+    ],
+)
+def test_a_device_without_numbers_takes_those_of_its_processor(
+    name, capability, sms, expected, said, monkeypatch, caplog
+):
+    monkeypatch.setattr(device, "_active", [])
+    monkeypatch.setattr(device, "sms", lambda: sms)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert device.active().device == expected
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
 def test_a_shape_of_its_own_wins_over_the_rule_for_all(h200):
     own = Product(LLAMA_8B["o"], (Step(8, None), Step(32, Tiling(32, 64, 64))))
     products = h200.products | {"o": (h200.products["o"][0], own)}
