@@ -348,7 +348,7 @@ def _with_gated_kernel(
         gated = _with_gated(gated, kind, fewest_tokens=fewest)
         without, with_it = bench.steps(tokens, [numbers, gated])
         say(f"gate_up, {tokens} tokens: step {without:.1f} us, with the gated kernel {with_it:.1f} us")
-        if not with_it < without:
+        if not with_it < STEP_FASTER * without:
             break
         numbers = gated
     return numbers
