@@ -35,6 +35,8 @@ CASES = [
     (70, 5, 1, 128, 128, TILES[1], True),
 ]
 ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits
+WIDE_TILE = ExpertTile(None, 16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))
+WIDE = (3, 2, 1, 512, 384, WIDE_TILE, True)  # rows of several blocks of 128x128
 
 
 def logits_of(tokens: int, experts: int, skewed: bool) -> torch.Tensor:
@@ -82,10 +84,8 @@ def check_broken_logits(tokens: int) -> None:
 def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual) -> None:
     from flashinfer_backend.ops import cuda_experts
 
-    device, dtype = (
-        torch.device("cpu"),
-        torch.float16 if format == "dense" else torch.bfloat16,
-    )  # NumPy's types
+    device = torch.device("cpu")
+    dtype = torch.float16 if format == "dense" else torch.bfloat16  # NumPy has no bfloat16 to multiply
     x = torch.randn(tokens, hidden).to(dtype)
     router = torch.randn(experts, hidden) * hidden**-0.5
     gate_up = Weight.empty("gate_up", (experts * 2 * inner, hidden), format, dtype, device)
@@ -155,3 +155,5 @@ if __name__ == "__main__":
         for format in FORMATS:
             check_products(format, *case)
     check_products("dense", *ODD)
+    for format in FORMATS:
+        check_products(format, *WIDE)

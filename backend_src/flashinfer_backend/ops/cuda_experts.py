@@ -16,21 +16,6 @@ from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.weight import DENSE, Fp8Block, Weight
 
 
-def product(
-    normed: Tensor,
-    router: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    experts_per_token: int,
-    renormalise: bool,
-    residual: Tensor | None,
-) -> Tensor:
-    """residual (None: 0) plus each token's experts, weighed: normed[T, H], residual[T, H] -> [T, H], of which
-    residual is unchanged. See ops.torch_ops.experts_add, whose x this has the norm of."""
-    logits = router_logits(normed, router)
-    return weighed(normed, logits, gate_up, down, experts_per_token, renormalise, residual)
-
-
 def router_logits(normed: Tensor, router: Tensor) -> Tensor:
     """normed[T, H] @ router[E, H].T -> float32 [T, E]."""
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
@@ -46,7 +31,9 @@ def weighed(
     renormalise: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """product() behind the router."""
+    """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weigh:
+    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
+    unchanged."""
     pairs = len(logits) * experts_per_token // logits.shape[1]
     tile = choose(pairs, triton_experts.scales_of(gate_up))
     tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens)

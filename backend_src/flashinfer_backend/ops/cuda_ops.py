@@ -123,4 +123,5 @@ def experts_add(
     """residual (None: 0) plus each token's experts of n = rms_norm(x), which n @ router.T chooses and weighs:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
     normed = rms_norm(x, norm_weight, eps)
-    return cuda_experts.product(normed, router, gate_up, down, experts_per_token, renormalise, residual)
+    logits = cuda_experts.router_logits(normed, router)
+    return cuda_experts.weighed(normed, logits, gate_up, down, experts_per_token, renormalise, residual)

@@ -358,10 +358,11 @@ def product(
     inner, rows = data.shape[1], len(data) // experts // (2 if gated else 1)
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
+    block_rows, block_inner = block_shape(block, inner, kind)
     dtype = x.dtype if scales is None else torch.bfloat16
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
     most = len(tiles.experts)
-    _product[(most * triton.cdiv(rows, block.rows),)](
+    _product[(most * triton.cdiv(rows, block_rows),)](
         x,
         x_scales,
         data,
@@ -381,8 +382,8 @@ def product(
         APART=scales.stride(0) if scales is not None else 0,
         GROUP=BLOCK,
         TOKENS=tile.tokens,
-        ROWS=block.rows,
-        INNER=inner_block(block, inner, kind),
+        ROWS=block_rows,
+        INNER=block_inner,
         NEIGHBOURS=NEIGHBOURS,
         STAGES=block.stages,
         NATIVE=NATIVE,
@@ -398,10 +399,13 @@ def scales_of(weight: Weight) -> Scales:
     return "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
 
 
-def inner_block(block: ExpertBlock, inner: int, scales: Scales) -> int:
-    """Columns that a program multiplies at a time: the block's, or fewer where they do not divide `inner`;
-    with scales of blocks, one block's."""
-    return BLOCK if scales == "blocks" else math.gcd(block.inner, inner)
+def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, int]:
+    """Rows and columns of a weight [rows, inner] that a program multiplies at a time: the block's, but fewer
+    columns where those do not divide `inner`; with scales of blocks columns of one, and rows of no more than
+    one, also where the other product, by whose scales the tile was chosen, has none."""
+    if scales == "blocks":
+        return min(block.rows, BLOCK), BLOCK
+    return block.rows, math.gcd(block.inner, inner)
 
 
 @triton.jit
