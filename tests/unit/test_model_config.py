@@ -316,6 +316,7 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
         ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is not supported; supported: \[\] or absent"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ({"num_experts": 9}, "num_experts and num_local_experts differ"),
+        ({"num_experts": "8"}, "num_experts and num_local_experts differ"),
         ({"num_local_experts": ...}, "has no 'num_experts'"),
         ({"num_local_experts": 0}, "num_local_experts is 0; it should be an integer of at least 1"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),

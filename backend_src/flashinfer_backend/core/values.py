@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,6 +86,12 @@ class Values:
         except ValueError:
             return None
         return repr(number) if math.isfinite(number) and self.low <= number <= self.high else None
+
+
+def some(names: Sequence[str]) -> str:
+    """The first four, and how many more there are, for an error message."""
+    first = ", ".join(names[:4])
+    return first if len(names) <= 4 else f"{first} and {len(names) - 4} more"
 
 
 def shown(value: object) -> str:

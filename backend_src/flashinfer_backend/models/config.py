@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_object, read_object_if_there
 from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.core.values import INT32_MAX, shown
+from flashinfer_backend.core.values import INT32_MAX, shown, some
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import (
     BLOCK,
@@ -278,7 +278,7 @@ class ModelConfig:
             columns = self.shape(role)[1]
             if cut and role in ("o", "down") and columns % BLOCK:
                 raise UnsupportedModelError(
-                    f"{', '.join(parts)} would have {columns} columns on each of {self.shard.size} ranks;"
+                    f"{some(list(parts))} would have {columns} columns on each of {self.shard.size} ranks;"
                     f" with FP8 scales of {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a"
                     " smaller tensor_parallel_size"
                 )
@@ -467,7 +467,7 @@ def _model_type(raw: dict[str, Any]) -> str:
 def _experts(raw: dict[str, Any]) -> dict[str, Any]:
     """The number of experts, by either name that there is for it, and how many a token has."""
     found = {key: raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None}
-    if len(set(map(str, found.values()))) > 1:
+    if len(found) > 1 and found["num_experts"] != found["num_local_experts"]:
         raise ValueError("num_experts and num_local_experts differ; they are two names of one number")
     name = next(iter(found), "num_experts")
     return {name: raw[name], "num_experts_per_tok": raw["num_experts_per_tok"]}

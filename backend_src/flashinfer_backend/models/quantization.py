@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
 
 WeightFormat: TypeAlias = str  # one of ops.weight.FORMATS
@@ -25,27 +26,36 @@ SERVED = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """format: of the layers' products; ignored: of modules that stay dense, patterns of their whole names."""
+    """format: of the layers' products. Modules that stay dense: those whose names have one of `ignored` as a
+    part, "lm_head" or "layers.0.mlp" say, and those whose whole names match one of `patterns`."""
 
     format: WeightFormat
-    ignored: tuple[re.Pattern[str], ...] = ()
+    ignored: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
 
     def format_of(self, modules: Iterable[str]) -> WeightFormat:
-        """The format of one product that computes these modules together.
+        """The format of one product that computes these modules together, or of all experts'.
 
         Raises UnsupportedModelError if some of them are quantised and others are not.
         """
-        by_module = {
-            name: "dense" if any(pattern.fullmatch(name) for pattern in self.ignored) else self.format
-            for name in modules
-        }
+        by_module = {name: "dense" if self._ignores(name) else self.format for name in modules}
         if len(set(by_module.values())) > 1:
-            dense = ", ".join(name for name, format in by_module.items() if format == "dense")
+            dense = [name for name, format in by_module.items() if format == "dense"]
             raise UnsupportedModelError(
-                f"quantization_config leaves out {dense}, but quantises the other parts of the same product; "
-                f"supported: all of {', '.join(by_module)}, or none"
+                f"quantization_config leaves out {some(dense)}, but quantises the other parts of the same "
+                f"product; supported: all of {some(list(by_module))}, or none"
             )
         return next(iter(by_module.values()))
+
+    def _ignores(self, module: str) -> bool:
+        if (
+            self.ignored
+        ):  # by sets: checkpoints with experts have hundreds of names for ten thousands of modules
+            words = module.split(".")
+            ends = range(1, len(words) + 1)
+            if any(".".join(words[begin:end]) in self.ignored for end in ends for begin in range(end)):
+                return True
+        return any(pattern.fullmatch(module) for pattern in self.patterns)
 
 
 DENSE = Quantization("dense")
@@ -77,11 +87,13 @@ def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantiza
     ignored = [name for key in lists for name in config.get(key) or ()]
     if method == "gptq":
         ignored += _gptq_ignored(config)
-    return Quantization(readers[method](config), tuple(map(_pattern, ignored)))
+    patterns = [name for name in ignored if name.startswith("re:") or "*" in name]
+    names = frozenset(ignored) - set(patterns)
+    return Quantization(readers[method](config), names, tuple(map(_pattern, patterns)))
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """A module or all within it, by its name or the end of it, `*` for anything; or a regular expression
+    """A module or all within it, by its name or the end of it, with `*` for anything; or a regular expression
     behind "re:", for the beginning of the name."""
     if name.startswith("re:"):
         text = rf"(?:{name[3:]}).*"

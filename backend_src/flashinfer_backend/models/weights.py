@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
+from flashinfer_backend.core.values import some
 from flashinfer_backend.models.config import ADAPTER_CONFIG
 from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.transformer import Layer, Transformer
@@ -154,7 +155,7 @@ def _files(model_dir: Path) -> list[Path]:
             raise WeightsError(str(error)) from None
         absent = [path.name for path in files if not path.is_file()]
         if absent:
-            raise FileNotFoundError(f"{index_path} names files that are not there: {_some(absent)}")
+            raise FileNotFoundError(f"{index_path} names files that are not there: {some(absent)}")
         return files
     raise FileNotFoundError(
         f"{model_dir} has neither model.safetensors nor model.safetensors.index.json; "
@@ -213,11 +214,11 @@ def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> li
                 found[name] = _Tensor(path, name, target, cut, nbytes, place, header.state)
     if unexpected:
         raise WeightsError(
-            f"{model_dir} has tensors that config.json does not account for: {_some(unexpected)}"
+            f"{model_dir} has tensors that config.json does not account for: {some(unexpected)}"
         )
     missing = sorted(name for name in targets.keys() - found.keys() if not targets[name].optional)
     if missing:
-        raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {_some(missing)}")
+        raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}")
     return list(found.values())
 
 
@@ -330,8 +331,3 @@ def _set_kv_scales(model: Transformer, model_dir: Path, found: dict[tuple[int, s
             )
         assert isinstance(layer, Layer)
         layer.kv_scales = (found[index, "k"], found[index, "v"])
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -47,7 +47,8 @@ def _choose(
     real = (row < tokens)[:, None] & (e < E)
     left = tl.load(logits + row[:, None] * E + e, mask=real, other=float("-inf"))
     left = tl.exp(left - tl.max(left, axis=1)[:, None])
-    share = left / tl.sum(left, axis=1)[:, None]
+    total = tl.sum(left, axis=1)[:, None]
+    share = left / total
     left = tl.where(e < E, tl.where(share == share, share, 0.0), -2.0)
     best = tl.zeros([row.shape[0], SLOTS], tl.int32)
     value = tl.zeros([row.shape[0], SLOTS], tl.float32)
@@ -59,7 +60,7 @@ def _choose(
         taken = e == index[:, None]
         which = tl.where(taken, i, which)
         left = tl.where(taken, -1.0, left)
-    return best, value, which
+    return best, tl.where(total == total, value, total), which
 
 
 @triton.jit

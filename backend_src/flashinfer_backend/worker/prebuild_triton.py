@@ -275,12 +275,10 @@ def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
         for tile in device.active().expert_tiles(triton_experts.scales_of(weights[0])):
             least = max(1, -(-fewest * model.num_experts // model.experts_per_token))
             fewest = (tile.pairs or 0) + 1
-            few = triton_experts.FEW_TOKENS
-            for tokens in {least, max(least, few), max(least, few + 1)}:
-                if (
-                    tile.pairs is not None
-                    and tokens * model.experts_per_token // model.num_experts > tile.pairs
-                ):
+            # One token, few and more are routed by different kernels.
+            for tokens in sorted({max(least, some) for some in (1, 2, triton_experts.FEW_TOKENS + 1)}):
+                pairs = tokens * model.experts_per_token // model.num_experts
+                if tile.pairs is not None and pairs > tile.pairs:
                     continue
                 normed = empty(tokens, model.hidden_size)
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
