@@ -313,23 +313,33 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is not supported; supported: \[\] or absent"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: some layers have no experts. Only models"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: some layers"),
         ({"num_experts": 9}, "num_experts and num_local_experts differ"),
         ({"num_experts": "8"}, "num_experts and num_local_experts differ"),
-        ({"num_local_experts": ...}, "has no 'num_experts'"),
+        ({"num_local_experts": ...}, "config.json: it has neither num_experts nor num_local_experts"),
         ({"num_local_experts": 0}, "num_local_experts is 0; it should be an integer of at least 1"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok is 9; it should be at most the number of experts, 8",
+        ),
         ({"num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"; it should be an integer'),
         ({"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
         (
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-            "experts in format fp8_static are not supported; served are experts of 16 bits",
+            "experts in FP8 with stored scales of activations are not supported; take one with dynamic",
         ),
         (
-            {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True, "group_size": 32}},
-            "experts in format int4_awq_32 are not supported",
+            {
+                "quantization_config": {
+                    "quant_method": "awq",
+                    "bits": 4,
+                    "zero_point": True,
+                    "group_size": 128,
+                }
+            },
+            "experts with weights of 4 bits are not supported; take the 16-bit checkpoint, with the knob",
         ),
         (
             {

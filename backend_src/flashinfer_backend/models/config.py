@@ -260,10 +260,11 @@ class ModelConfig:
         }
 
     def check_formats(self) -> None:
-        """Raise UnsupportedModelError where a product's parts cannot be stored as one weight."""
+        """Raise UnsupportedModelError where a product's parts cannot be stored as one weight, or experts
+        have a format that is not computed."""
+        self._check_experts()
         for role, formats in self.weight_formats().items():
             parts, cut = self.parts(role), self.shard.size > 1
-            self._check_experts(role, formats)
             if any(format.startswith("int4") for format in formats):
                 self._check_int4(role, formats)
             if not any(format.startswith("fp8_block") for format in formats):
@@ -271,9 +272,10 @@ class ModelConfig:
             for part, rows in parts.items():
                 if rows % BLOCK and (len(parts) > 1 or (cut and role not in ("o", "down"))):
                     where = f" on each of {self.shard.size} ranks" if cut else ""
+                    cure = ": set a smaller tensor_parallel_size" if cut else ""
                     raise UnsupportedModelError(
                         f"{part} has {rows} rows{where}; with FP8 scales of {BLOCK}x{BLOCK} blocks the parts"
-                        f" of one product should have multiples of {BLOCK}"
+                        f" of one product should have multiples of {BLOCK}{cure}"
                     )
             columns = self.shape(role)[1]
             if cut and role in ("o", "down") and columns % BLOCK:
@@ -283,15 +285,19 @@ class ModelConfig:
                     " smaller tensor_parallel_size"
                 )
 
-    def _check_experts(self, role: Role, formats: set[WeightFormat]) -> None:
-        served = ("dense", "fp8_token", "fp8_on_load", "fp8_block", "fp8_block_scale")
-        if not self.num_experts or role not in ("gate_up", "down") or formats <= set(served):
-            return
-        found = ", ".join(sorted(formats - set(served)))
-        raise UnsupportedModelError(
-            f"experts in format {found} are not supported; served are experts of 16 bits, and in FP8 with"
-            " scales of activations that are computed (dynamic), by token or by groups of 128"
-        )
+    def _check_experts(self) -> None:
+        formats = self.weight_formats()
+        for format in sorted(formats["gate_up"] | formats["down"]) if self.num_experts else ():
+            if format.startswith("int4"):
+                found, other = "with weights of 4 bits", ""
+            elif format == "fp8_static":
+                found, other = "in FP8 with stored scales of activations", " one with dynamic scales, or"
+            else:
+                continue
+            raise UnsupportedModelError(
+                f"experts {found} are not supported; take{other} the 16-bit checkpoint, with the knob"
+                " quantization=fp8 if it should be FP8"
+            )
 
     def _check_int4(self, role: Role, formats: set[WeightFormat]) -> None:
         parts, columns = self.parts(role), self.shape(role)[1]
@@ -403,7 +409,10 @@ def _parse(
         )
     num_experts, experts_per_token = experts.values() if experts else (0, 0)
     if experts_per_token > num_experts:
-        raise ValueError(f"num_experts_per_tok is {experts_per_token}, and there are {num_experts} experts")
+        raise ValueError(
+            f"num_experts_per_tok is {experts_per_token}; it should be at most the number of experts,"
+            f" {num_experts}"
+        )
     rope_theta, rope_scaling = _rope(raw, model_type)
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -469,7 +478,9 @@ def _experts(raw: dict[str, Any]) -> dict[str, Any]:
     found = {key: raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None}
     if len(found) > 1 and found["num_experts"] != found["num_local_experts"]:
         raise ValueError("num_experts and num_local_experts differ; they are two names of one number")
-    name = next(iter(found), "num_experts")
+    if not found:
+        raise ValueError("it has neither num_experts nor num_local_experts")
+    name = next(iter(found))
     return {name: raw[name], "num_experts_per_tok": raw["num_experts_per_tok"]}
 
 
@@ -483,12 +494,17 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     }
     if model_type != "qwen2":
         implemented["attention_bias"] = False
-    if model_type == "qwen3_moe":  # experts in every layer
-        implemented |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, value in implemented.items():
         found = raw.get(key)
         if found is not None and found != value:
             raise UnsupportedModelError(f"{key} {found!r} is not supported; supported: {value!r} or absent")
+    for key, everywhere in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
+        found = raw.get(key)
+        if model_type == "qwen3_moe" and found not in (None, everywhere):
+            raise UnsupportedModelError(
+                f"{key} is {found!r}: some layers have no experts. Only models with experts in every layer"
+                " are supported, and another value here would not make this one"
+            )
 
 
 def _rope(raw: dict[str, Any], model_type: str) -> tuple[float, dict[str, Any] | None]:

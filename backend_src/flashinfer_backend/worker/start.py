@@ -68,7 +68,7 @@ def start_runner(
         prebuild_triton.prepare(config, model_config, dtype)
     model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
-    stored, seconds = model_config.quantization.format, time.monotonic() - began
+    stored, seconds = _stored(model_config), time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
     if shard.size > 1:
         hidden_size = model_config.hidden_size
@@ -97,6 +97,14 @@ def start_runner(
         time.monotonic() - began,
     )
     return config, runner
+
+
+def _stored(model_config: ModelConfig) -> str:
+    """What the log says of the weights."""
+    format = model_config.quantization.format
+    stored = "not quantised" if format == "dense" else format
+    experts = f", {model_config.num_experts} experts, {model_config.experts_per_token} a token"
+    return stored + (experts if model_config.num_experts else "")
 
 
 def _device(config: EngineConfig, shard: Shard) -> torch.device:
