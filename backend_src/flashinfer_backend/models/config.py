@@ -260,8 +260,8 @@ class ModelConfig:
         }
 
     def check_formats(self) -> None:
-        """Raise UnsupportedModelError where a product's parts cannot be stored as one weight, or experts
-        have a format that is not computed."""
+        """Raise UnsupportedModelError where a product's parts cannot be stored as one weight, and where
+        experts have a format that is not computed."""
         self._check_experts()
         for role, formats in self.weight_formats().items():
             parts, cut = self.parts(role), self.shard.size > 1

@@ -48,14 +48,14 @@ class Quantization:
         return next(iter(by_module.values()))
 
     def _ignores(self, module: str) -> bool:
-        if (
-            self.ignored
-        ):  # by sets: checkpoints with experts have hundreds of names for ten thousands of modules
-            words = module.split(".")
-            ends = range(1, len(words) + 1)
-            if any(".".join(words[begin:end]) in self.ignored for end in ends for begin in range(end)):
-                return True
-        return any(pattern.fullmatch(module) for pattern in self.patterns)
+        # Parts of the name are looked up in the set: with experts there are hundreds of names to ignore, and
+        # ten thousands of modules.
+        words = module.split(".") if self.ignored else []
+        ends = range(1, len(words) + 1)
+        parts = (".".join(words[begin:end]) for end in ends for begin in range(end))
+        return any(part in self.ignored for part in parts) or any(
+            pattern.fullmatch(module) for pattern in self.patterns
+        )
 
 
 DENSE = Quantization("dense")

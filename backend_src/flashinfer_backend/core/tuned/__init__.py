@@ -29,9 +29,8 @@ LINE = 130  # characters of a line in a file, at most, where values share one
 Role = Literal["qkv", "o", "gate_up", "down", "head"]
 ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
 Shape = tuple[int, int]  # weight [N, K]
-Scales = Literal[
-    "none", "rows", "blocks"
-]  # of weights: 16 bits, or e4m3 with a scale for each row or 128x128
+# Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
+Scales = Literal["none", "rows", "blocks"]
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
