@@ -72,3 +72,27 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
     assert full.decode_rows == 4
     assert torch.equal(found, expected)
     assert len(graphs._graphs[8]) == config.num_layers
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_sizes_are_timed_with_tokens_that_choose_different_experts(experts, monkeypatch):
+    """The piece that is timed reads what the pieces before it compute; without experts any numbers do."""
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 2.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs = object.__new__(MixedGraphs)
+    graphs._model = SimpleNamespace(config=SimpleNamespace(num_experts=experts, vocab_size=12))  # type: ignore[assignment]
+    graphs._inputs = torch.zeros(3, 32, dtype=torch.int32)
+    replayed: list[tuple[int, list[int]]] = []
+
+    def piece(index: int) -> Any:
+        return SimpleNamespace(replay=lambda: replayed.append((index, graphs._inputs[0, :16].tolist())))
+
+    graphs._graphs = {16: [piece(0), piece(1), piece(2)]}
+    assert graphs._layer_seconds(16) == 2e-3
+    seen = [index for index, _ in replayed]
+    if experts:
+        assert seen[:2] == [0, 1] and set(seen[2:]) == {2}
+        assert replayed[0][1] == [*range(12), *range(4)]
+    else:
+        assert set(seen) == {2} and replayed[0][1] == [0] * 16
