@@ -194,6 +194,20 @@ def test_random_weights_in_every_format(tmp_path, format):
     assert weight.data.dtype == fp8.E4M3 and model.lm_head.data.dtype == torch.float32
 
 
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
+def test_random_weights_of_experts(tmp_path, format):
+    """Each has its own."""
+    config = ModelConfig.from_pretrained(make_quantised("dense", "qwen3-moe", tmp_path).folder)
+    model = Transformer(replace(config, quantization=Quantization(format)), torch_ops, "float32", "cpu")
+    load_weights(model, tmp_path, load_format="dummy")
+    layer = model.layers[1]
+    for weight in (layer.gate_up, layer.down):
+        parts = [weight.part(index, config.num_experts) for index in range(config.num_experts)]
+        values = [part.format.product(torch.eye(weight.shape[1]), part) for part in parts]
+        assert all(v.std().item() == pytest.approx(config.initializer_range, rel=0.05) for v in values)
+        assert len({float(v.sum()) for v in values}) == config.num_experts
+
+
 def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
     shape = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path).folder)
     plain = EngineConfig(model_dir="")

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.values import some
-from flashinfer_backend.models.config import ADAPTER_CONFIG
+from flashinfer_backend.models.config import ADAPTER_CONFIG, ModelConfig
 from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
@@ -81,10 +81,18 @@ def _fill_randomly(model: Transformer, seed: int) -> None:
                     parameter.normal_(0.0, model.config.initializer_range, generator=generator)
                 done += parameter.nbytes
             if isinstance(module, Weight) and module.format is not DENSE:
-                values = torch.empty(module.shape, dtype=model.dtype, device=model.device)
-                values.normal_(0.0, model.config.initializer_range, generator=generator)
-                module.format.fill(module, values)
+                for weight in _parts(module, model.config):
+                    values = torch.empty(weight.shape, dtype=model.dtype, device=model.device)
+                    values.normal_(0.0, model.config.initializer_range, generator=generator)
+                    weight.format.fill(weight, values)
                 done += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+
+
+def _parts(weight: Weight, config: ModelConfig) -> list[Weight]:
+    """The experts of a weight, or it alone: quantising all of a layer's at once would take much memory."""
+    if not config.num_experts or weight.role not in ("gate_up", "down"):
+        return [weight]
+    return [weight.part(index, config.num_experts) for index in range(config.num_experts)]
 
 
 def destinations(model: Transformer) -> dict[str, Stored]:
