@@ -58,7 +58,7 @@ def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "scaled"),
-    [("dense", kind, False) for kind in FAMILIES]
+    [("dense", kind, False) for kind in (*FAMILIES, "qwen3-moe")]
     + [(layout, "llama", True) for layout in ("dense", "ct-dynamic", "ct-static", "modelopt")],
 )
 def test_kv_cache_in_fp8(layout, kind, scaled, tmp_path):

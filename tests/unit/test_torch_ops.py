@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.weight import Weight
 
 MASK = 0xFFFFFFFF
 
@@ -111,3 +112,13 @@ def test_store_touches_only_its_locations():
     for cache, start in ((k_cache, 16), (v_cache, 24)):
         torch.testing.assert_close(cache.view(12, 8)[[11, 2]], qkv[:, start : start + 8])
         assert cache.view(12, 8).any(dim=1).nonzero().flatten().tolist() == [2, 11]
+
+
+def test_a_router_decides_in_float32():
+    """In bfloat16 both logits are 1."""
+    router = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]]).bfloat16()
+    gate_up = Weight("gate_up", torch.ones(2 * 2, 2).bfloat16())
+    down = Weight("down", torch.tensor([[0.0], [0.0], [1.0], [1.0]]).bfloat16())  # the second expert's counts
+    x = torch.ones(1, 2).bfloat16()
+    found = torch_ops.experts_add(x, torch.ones(2).bfloat16(), 0.0, router, gate_up, down, 1, True, None)
+    assert (found > 1).all()

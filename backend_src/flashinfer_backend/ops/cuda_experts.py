@@ -18,7 +18,6 @@ from flashinfer_backend.ops.weight import DENSE, Fp8Block, Weight
 
 def router_logits(normed: Tensor, router: Tensor) -> Tensor:
     """normed[T, H] @ router[E, H].T -> float32 [T, E]."""
-    # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
     return torch.mm(normed, router.t(), out_dtype=torch.float32)
 
 

@@ -79,15 +79,17 @@ def experts_add(
     renormalise: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T and weighs:
-    down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] -> [T, H].
-    Use the returned tensor.
+    """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
+    weighs: down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] ->
+    [T, H]. Use the returned tensor.
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
     before the up projection's. May overwrite residual.
     """
     normed, count = rms_norm(x, norm_weight, eps), len(router)
-    chosen, weights = route(F.linear(normed, router), experts_per_token, renormalise)
+    # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
+    logits = F.linear(normed.float(), router.float())
+    chosen, weights = route(logits, experts_per_token, renormalise)
     result = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)
