@@ -158,7 +158,7 @@ class Bench:
                 for tile in (self.unmeasured(tokens), *tiles):
                     with device.use(self.with_tile(tile)):
                         weights = meta.gate_up, meta.down
-                        cuda_experts.weighed(x, logits, *weights, self.shape.per_token, True, x)
+                        cuda_experts.weighted_sum(x, logits, *weights, self.shape.per_token, True, x)
 
         began, variants = time.monotonic(), collect(calls)
         failed = compile_together(variants)

@@ -109,7 +109,7 @@ def test_every_tile_gives_the_same(scales, tile):
     logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
     numbers = replace(device.active(), experts={scales: (replace(tile, pairs=None),)})
     with device.use(numbers):
-        found = cuda_experts.weighed(x, logits, gate_up, down, per_token, True, None)
+        found = cuda_experts.weighted_sum(x, logits, gate_up, down, per_token, True, None)
     chosen, weights = torch_ops.route(logits, per_token, True)
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
 

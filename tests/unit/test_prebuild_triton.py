@@ -308,7 +308,7 @@ def expert_products(model: ModelConfig, format: str) -> None:
         x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device="meta")
         logits = torch.empty(tokens, model.num_experts, device="meta")
         routing = model.experts_per_token, model.norm_topk_prob
-        cuda_experts.weighed(x, logits, gate_up, down, *routing, x)
+        cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x)
 
 
 def test_blocks_that_cublas_multiplies_compile_no_tiles():

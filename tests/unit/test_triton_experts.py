@@ -100,16 +100,16 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
     normed = torch_ops.rms_norm(x, norm, 1e-5)
     logits = F.linear(normed.float(), router)
     renormalise = bool(tokens % 2)
-    found = cuda_experts.weighed(normed, logits, gate_up, down, chosen, renormalise, added)
+    found = cuda_experts.weighted_sum(normed, logits, gate_up, down, chosen, renormalise, added)
     routes = torch_ops.route(logits, chosen, renormalise)
-    expected = weighed(normed.float(), *routes, gate_up, down, experts)
+    expected = weighted_sum(normed.float(), *routes, gate_up, down, experts)
     expected = expected if added is None else expected + added
     assert found.shape == expected.shape and found.dtype == dtype
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (error < 2e-2).all(), (format, error.tolist())
 
 
-def weighed(x, chosen, weights, gate_up, down, experts) -> torch.Tensor:
+def weighted_sum(x, chosen, weights, gate_up, down, experts) -> torch.Tensor:
     """By the formats' own products, in float32."""
     rows = torch.zeros_like(x)
     for token, of_token in enumerate(chosen.tolist()):

@@ -21,7 +21,7 @@ def router_logits(normed: Tensor, router: Tensor) -> Tensor:
     return torch.mm(normed, router.t(), out_dtype=torch.float32)
 
 
-def weighed(
+def weighted_sum(
     normed: Tensor,
     logits: Tensor,
     gate_up: Weight,
@@ -30,7 +30,7 @@ def weighed(
     renormalise: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weigh:
+    """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weight:
     residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
     unchanged."""
     pairs = len(logits) * experts_per_token // logits.shape[1]

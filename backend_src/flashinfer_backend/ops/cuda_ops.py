@@ -120,8 +120,8 @@ def experts_add(
     renormalise: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts of n = rms_norm(x), which n @ router.T chooses and weighs:
+    """residual (None: 0) plus each token's experts of n = rms_norm(x), which n @ router.T chooses and weights:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
     normed = rms_norm(x, norm_weight, eps)
     logits = cuda_experts.router_logits(normed, router)
-    return cuda_experts.weighed(normed, logits, gate_up, down, experts_per_token, renormalise, residual)
+    return cuda_experts.weighted_sum(normed, logits, gate_up, down, experts_per_token, renormalise, residual)

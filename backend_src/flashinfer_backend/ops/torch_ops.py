@@ -80,7 +80,7 @@ def experts_add(
     residual: Tensor | None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
-    weighs: down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] ->
+    weights: down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] ->
     [T, H]. Use the returned tensor.
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows

@@ -284,7 +284,7 @@ def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
                 logits = empty(tokens, model.num_experts, of=torch.float32)
                 routing = model.experts_per_token, model.norm_topk_prob
-                cuda_experts.weighed(normed, logits, *weights, *routing, residual)
+                cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual)
 
 
 def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
