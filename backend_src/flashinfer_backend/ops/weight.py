@@ -102,16 +102,13 @@ class Weight(nn.Module):
     def part(self, index: int, count: int) -> Weight:
         """One of `count` weights of equal size that are stored below each other, in the same memory. Formats
         of 4 bits and those with input_scales cannot be cut."""
-        rows = len(self.data) // count
-        if not hasattr(self, "scale"):
-            return Weight(self.role, self.data[index * rows : (index + 1) * rows], self.format)
-        scales = len(self.scale) // count
-        return Weight(
-            self.role,
-            self.data[index * rows : (index + 1) * rows],
-            self.format,
-            self.scale[index * scales : (index + 1) * scales],
-        )
+
+        def own(stored: Tensor) -> Tensor:
+            rows = len(stored) // count
+            return stored[index * rows : (index + 1) * rows]
+
+        scale = own(self.scale) if hasattr(self, "scale") else None
+        return Weight(self.role, own(self.data), self.format, scale)
 
 
 class Format(Protocol):
