@@ -6,9 +6,9 @@
 
 The shape is Qwen3-30B-A3B's unless options say otherwise. Per format and number of tokens: microseconds of
 each kernel and of the whole operation, norm included, in a CUDA graph over several inputs that choose experts
-at random, with the tiles that nobody measured and with the fastest ones. Each tile's result is compared with
-the first one's. The tables come last, with what goes into "experts" of the device's file in core/tuned. After
-`--limit` seconds, what is left is not measured.
+at random, with the tiles that a device without its own takes (default) and with the fastest ones. Each tile's
+result is compared with the first one's. The tables come last, with what goes into "experts" of the device's
+file in core/tuned. After `--limit` seconds, what is left is not measured.
 """
 
 from __future__ import annotations
@@ -69,13 +69,17 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
 
+    def pairs(self, tokens: int) -> float:
+        """Tokens an expert on average."""
+        return tokens * self.per_token / self.experts
+
 
 class Measured(NamedTuple):
-    """Microseconds: of each of PARTS with the fastest tile, of the whole with the tile that nobody measured
-    and with the fastest. distinct: experts that the tokens of an input have, on average."""
+    """Microseconds: of each of PARTS with the fastest tile, of the whole with the default tile and with the
+    fastest. distinct: experts that the tokens of an input have, on average."""
 
     parts: tuple[float, ...]
-    unmeasured: float
+    default: float
     fastest: float
     tile: ExpertTile
     distinct: float
@@ -119,13 +123,9 @@ class Bench:
         draw = torch.randn if self.device == "cuda" else torch.empty
         return draw(shape, dtype=torch.bfloat16, device=self.device)
 
-    def pairs(self, tokens: int) -> float:
-        """Tokens an expert on average."""
-        return tokens * self.shape.per_token / self.shape.experts
-
-    def unmeasured(self, tokens: int) -> ExpertTile:
-        """What a device without numbers takes."""
-        pairs = int(self.pairs(tokens))
+    def default(self, tokens: int) -> ExpertTile:
+        """What a device without tiles of its own takes."""
+        pairs = int(self.shape.pairs(tokens))
         tiles = EXPERT_TILES[SCALES[self.format]]
         return next(tile for tile in tiles if tile.pairs is None or pairs <= tile.pairs)
 
@@ -153,9 +153,9 @@ class Bench:
             for tokens in sizes:
                 x = meta._draw(tokens, self.shape.hidden)
                 logits = torch.empty(tokens, self.shape.experts, device="meta")
-                blocks = {size: blocks_of(size, self.format) for size in sizes_of(self.pairs(tokens))}
+                blocks = {size: blocks_of(size, self.format) for size in sizes_of(self.shape.pairs(tokens))}
                 tiles = [ExpertTile(None, size, block, block) for size in blocks for block in blocks[size]]
-                for tile in (self.unmeasured(tokens), *tiles):
+                for tile in (self.default(tokens), *tiles):
                     with device.use(self.with_tile(tile)):
                         weights = meta.gate_up, meta.down
                         cuda_experts.weighted_sum(x, logits, *weights, self.shape.per_token, True, x)
@@ -168,18 +168,18 @@ class Bench:
     def best(self, tokens: int) -> Measured:
         """First the tiles' gate and up, then down, for each size of tile."""
         inputs = [self._draw(tokens, self.shape.hidden) for _ in range(INPUTS)]
-        unmeasured = self.unmeasured(tokens)
+        default = self.default(tokens)
         found: dict[ExpertTile, float] = {}
-        for size in sizes_of(self.pairs(tokens)):
+        for size in sizes_of(self.shape.pairs(tokens)):
             blocks = blocks_of(size, self.format)
             start = next(block for block in blocks if block.rows <= 64)
             gates = [ExpertTile(None, size, block, start) for block in blocks]
-            times = dict(zip(gates, self._times(inputs, [unmeasured, *gates])[1:], strict=True))
+            times = dict(zip(gates, self._times(inputs, [default, *gates])[1:], strict=True))
             gate = min(times, key=times.__getitem__).gate_up
             downs = [ExpertTile(None, size, gate, block) for block in blocks]
-            found |= times | dict(zip(downs, self._times(inputs, [unmeasured, *downs])[1:], strict=True))
+            found |= times | dict(zip(downs, self._times(inputs, [default, *downs])[1:], strict=True))
         tile = min(found, key=found.__getitem__)
-        first, second = self._times(inputs, [unmeasured, tile])
+        first, second = self._times(inputs, [default, tile])
         return Measured(self._parts(inputs, tile), first, second, tile, self._distinct(inputs))
 
     def _times(self, inputs: Sequence[Tensor], tiles: Sequence[ExpertTile]) -> list[float]:
@@ -239,27 +239,38 @@ class Bench:
         return sum(len(each.unique()) for each in chosen) / len(chosen)
 
 
-def entry(found: dict[int, Measured], bench: Bench) -> tuple[ExpertTile, ...]:
+def measure(shape: Shape, format: str, sizes: Sequence[int], end: float) -> dict[int, Measured]:
+    """By numbers of tokens, as far as the time goes. The weights are gone behind it."""
+    bench = Bench(shape, format)
+    bench.compile(sizes)
+    found: dict[int, Measured] = {}
+    for tokens in sizes:
+        if time.monotonic() > end:
+            print(f"out of time: {format} with {tokens} tokens and more is not measured")
+            break
+        found[tokens] = bench.best(tokens)
+        print(f"{format}, {tokens} tokens: {found[tokens].fastest:.1f} us", flush=True)
+    return found
+
+
+def entry(found: dict[int, Measured], shape: Shape) -> tuple[ExpertTile, ...]:
     """For a device's file: the fastest tile of each number of tokens holds up to it."""
     tiles: list[ExpertTile] = []
     for tokens in sorted(found):
-        tile = replace(found[tokens].tile, pairs=int(bench.pairs(tokens)))
+        tile = replace(found[tokens].tile, pairs=int(shape.pairs(tokens)))
         again = tiles and (replace(tiles[-1], pairs=tile.pairs) == tile or tiles[-1].pairs == tile.pairs)
         tiles[len(tiles) - 1 if again else len(tiles) :] = [tile]
     return (*tiles[:-1], replace(tiles[-1], pairs=None))
 
 
-def print_table(bench: Bench, found: dict[int, Measured]) -> None:
-    shape = bench.shape
-    print(f"\n{bench.format}, {shape}")
-    print(
-        "| tokens | " + " | ".join(PARTS) + " | whole, unmeasured | whole, fastest | TB/s | TFLOP/s | tile |"
-    )
+def print_table(format: str, shape: Shape, found: dict[int, Measured]) -> None:
+    print(f"\n{format}, {shape}")
+    print("| tokens | " + " | ".join(PARTS) + " | whole, default | whole, fastest | TB/s | TFLOP/s | tile |")
     print("|---:" * (len(PARTS) + 5) + "|---|")
     of_expert = 3 * shape.inner * shape.hidden
-    width = 2 if bench.format == "dense" else 1
+    width = 2 if format == "dense" else 1
     for tokens, each in sorted(found.items()):
-        cells = [f"{us:.1f}" for us in (*each.parts, each.unmeasured, each.fastest)]
+        cells = [f"{us:.1f}" for us in (*each.parts, each.default, each.fastest)]
         both = each.parts[2] + each.parts[3]
         read = each.distinct * of_expert * width / both * 1e-6
         flops = 2 * tokens * shape.per_token * of_expert / both * 1e-6
@@ -287,24 +298,11 @@ def main() -> None:
     end = time.monotonic() + options.limit
     shape = Shape(options.experts, options.per_token, options.hidden, options.inner)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    results: dict[str, tuple[Bench, dict[int, Measured]]] = {}
-    for format in formats:
-        bench = Bench(shape, format)
-        bench.compile(options.tokens)
-        found: dict[int, Measured] = {}
-        for tokens in options.tokens:
-            if time.monotonic() > end:
-                print(f"out of time: {format} with {tokens} tokens and more is not measured")
-                break
-            found[tokens] = bench.best(tokens)
-            print(f"{format}, {tokens} tokens: {found[tokens].fastest:.1f} us", flush=True)
-        results[format] = bench, found
-        del bench.gate_up.data, bench.down.data
-        torch.cuda.empty_cache()
-    for format, (bench, found) in results.items():
+    results = {format: measure(shape, format, options.tokens, end) for format in formats}
+    for format, found in results.items():
         if found:
-            print_table(bench, found)
-            print(f'"{SCALES[format]}": {msgspec.json.encode(entry(found, bench)).decode()}')
+            print_table(format, shape, found)
+            print(f'"{SCALES[format]}": {msgspec.json.encode(entry(found, shape)).decode()}')
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def experts_add(
     renormalise: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts of n = rms_norm(x), which n @ router.T chooses and weights:
+    """residual (None: 0) plus each token's experts of n = rms_norm(x), chosen and weighted by n @ router.T:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
     normed = rms_norm(x, norm_weight, eps)
     logits = cuda_experts.router_logits(normed, router)
