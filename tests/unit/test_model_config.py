@@ -118,6 +118,13 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ),
         ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked_attention'"),
         (
+            {"transformers_weights": "ema.safetensors"},
+            "transformers_weights is \"ema.safetensors\", which is not supported: weights are read from",
+        ),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192, which is not supported"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, "per_layer_config is .*all layers have"),
+        ({"kv_sharing_modes": ["none", "reuse"]}, "kv_sharing_modes is .*every layer has keys"),
+        (
             {"layer_types": ["sliding_attention"]},
             "layer_types has sliding_attention, but sliding_window is not",
         ),
@@ -164,7 +171,21 @@ def test_qwen_window_counts_only_where_used(tmp_path, use, window):
     assert ModelConfig.from_pretrained(path).sliding_window == window
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA31["rope_scaling"]])
+def test_keys_that_change_nothing_are_accepted(tmp_path):
+    harmless = {"transformers_weights": "model.safetensors", "per_layer_config": {}}
+    nothing = {"attention_chunk_size": None, "kv_sharing_modes": None}
+    assert parse(tmp_path, **harmless, **nothing) == parse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        LLAMA31["rope_scaling"],
+        LLAMA31["rope_scaling"] | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+    ],
+)
 def test_rope_frequencies_match_transformers(tmp_path, scaling):
     config = parse(tmp_path, rope_scaling=scaling)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -69,6 +69,18 @@ TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenize
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
+# Keys of any model_type by which transformers computes something else: their values that change nothing, and
+# what would be right.
+NOT_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "transformers_weights": (
+        ("model.safetensors",),
+        "weights are read from model.safetensors, or from the files that model.safetensors.index.json names;"
+        " give the file that is meant one of these names, and take the key out",
+    ),
+    "attention_chunk_size": ((), "every token attends to all before it"),
+    "per_layer_config": (({},), "all layers have the same sizes and options"),
+    "kv_sharing_modes": ((), "every layer has keys and values of its own"),
+}
 COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
 )  # fmt: skip
@@ -498,6 +510,9 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
         found = raw.get(key)
         if found is not None and found != value:
             raise UnsupportedModelError(f"{key} {found!r} is not supported; supported: {value!r} or absent")
+    for key, (harmless, instead) in NOT_HONOURED.items():
+        if raw.get(key) not in (None, *harmless):
+            raise UnsupportedModelError(f"{key} is {shown(raw[key])}, which is not supported: {instead}")
     for key, everywhere in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
         found = raw.get(key)
         if model_type == "qwen3_moe" and found not in (None, everywhere):

@@ -42,8 +42,9 @@ def rope_inv_freq(config: ModelConfig) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * inv_freq / scaling["factor"] + smooth * inv_freq
-    scaled = torch.where(wavelength > original / low, inv_freq / scaling["factor"], blended)
-    return torch.where(wavelength < original / high, inv_freq, scaled)
+    # Long goes first, as in transformers: with low above high a wavelength can be both.
+    kept = torch.where(wavelength < original / high, inv_freq, blended)
+    return torch.where(wavelength > original / low, inv_freq / scaling["factor"], kept)
 
 
 def rope_cos_sin(config: ModelConfig, max_positions: int) -> Tensor:
