@@ -62,7 +62,7 @@ def test_a_steps_tokens_are_sent_while_the_next_one_is_launched(loop: EngineLoop
 
     def logged(*args: Any) -> Any:
         recorder.log.append("begin")
-        launched = yield from launch(*args)
+        launched = launch(*args)
         recorder.log.append("end")
         return launched
 
@@ -72,6 +72,16 @@ def test_a_steps_tokens_are_sent_while_the_next_one_is_launched(loop: EngineLoop
         loop.step()
     assert recorder.log[:2] == ["begin", "end"]
     assert recorder.log[2:] == ["begin", [1], "end"] * 3
+
+
+def test_a_step_that_cannot_be_read_ends_the_engine(loop: EngineLoop, monkeypatch):
+    """Also within the launch of the next one, which it is no fault of."""
+    recorder: Any = loop.socket
+    recorder.submit(1, 8, 20)
+    loop.step()
+    monkeypatch.setattr(recorder, "send_tokens", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.step()
 
 
 @pytest.mark.timeout(30)

@@ -17,8 +17,7 @@ import pytest
 from engine.harness import asks, serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.models.transformer import drain
-from flashinfer_backend.worker.runner import Launched, Point, Runner
+from flashinfer_backend.worker.runner import Launched, Runner
 
 # Blocks for about three of the sequences, so that some are preempted; chunks of at most 32 tokens.
 SETTINGS: dict[str, Any] = {
@@ -56,10 +55,10 @@ class Recording:
         self._numbers: dict[int, int] = {}
         launch, read = runner.launch, runner.read
 
-        def recorded_launch(plan: StepPlan) -> Any:
+        def recorded_launch(plan: StepPlan, *callbacks: Any) -> Any:
             number = len(self.plans)
             self.plans.append(plan.to_bytes())
-            launched = yield from launch(plan)
+            launched = launch(plan, *callbacks)
             self._numbers[id(launched.plan)] = number
             return launched
 
@@ -78,23 +77,15 @@ def replay(runner: Runner, plans: list[bytes]) -> list[list[int]]:
     def read() -> None:
         tokens.append(runner.read(in_flight.popleft()).tokens.tolist())
 
-    def stops(plan: StepPlan) -> Any:
-        steps = runner.launch(plan)
-        while True:
-            try:
-                point = next(steps)
-            except StopIteration as end:
-                return end.value
-            while point is Point.TOKENS_WANTED and in_flight:
-                read()
-            yield
+    def read_all() -> None:
+        while in_flight:
+            read()
 
     for data in plans:
-        in_flight.append(drain(stops(StepPlan.from_bytes(data))))
+        in_flight.append(runner.launch(StepPlan.from_bytes(data), tokens_wanted=read_all))
         if len(in_flight) > 1:
             read()
-    while in_flight:
-        read()
+    read_all()
     return tokens
 
 

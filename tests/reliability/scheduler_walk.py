@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,6 @@ from flashinfer_backend.engine.start import Core
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.worker.runner import Point
 
 VOCABULARY = 50
 ROW = 4 * VOCABULARY  # bytes of a token's logits
@@ -403,7 +402,13 @@ class World:
 
     # The device.
 
-    def launch(self, plan: StepPlan) -> Generator[Point, None, Any]:
+    def launch(
+        self,
+        plan: StepPlan,
+        started: Callable[[], object],
+        between_layers: Callable[[], object],
+        tokens_wanted: Callable[[], object],
+    ) -> Any:
         failing, self.failing = self.failing, ""
         if failing == "before":
             self.counts["failed steps"] += 1
@@ -413,7 +418,7 @@ class World:
         # Some may turn out to have ended while the step is launched.
         owners = [self.scheduler.table.requests[slot] for slot in plan.slots.tolist()]
         asked = [self.asked[request.handle] for request in owners if request is not None]
-        yield Point.STARTED
+        started()
         first = np.cumsum(plan.lengths) - plan.lengths
         half = plan.num_rows // 2
         for row in range(plan.num_rows):
@@ -422,7 +427,7 @@ class World:
                 raise RuntimeError("the step fails as it was told to")
             self._compute(plan, row, asked[row], plan.tokens[first[row] : first[row] + plan.lengths[row]])
             if row == half:
-                yield Point.LAYER
+                between_layers()
         tokens = self.last_token[plan.sample_slots]
         failed = []
         if failing == "row":

@@ -24,7 +24,7 @@ from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.queue import GrammarQueue
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
-from flashinfer_backend.worker.runner import Launched, Point
+from flashinfer_backend.worker.runner import Launched
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class EngineLoop:
         )
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size, self.scheduler.submit)
         self.in_flight: deque[Launched] = deque()
+        self._reading = False  # in _finish, or it has failed
         self.pacer = Pacer()
         self._checker = InvariantChecker(self.scheduler) if self.config.check_invariants else None
         self.iteration = 0
@@ -245,26 +246,20 @@ class EngineLoop:
             if request is not None and isinstance(request.grammar, Grammar):
                 self.runner.sampler.grammars.put(new.handle, request.grammar)
                 request.grammar = None
-        steps = self.runner.launch(plan)
-        while True:
-            try:
-                point = next(steps)
-            except StopIteration as end:
-                launched: Launched = end.value
-                break
-            except Exception as error:
-                if self.runner.others is not None:
-                    raise  # the other ranks may be in the middle of it
-                self._abandon(plan, error)
-                return
-            ended = bool(self.in_flight) and self.in_flight[0].download.done
-            if point is Point.STARTED:
-                running = self.in_flight[0].plan if self.in_flight else None
-                self.pacer.planned(plan, began, time.monotonic(), running, late=ended)
-            elif point is Point.TOKENS_WANTED:
-                self._settle()
-            elif ended:
-                self._finish(self.in_flight.popleft())
+
+        def started() -> None:
+            before = self.in_flight[0] if self.in_flight else None
+            running, late = (before.plan, before.download.done) if before is not None else (None, False)
+            self.pacer.planned(plan, began, time.monotonic(), running, late)
+
+        try:
+            launched = self.runner.launch(plan, started, self._finish_ended, self._settle)
+        except Exception as error:
+            # The other ranks may be in the middle of the step; a step that is half read cannot be read again.
+            if self.runner.others is not None or self._reading:
+                raise
+            self._abandon(plan, error)
+            return
         for row, logits in launched.context_logits:
             self._keep_context_logits(plan, row, logits)
         for row, why in launched.failed:
@@ -309,6 +304,11 @@ class EngineLoop:
         if start + len(logits) == len(request.prompt):
             self.logits.computed(request.handle)
 
+    def _finish_ended(self) -> None:
+        """Read the step before, if it has ended."""
+        if self.in_flight and self.in_flight[0].download.done:
+            self._finish(self.in_flight.popleft())
+
     def _settle(self) -> None:
         """Read every step in flight."""
         while self.in_flight:
@@ -316,6 +316,7 @@ class EngineLoop:
 
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
+        self._reading = True
         output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())
         table = self.scheduler.table
@@ -344,6 +345,7 @@ class EngineLoop:
                 self.grammars.refuse(request, problem)
             self.scheduler.release(request)
             self._send_failure(request, problem)
+        self._reading = False
 
     def _send_end(self, request: Request, code: int) -> None:
         pid, local_id = protocol.split_handle(request.handle)

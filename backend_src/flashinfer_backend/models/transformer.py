@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.ops.collectives import ALONE
 from flashinfer_backend.ops.weight import Role, Weight
-
-T = TypeVar("T")
 
 
 class Attention(Protocol):
@@ -135,33 +133,22 @@ class Transformer(nn.Module):
         kv_caches: list[tuple[Tensor, Tensor]],
         attention: Attention,
         rows: Tensor | None = None,
+        between_layers: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
         input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset),
         rows[R] int32; kv_caches: per layer (K, V), each [blocks, P, Hkv, D]. attention was planned for this
-        step.
+        step. between_layers is called after each layer's attention, so that the caller can do other work.
         """
-        return drain(self.by_layers(input_ids, positions, cache_locations, kv_caches, attention, rows))
-
-    def by_layers(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        cache_locations: Tensor,
-        kv_caches: list[tuple[Tensor, Tensor]],
-        attention: Attention,
-        rows: Tensor | None = None,
-    ) -> Generator[None, None, Tensor]:
-        """forward(), which stops behind each layer's attention for whoever has something to do meanwhile."""
         hidden = self.embed(input_ids)
         last = len(self.layers) - 1
         for index in range(last + 1):
             q = self.before_attention(index, hidden, positions, cache_locations, kv_caches[index])
             out = torch.empty_like(q)
             attention.run(index, q, out)
-            yield
+            between_layers()
             if index < last:
                 hidden = self.after_attention(index, out, hidden)
         return self.finish(out, hidden, rows)
@@ -243,12 +230,3 @@ class Transformer(nn.Module):
             hidden, self.final_norm, config.rms_norm_eps, self.lm_head, None, out=out if alone else None
         )
         return own if alone else self.collectives.gather_columns(own, config.vocab_size, out)
-
-
-def drain(steps: Generator[object, None, T]) -> T:
-    """What the generator returns, without a stop."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
-from collections.abc import Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -112,16 +112,17 @@ class MixedGraphs:
         tokens: int,
         attention: Attention,
         rows: torch.Tensor | None,
-    ) -> Generator[None, None, torch.Tensor]:
-        """As Transformer.by_layers over inputs int32 [padded size] of which `tokens` are real; padding must
-        lie in the dummy block."""
+        between_layers: Callable[[], object],
+    ) -> torch.Tensor:
+        """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must lie
+        in the dummy block."""
         size = input_ids.shape[0]
         self._copy(input_ids, positions, cache_locations)
         q, attended = self._q[:tokens], self._attended[:tokens]
         for layer, graph in enumerate(self._graphs[size]):
             graph.replay()
             attention.run(layer, q, attended)
-            yield
+            between_layers()
         return self._model.finish(self._attended[:size], self._hidden[size], rows)
 
     def _copy(self, *columns: torch.Tensor) -> None:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache
-from flashinfer_backend.models.transformer import Transformer, drain
+from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
@@ -33,13 +32,11 @@ from flashinfer_backend.worker.ranks import OtherRanks
 
 log = logging.getLogger(__name__)
 
+Callback = Callable[[], object]
 
-class Point(enum.Enum):
-    """Where a launch stops for the loop, which may have something to do meanwhile."""
 
-    STARTED = enum.auto()  # the device has the step's first work
-    LAYER = enum.auto()  # it has one more layer of a step that is launched layer by layer
-    TOKENS_WANTED = enum.auto()  # go on only when the tokens of all earlier steps have been read
+def _nothing() -> None:
+    pass
 
 
 @dataclass
@@ -98,9 +95,18 @@ class Runner:
         log.info("captured the graphs in %.1f s", time.monotonic() - began)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Generator[Point, None, Launched]:
-        """Enqueue a step; stops at points for the caller. Steps run in the order of their launches; nothing
-        is waited for, unless rows cannot be sampled without the tokens of earlier steps.
+    def launch(
+        self,
+        plan: StepPlan,
+        started: Callback = _nothing,
+        between_layers: Callback = _nothing,
+        tokens_wanted: Callback = _nothing,
+    ) -> Launched:
+        """Enqueue a step. Steps run in the order of their launches; the device is not waited for.
+
+        started is called once, when the device has the step's first work; between_layers after each layer of
+        a step that is launched layer by layer; tokens_wanted where rows cannot be sampled without the tokens
+        of earlier steps: it has to read all of them.
 
         An exception means that the step as a whole was not launched. What concerns single rows is in
         Launched.failed instead.
@@ -108,12 +114,12 @@ class Runner:
         if self.others is not None:
             self.others.send(plan)
         self.sampler.update(plan)
-        computed = yield from self._compute(plan)
+        computed = self._compute(plan, started, between_layers)
         tokens, failed = computed.tokens, computed.failed
         sampled = Sampled(tokens)
         if len(plan.stateful):
             if self.sampler.guided(plan):
-                yield Point.TOKENS_WANTED
+                tokens_wanted()
             sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
@@ -122,12 +128,14 @@ class Runner:
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The part in a step of a rank other than 0."""
-        tokens = drain(self._compute(plan)).tokens
+        tokens = self._compute(plan).tokens
         if len(plan.stateful):
             self.state.model.collectives.broadcast(tokens)
             self._record(tokens, plan)
 
-    def _compute(self, plan: StepPlan) -> Generator[Point, None, _Computed]:
+    def _compute(
+        self, plan: StepPlan, started: Callback = _nothing, between_layers: Callback = _nothing
+    ) -> _Computed:
         """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
@@ -137,9 +145,9 @@ class Runner:
             and plan.num_rows <= self.graphs.largest
         ):
             tokens, logits = self.graphs.replay(plan)  # rows of padding behind the logits
-            yield Point.STARTED  # the device begins when all of the graph is there
+            started()  # the device begins when all of the graph is there
         else:
-            hidden, sampling = yield from self._forward(plan)
+            hidden, sampling = self._forward(plan, started, between_layers)
             if len(plan.context_rows):
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
@@ -163,7 +171,7 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
-        return self.read(drain(self.launch(plan)))
+        return self.read(self.launch(plan))
 
     def rehearse(self, plan: StepPlan) -> None:
         """Run a step of start-up, which every rank plans by itself."""
@@ -179,7 +187,9 @@ class Runner:
             self.others.step_read()
         return self.sampler.read(launched.sampled, len(launched.plan.sample_slots), values)
 
-    def _forward(self, plan: StepPlan) -> Generator[Point, None, tuple[torch.Tensor, torch.Tensor | None]]:
+    def _forward(
+        self, plan: StepPlan, started: Callback, between_layers: Callback
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream behind the last layer: of the sampling rows' last tokens; or, where context
         logits are wanted, of all tokens, and which of these are the sampling rows'."""
         state, ends = self.state, np.cumsum(plan.lengths)
@@ -211,21 +221,15 @@ class Runner:
         full = graphs.plan_full(size, batch) if graphs is not None else None
         if graphs is not None and full is not None:
             hidden = graphs.run_full(*inputs, full, rows)
-            yield Point.STARTED  # the device begins when all of the graph is there
+            started()  # the device begins when all of the graph is there
         else:
             state.attention.plan(batch)
-            yield Point.STARTED
+            started()
             if graphs is not None and size <= graphs.largest:
-                layers = graphs.run(*inputs, plan.num_tokens, state.attention, rows)
+                hidden = graphs.run(*inputs, plan.num_tokens, state.attention, rows, between_layers)
             else:
-                layers = state.model.by_layers(*inputs, state.kv_cache.layers, state.attention, rows)
-            while True:
-                try:
-                    next(layers)
-                except StopIteration as end:
-                    hidden = end.value
-                    break
-                yield Point.LAYER
+                caches = state.kv_cache.layers
+                hidden = state.model(*inputs, caches, state.attention, rows, between_layers)
         return hidden, None if rows is not None else last_rows
 
     def _keep_context(
