@@ -45,7 +45,7 @@ ADDED = [
 ]  # fmt: skip
 PYTHON = re.compile(
     r"Traceback|\w+(Error|Exception)\b|NoneType|object (is|has|of|cannot)|subscriptable|indices must"
-    r"|unhashable|unsupported operand|positional argument|\bNone\b|<class"
+    r"|unhashable|unsupported operand|positional argument|\b(None|True|False)\b|<class"
 )
 
 

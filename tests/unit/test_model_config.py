@@ -104,10 +104,10 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
             "rope_theta is 0; it should be greater",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"is_causal": False}, "is_causal False"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+        ({"is_causal": False}, "is_causal false"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported; supported: "silu"'),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config 'awq'"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
@@ -119,7 +119,7 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked_attention'"),
         (
             {"transformers_weights": "ema.safetensors"},
-            "transformers_weights is \"ema.safetensors\", which is not supported: weights are read from",
+            'transformers_weights is "ema.safetensors", which is not supported: weights are read from',
         ),
         ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192, which is not supported"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, "per_layer_config is .*all layers have"),
@@ -327,6 +327,8 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
     assert ours.norm_topk_prob == (kind != "qwen3-moe-plain")
     size = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert ours.intermediate_size == size and ours.shape("down") == (ours.num_experts * 64, size)
+    if kind != "mixtral":  # no such layer
+        assert parse_moe(tmp_path, kind, mlp_only_layers=[99, -1]) == ours
     older = parse_moe(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
     assert older.num_experts == 5 and older.rope_theta == (1e6 if kind == "mixtral" else 1e4)
 
@@ -336,6 +338,8 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
     [
         ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: some layers have no experts. Only models"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: some layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it should be an integer of at least 1"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[true\]; it should be a list of layers' numbers"),
         ({"num_experts": 9}, "num_experts and num_local_experts differ"),
         ({"num_experts": "8"}, "num_experts and num_local_experts differ"),
         ({"num_local_experts": ...}, "config.json: it has neither num_experts nor num_local_experts"),

@@ -456,7 +456,7 @@ def test_tied_checkpoint_may_store_the_same_head_but_no_other(tmp_path):
 
 def test_missing_files_are_named(checkpoint, tmp_path):
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="only safetensors checkpoints"):
+    with pytest.raises(FileNotFoundError, match="has no weights: expected model"):
         load(checkpoint)
     sharded = make_checkpoint("llama-sharded", tmp_path / "sharded")
     shards = sorted(sharded.glob("*.safetensors"))

@@ -58,15 +58,15 @@ REFUSED = {
     "mixed": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"),
     "int8": (compressed_tensors(INT8, TOKEN | {"type": "int"}), "weights with type 'int'"),
     "int4": (compressed_tensors(CHANNEL | {"num_bits": 4}, TOKEN), "weights with num_bits 4"),
-    "asymmetric": (compressed_tensors(CHANNEL | {"symmetric": False}, TOKEN), "symmetric False"),
+    "asymmetric": (compressed_tensors(CHANNEL | {"symmetric": False}, TOKEN), "symmetric false"),
     "int8 inputs": (compressed_tensors(CHANNEL, INT8), "input_activations with type 'int'"),
     "weights only": (compressed_tensors(CHANNEL, None), "with activations of 16 bits"),
     "groups": (compressed_tensors(ARGS | {"strategy": "group"}, GROUP), "with weights by group"),
     "dynamic per tensor": (
-        compressed_tensors(CHANNEL, ARGS | {"strategy": "tensor", "dynamic": True}), "dynamic True",
+        compressed_tensors(CHANNEL, ARGS | {"strategy": "tensor", "dynamic": True}), "dynamic true",
     ),
     "other blocks": (
-        compressed_tensors(BLOCKS | {"block_structure": [64, 64]}, GROUP), "blocks of (64, 64)",
+        compressed_tensors(BLOCKS | {"block_structure": [64, 64]}, GROUP), "blocks of [64, 64]",
     ),
     "packed": (compressed_tensors(CHANNEL, TOKEN, format="pack-quantized"), "in format 'pack-quantized'"),
     "sparse": (compressed_tensors(CHANNEL, TOKEN, sparsity_config={"format": "sparse-bitmask"}), "sparsity"),
@@ -79,6 +79,8 @@ REFUSED = {
     ),
     "fp8 blocks of 64": (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size [64, 64]"),
     "e5m2": (FP8 | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
+    "no activation_scheme": ({"quant_method": "fp8"}, "'fp8' with activation_scheme null"),
+    "no zero_point": ({"quant_method": "awq", "bits": 4}, "'awq' without zero_point"),
     "powers of two": (FP8 | {"scale_fmt": "ue8m0"}, "'fp8' with scale_fmt 'ue8m0'"),
 }  # fmt: skip
 
@@ -88,7 +90,9 @@ def test_refused_by_name(case):
     config, found = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=re.escape(found)) as error:
         read_quantization({"quantization_config": config}, {})
-    assert "served are FP8 (e4m3) checkpoints" in str(error.value) and "quantization=fp8" in str(error.value)
+    told = str(error.value)
+    assert "served are FP8 (e4m3) checkpoints" in told and "quantization=fp8" in told
+    assert not re.search(r"\b(None|True|False)\b", told)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.config import (
     LONGEST_AUTO_SEQ_LEN,
     EngineConfig,
@@ -14,6 +11,7 @@ from flashinfer_backend.core.config import (
 )
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.models.checkpoint_kind import weight_files
 from flashinfer_backend.models.config import ModelConfig
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -21,7 +19,6 @@ TOKENIZER_FILE = "tokenizer.json"
 ASCII_ONLY = (
     "Triton's Python backend opens only paths of ASCII characters; name it by a link (ln -s) with such"
 )
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def check(values: dict[str, str]) -> list[str]:
@@ -44,12 +41,13 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
     except FileNotFoundError as error:
         problems.append(f"model_dir={name}: {error}")
         return None
-    if values["load_format"] != "dummy":
-        problem = _weights_problem(folder)
-        if problem:
-            problems.append(f"model_dir={name}: {problem}; load_format=dummy runs without weights")
     try:
         model = ModelConfig.from_pretrained(folder)
+        if values["load_format"] != "dummy":
+            try:
+                weight_files(folder)
+            except (OSError, ValueError) as error:
+                problems.append(f"model_dir={name}: {error}; load_format=dummy runs without weights")
         if values["quantization"] == "fp8":
             model = model.quantised_on_load()
         model.local(Shard(0, int(values["tensor_parallel_size"])))
@@ -57,20 +55,6 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
     return None
-
-
-def _weights_problem(folder: Path) -> str | None:
-    if (folder / WEIGHT_FILES[0]).is_file():
-        return None
-    index = folder / WEIGHT_FILES[1]
-    if not index.is_file():
-        other = " (only other formats: convert them)" if list(folder.glob("*.bin")) else ""
-        return f"has no weights: expected {' or '.join(WEIGHT_FILES)}{other}"
-    try:
-        missing = [shard for shard in shards(index) if not (folder / shard).is_file()]
-    except (OSError, ValueError) as error:
-        return str(error)
-    return f"lacks {', '.join(missing)}, which {index.name} names" if missing else None
 
 
 def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:

@@ -22,6 +22,13 @@ def named_folder(name: str) -> Path:
 def resolve_model_dir(name: str) -> Path:
     """named_folder of `name`. Raises FileNotFoundError when there is no such folder."""
     folder = named_folder(name)
+    if folder.is_file():
+        gguf = (
+            " in llama.cpp's format, GGUF, which is not supported" if folder.suffix.lower() == ".gguf" else ""
+        )
+        raise FileNotFoundError(
+            f"{folder} is a file{gguf}: name a folder with config.json, tokenizer.json and model.safetensors"
+        )
     if not folder.is_dir():
         raise FileNotFoundError(
             f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}; nothing is downloaded here,"

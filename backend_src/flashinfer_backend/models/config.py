@@ -12,6 +12,7 @@ from flashinfer_backend.core.checkpoint_json import Kind, check_kinds, read_obje
 from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.core.values import INT32_MAX, shown, some
+from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import (
     BLOCK,
@@ -66,8 +67,6 @@ MLP_NAMES = {
 DENSE_MLP = MlpNames()
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")
 # Keys of any model_type by which transformers computes something else: their values that change nothing, and
 # what would be right.
@@ -141,15 +140,13 @@ class ModelConfig:
         """Read config.json and, where present, generation_config.json of a checkpoint folder, and which
         token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
 
-        Raises FileNotFoundError without a config.json, UnsupportedModelError for an adapter, architecture,
+        Raises FileNotFoundError without a config.json, UnsupportedModelError for a kind, architecture,
         rotary embedding, layer variant or quantisation that is not implemented, and ValueError for a key that
         is missing or has a wrong value.
         """
         model_dir = Path(model_dir)
-        _refuse_adapter(model_dir)
+        check_folder(model_dir)
         path = model_dir / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{model_dir} is not a checkpoint folder: it has no config.json")
         raw = read_object(path)
         generation_path = model_dir / "generation_config.json"
         generation = read_object_if_there(generation_path)
@@ -157,6 +154,8 @@ class ModelConfig:
         hf_quant = read_object_if_there(model_dir / "hf_quant_config.json")
         end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
         try:
+            check_kinds(raw, KINDS)
+            check_config(raw, model_dir)
             return _parse(raw, generation, hf_quant, end_id)
         except KeyError as error:
             raise ValueError(f"{path} has no {error.args[0]!r}") from None
@@ -387,21 +386,9 @@ def tokenizer_end_id(folder: Path) -> int | None:
     return next((ids[name] for name in names if name in ids), None)
 
 
-def _refuse_adapter(folder: Path) -> None:
-    """transformers puts an adapter in such a folder on top of the weights."""
-    for name in ADAPTER_WEIGHTS:
-        if (folder / name).is_file():
-            raise UnsupportedModelError(
-                f"{folder} has an adapter ({name}; LoRA, for one), which is not supported: merge it into the"
-                " weights (peft: merge_and_unload) and name the merged checkpoint's folder, or move the"
-                " adapter's files away to serve the weights without it"
-            )
-
-
 def _parse(
     raw: dict[str, Any], generation: dict[str, Any], hf_quant: dict[str, Any], end_id: int | None
 ) -> ModelConfig:
-    check_kinds(raw, KINDS)
     model_type = _model_type(raw)
     raw = DEFAULT_HEADS[model_type] | raw
     _refuse_variants(raw, model_type)
@@ -509,17 +496,32 @@ def _refuse_variants(raw: dict[str, Any], model_type: str) -> None:
     for key, value in implemented.items():
         found = raw.get(key)
         if found is not None and found != value:
-            raise UnsupportedModelError(f"{key} {found!r} is not supported; supported: {value!r} or absent")
+            raise UnsupportedModelError(
+                f"{key} {shown(found)} is not supported; supported: {shown(value)} or absent"
+            )
     for key, (harmless, instead) in NOT_HONOURED.items():
         if raw.get(key) not in (None, *harmless):
             raise UnsupportedModelError(f"{key} is {shown(raw[key])}, which is not supported: {instead}")
-    for key, everywhere in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
-        found = raw.get(key)
-        if model_type == "qwen3_moe" and found not in (None, everywhere):
-            raise UnsupportedModelError(
-                f"{key} is {found!r}: some layers have no experts. Only models with experts in every layer"
-                " are supported, and another value here would not make this one"
-            )
+    if model_type == "qwen3_moe":
+        _refuse_dense_layers(raw)
+
+
+def _refuse_dense_layers(raw: dict[str, Any]) -> None:
+    """Refuse a mixture of experts with a layer that has none; as in transformers, mlp_only_layers can name
+    layers that the model does not have."""
+    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step")
+    step = 1 if step is None else step
+    if type(dense) is not list or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"mlp_only_layers is {shown(dense)}; it should be a list of layers' numbers")
+    if type(step) is not int or step < 1:
+        raise ValueError(f"decoder_sparse_step is {shown(step)}; it should be an integer of at least 1")
+    layers = range(raw["num_hidden_layers"] if type(raw["num_hidden_layers"]) is int else 0)
+    found = {"mlp_only_layers": any(layer in layers for layer in dense), "decoder_sparse_step": step > 1}
+    for key in (key for key, there in found.items() if there):
+        raise UnsupportedModelError(
+            f"{key} is {shown(raw[key])}: some layers have no experts. Only models with experts in every"
+            " layer are supported, and another value here would not make this one"
+        )
 
 
 def _rope(raw: dict[str, Any], model_type: str) -> tuple[float, dict[str, Any] | None]:
@@ -543,7 +545,9 @@ def _rope(raw: dict[str, Any], model_type: str) -> tuple[float, dict[str, Any] |
         )
     partial = scaling.pop("partial_rotary_factor", None)
     if partial not in (None, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0"
+        )
     if theta <= 0:
         raise ValueError(f"rope_theta is {theta:g}; it should be greater than 0")
     if rope_type == "default":

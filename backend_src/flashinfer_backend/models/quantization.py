@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from flashinfer_backend.core.values import some
+from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.models.errors import UnsupportedModelError
 
 WeightFormat: TypeAlias = str  # one of ops.weight.FORMATS
@@ -80,8 +80,10 @@ def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantiza
         "awq": _awq,
         "gptq": _gptq,
     }
+    if method is None:
+        raise UnsupportedModelError(f"quantization_config: quant_method is missing; {SERVED}")
     if method not in readers:
-        _refuse(repr(method))
+        _refuse(_value(method))
     _check_kv_cache(method, config)
     lists = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
     ignored = [name for key in lists for name in config.get(key) or ()]
@@ -125,7 +127,7 @@ def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
     if format == "pack-quantized":
         return _packed(weights, inputs)
     if format not in ("float-quantized", "naive-quantized"):
-        _refuse(f"{method} in format {format!r}")
+        _refuse(f"{method} in format {_value(format)}")
     _expect(f"{method}: weights", weights, num_bits=8, type="float", symmetric=True, dynamic=False)
     if inputs is None:
         _refuse(f"{method} with activations of 16 bits (weights alone in FP8)")
@@ -140,8 +142,9 @@ def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
             sizes = tuple(weights.get("block_structure") or ()), inputs.get("group_size")
             if sizes == ((BLOCK, BLOCK), BLOCK):
                 return "fp8_block_scale"
-            _refuse(f"{method} with blocks of {sizes[0]} and groups of {sizes[1]}, not {BLOCK}")
-    _refuse(f"{method} with weights by {kinds[0]}, activations by {kinds[1]}, dynamic {kinds[2]}")
+            _refuse(f"{method} with blocks of {shown(sizes[0])} and groups of {shown(sizes[1])}, not {BLOCK}")
+    weights_by, inputs_by, dynamic = (shown(kind).strip('"') for kind in kinds)
+    _refuse(f"{method} with weights by {weights_by}, activations by {inputs_by}, dynamic {dynamic}")
 
 
 def _packed(weights: dict[str, Any], inputs: object) -> WeightFormat:
@@ -152,10 +155,10 @@ def _packed(weights: dict[str, Any], inputs: object) -> WeightFormat:
         _refuse(f"{what} with quantised activations")
     _expect(f"{what}: weights", weights, num_bits=4, type="int", dynamic=False)
     if weights.get("actorder") not in (None, "weight", "static", "group", "dynamic"):
-        _refuse(f"{what}: weights with actorder {weights['actorder']!r}")
+        _refuse(f"{what}: weights with actorder {_value(weights['actorder'])}")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy not in ("group", "channel") or type(weights.get("symmetric")) is not bool:
-        _refuse(f"{what}: weights by {strategy}, symmetric {weights.get('symmetric')!r}")
+        _refuse(f"{what}: weights by {strategy or 'none'}, symmetric {shown(weights.get('symmetric'))}")
     layout = "packed" if weights["symmetric"] else "packed_zeros"
     return _int4(what, layout, size if strategy == "group" else -1)
 
@@ -164,7 +167,7 @@ def _awq(config: dict[str, Any]) -> WeightFormat:
     """https://github.com/casper-hansen/AutoAWQ: awq/models/_config.py, awq/modules/linear/gemm.py."""
     _expect("'awq'", {"version": "gemm", **config}, bits=4, zero_point=True)
     if str(config.get("version", "gemm")).lower() != "gemm":
-        _refuse(f"'awq' with version {config['version']!r}")
+        _refuse(f"'awq' with version {_value(config['version'])}")
     return _int4("'awq'", "awq", config.get("group_size"))
 
 
@@ -175,7 +178,7 @@ def _gptq(config: dict[str, Any]) -> WeightFormat:
             bits=4, pack_dtype="int32", lm_head=False, is_marlin_format=False)  # fmt: skip
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
-        _refuse(f"'gptq' with checkpoint_format {version!r}")
+        _refuse(f"'gptq' with checkpoint_format {_value(version)}")
     return _int4("'gptq'", version, config.get("group_size"))
 
 
@@ -194,7 +197,7 @@ def _gptq_ignored(config: dict[str, Any]) -> list[str]:
 
 def _int4(what: str, layout: str, size: object) -> WeightFormat:
     if type(size) is not int or size not in (*GROUPS, -1):
-        _refuse(f"{what} with group_size {size!r}")
+        _refuse(f"{what} with group_size {shown(size)}")
     return f"int4_{layout}_{'row' if size == -1 else size}"
 
 
@@ -204,7 +207,7 @@ def _modelopt(config: dict[str, Any]) -> WeightFormat:
     formats: dict[str | None, WeightFormat] = {None: "dense", "FP8": "fp8_static"}
     formats["FP8_PER_CHANNEL_PER_TOKEN"] = "fp8_token"
     if algorithm not in formats:
-        _refuse(f"'modelopt' with quant_algo {algorithm!r}")
+        _refuse(f"'modelopt' with quant_algo {_value(algorithm)}")
     return formats[algorithm]
 
 
@@ -213,11 +216,11 @@ def _fp8(config: dict[str, Any]) -> WeightFormat:
     _expect("'fp8'", {"fmt": "e4m3", "scale_fmt": "float", **config}, fmt="e4m3", scale_fmt="float")
     scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
-        _refuse(f"'fp8' with activation_scheme {scheme!r}")
+        _refuse(f"'fp8' with activation_scheme {_value(scheme)}")
     if block is None:
         return "fp8_token" if scheme == "dynamic" else "fp8_static"
     if block != [BLOCK, BLOCK] or scheme != "dynamic":
-        _refuse(f"'fp8' with weight_block_size {block} and activation_scheme {scheme!r}")
+        _refuse(f"'fp8' with weight_block_size {shown(block)} and activation_scheme {_value(scheme)}")
     return "fp8_block"
 
 
@@ -229,13 +232,18 @@ def _check_kv_cache(method: str, config: dict[str, Any]) -> None:
         _expect(what, {"strategy": "tensor", "symmetric": True, **scheme},
                 num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)  # fmt: skip
     elif scheme not in (None, "FP8", "static"):
-        _refuse(f"{method!r} with a KV cache of {scheme!r}")
+        _refuse(f"{method!r} with a KV cache of {_value(scheme)}")
 
 
 def _expect(what: str, found: dict[str, Any], **wanted: Any) -> None:
     for key, value in wanted.items():
         if found.get(key) != value:
-            _refuse(f"{what} with {key} {found.get(key)!r}")
+            _refuse(f"{what} with {key} {_value(found[key])}" if key in found else f"{what} without {key}")
+
+
+def _value(value: object) -> str:
+    """A text in the quotes of these messages, another value as JSON has it."""
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def _refuse(found: str) -> NoReturn:

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flashinfer_backend.core.checkpoint_json import shards
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.values import some
-from flashinfer_backend.models.config import ADAPTER_CONFIG, ModelConfig
+from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SINGLE, weight_files
+from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
@@ -151,24 +151,13 @@ def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[
 
 
 def _files(model_dir: Path) -> list[Path]:
-    index_path, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
-    if single.is_file():  # goes first in transformers
-        if index_path.is_file():
-            log.warning("%s is read, and %s is not: remove the one that is out of date", single, index_path)
-        return [single]
-    if index_path.is_file():
-        try:
-            files = [model_dir / name for name in shards(index_path)]
-        except ValueError as error:
-            raise WeightsError(str(error)) from None
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise FileNotFoundError(f"{index_path} names files that are not there: {some(absent)}")
-        return files
-    raise FileNotFoundError(
-        f"{model_dir} has neither model.safetensors nor model.safetensors.index.json; "
-        "only safetensors checkpoints are loaded"
-    )
+    try:
+        files = weight_files(model_dir)
+    except ValueError as error:
+        raise WeightsError(str(error)) from None
+    if files[0].name == SINGLE and (index := model_dir / INDEX).is_file():
+        log.warning("%s is read, and %s is not: remove the one that is out of date", files[0], index)
+    return files
 
 
 class _Tensor(NamedTuple):
