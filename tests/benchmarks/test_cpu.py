@@ -49,7 +49,7 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
         scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))
     while scheduler.queue or scheduler.prefilling:
         plan = scheduler.schedule(False)
-        assert plan is not None and plan.samples.all()
+        assert plan is not None and len(plan.sampling_rows) == plan.num_rows
         accept(scheduler.table, plan, np.zeros(len(plan.sample_slots), np.int32))
     return scheduler
 

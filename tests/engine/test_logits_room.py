@@ -166,8 +166,8 @@ def computed(of: Engine, lengths: list[int], monkeypatch: pytest.MonkeyPatch) ->
 
     def note(in_flight: bool, decode_s: float | None) -> object:
         plan = schedule(in_flight, decode_s)
-        if plan is not None and len(plan.context_rows):
-            steps.append(plan.lengths[plan.context_rows].tolist())
+        if plan is not None and len(plan.logits_rows):
+            steps.append(plan.lengths[plan.logits_rows].tolist())
         return plan
 
     def keep(pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:

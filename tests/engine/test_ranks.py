@@ -25,6 +25,7 @@ from flashinfer_backend.core import progress
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.core.step import Wants
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models import weights
 from flashinfer_backend.models.config import ModelConfig
@@ -126,7 +127,7 @@ def test_context_logits_that_fail_on_one_rank_end_the_step(rank, tmp_path, monke
 
     monkeypatch.setattr("flashinfer_backend.worker.runner.context_logits", failing)
     plan = _prompt_plan(slot=0, length=1)
-    plan.context_rows = np.zeros(1, np.int32)
+    plan.wants |= Wants.LOGITS
     others: Any = core.runner.others
     with pytest.raises(threading.BrokenBarrierError if rank else MemoryError):
         core.runner.run(plan)

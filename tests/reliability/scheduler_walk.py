@@ -33,7 +33,7 @@ import numpy as np
 from client.arguments import integer
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
+from flashinfer_backend.core.step import Feeds, StepOutput, StepPlan, Wants
 from flashinfer_backend.core.tuned import Scheduling
 from flashinfer_backend.engine import logits_room
 from flashinfer_backend.engine.logits_room import LogitsRoom, Stage
@@ -419,13 +419,13 @@ class World:
         owners = [self.scheduler.table.requests[slot] for slot in plan.slots.tolist()]
         asked = [self.asked[request.handle] for request in owners if request is not None]
         started()
-        first = np.cumsum(plan.lengths) - plan.lengths
+        ends = np.cumsum(plan.lengths * (plan.feeds == Feeds.GIVEN))
         half = plan.num_rows // 2
         for row in range(plan.num_rows):
             if failing == "amid" and row == half:
                 self.counts["failed steps"] += 1
                 raise RuntimeError("the step fails as it was told to")
-            self._compute(plan, row, asked[row], plan.tokens[first[row] : first[row] + plan.lengths[row]])
+            self._compute(plan, row, asked[row], plan.tokens[ends[row] - plan.lengths[row] : ends[row]])
             if row == half:
                 between_layers()
         tokens = self.last_token[plan.sample_slots]
@@ -434,7 +434,7 @@ class World:
             self.counts["failed rows"] += 1
             failed = [(self.rng.randrange(plan.num_rows), "the row fails as it was told to")]
         logits = [
-            (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.context_rows.tolist()
+            (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.logits_rows.tolist()
         ]
         return SimpleNamespace(
             plan=plan, download=self, tokens=tokens.copy(), context_logits=logits, failed=failed
@@ -450,7 +450,7 @@ class World:
 
     def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> None:
         slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
-        if tokens[0] == LAST_TOKEN:
+        if plan.feeds[row] == Feeds.LAST:
             tokens = self.last_token[slot : slot + 1]
         end = start + length
         if not np.array_equal(tokens, asked.tokens[start:end]):
@@ -465,7 +465,7 @@ class World:
         wrong = (read != asked.content[:end]).nonzero()[0]
         if len(wrong):
             self.wrong.append(f"slot {slot} reads what is not its own at {wrong.tolist()}")
-        if plan.samples[row]:
+        if plan.wants[row] & Wants.NEXT:
             self.last_token[slot] = asked.tokens[end]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,21 @@ import numpy as np
 from flashinfer_backend.core.sampling_params import SamplingParams
 
 NONE = np.empty(0, np.int32)
-LAST_TOKEN = -1  # in StepPlan.tokens: the token that the row's slot sampled last, which the device has
+
+
+class Feeds(enum.IntEnum):
+    """What a row's tokens are."""
+
+    GIVEN = 0  # those in the plan
+    LAST = 1  # the token that its slot sampled last, which the device has
+
+
+class Wants(enum.IntFlag):
+    """What a row is computed for."""
+
+    NOTHING = 0  # its keys and values alone
+    NEXT = 1  # a sampled token behind its last one
+    LOGITS = 2  # of each of its tokens
 
 
 class NewSequence(msgspec.Struct):
@@ -31,19 +46,20 @@ class NewSequence(msgspec.Struct):
 class StepPlan:
     """What the scheduler decided for one step.
 
-    A row is a run of tokens of one sequence: (slot, start, length, tokens sampled). A decode is a row of
-    length 1 that feeds the slot's last token; a chunk of a prompt is longer and samples only where it ends
-    the known tokens. Rows of length 1 come first. Sampling rows are those that sample, in the same order.
+    A row is a run of tokens of one sequence: its slot, its first position, its length, what it feeds and what
+    it wants. A decode feeds the slot's last token; a chunk of a prompt feeds given tokens, and wants a next
+    one where it ends the known tokens. Rows that feed the last token come first, then the others of length 1.
+    Sampling rows are those that want a next token, in the same order.
     """
 
     slots: np.ndarray  # int32 [rows]
     starts: np.ndarray  # int32 [rows], tokens of the sequence whose keys and values are in the cache
     lengths: np.ndarray  # int32 [rows]
-    samples: np.ndarray  # int32 [rows], 0 or 1
-    tokens: np.ndarray  # int32 [sum(lengths)], or LAST_TOKEN
+    feeds: np.ndarray  # int8 [rows], Feeds
+    wants: np.ndarray  # int8 [rows], Wants
+    tokens: np.ndarray  # int32 [t], of the rows that feed given ones, one row behind the other
     # int32 [n, 3]: (slot, column of its block table, block), to be entered before the step reads the table
     block_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
-    context_rows: np.ndarray = field(default_factory=lambda: NONE)  # rows all of whose logits are wanted
     # Of the sampling rows, [s] each.
     epochs: np.ndarray  # int64, owner of the slot when the step was planned
     temperature: np.ndarray  # float32
@@ -57,24 +73,29 @@ class StepPlan:
     def num_rows(self) -> int:
         return len(self.slots)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
     @cached_property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens that the host gives: all but those of decodes."""
-        return int(np.count_nonzero(self.tokens != LAST_TOKEN))
+        return len(self.tokens)
 
     @cached_property
     def num_decodes(self) -> int:
         """Rows that feed their slot's last token."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return int(np.count_nonzero(self.feeds))
 
     @cached_property
     def sampling_rows(self) -> np.ndarray:
-        """Rows that sample, intp [s]."""
-        return self.samples.nonzero()[0]
+        """Rows that want a next token, intp [s]."""
+        return (self.wants & Wants.NEXT).nonzero()[0]
+
+    @cached_property
+    def logits_rows(self) -> np.ndarray:
+        """Rows that want the logits of all of their tokens, intp."""
+        return (self.wants & Wants.LOGITS).nonzero()[0]
 
     @cached_property
     def sample_slots(self) -> np.ndarray:

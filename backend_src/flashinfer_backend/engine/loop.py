@@ -13,7 +13,7 @@ import torch
 from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
+from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
@@ -274,8 +274,7 @@ class EngineLoop:
         log.error("a step of %d rows failed", plan.num_rows, exc_info=error)
         self._settle()
         self.pacer.interrupted()
-        first = np.cumsum(plan.lengths) - plan.lengths
-        prompts = plan.tokens[first] != LAST_TOKEN
+        prompts = plan.feeds == Feeds.GIVEN
         failed = plan.slots[prompts] if prompts.any() else plan.slots
         for request in self.scheduler.abandon(plan, failed.tolist()):
             self._send_failure(request, f"{type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import LAST_TOKEN, StepPlan
+from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.scheduler.scheduler import Scheduler
 
 
@@ -60,7 +60,12 @@ class InvariantChecker:
         if plan.num_decodes and config.enable_chunked_context:
             limit = min(limit, config.max_num_tokens_while_decoding)
         _require(plan.num_tokens <= limit, f"a plan has {plan.num_tokens} tokens, and {limit} are allowed")
-        _require(int(plan.lengths.sum()) == plan.num_tokens, "a plan's rows and tokens differ in number")
+        given = plan.feeds == Feeds.GIVEN
+        _require(
+            int(plan.lengths[given].sum()) == len(plan.tokens),
+            "a plan's given rows and tokens differ in number",
+        )
+        _require(bool((np.diff(given.astype(np.int8)) >= 0).all()), "a decode row comes behind a prompt's")
         _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
         _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")
         _require(bool((np.diff(plan.lengths > 1) >= 0).all()), "a longer row comes before one of length 1")
@@ -73,27 +78,27 @@ class InvariantChecker:
             "what a plan computes is not booked as computed",
         )
         self._enter_blocks(plan)
-        first = np.cumsum(plan.lengths) - plan.lengths
+        ends_of_tokens = np.cumsum(plan.lengths * given)
         for row, slot in enumerate(slots.tolist()):
             request = table.requests[slot]
             _require(request is not None, f"a plan has a row for slot {slot}, which nobody has")
             assert request is not None
             start, end = int(plan.starts[row]), int(ends[row])
             self._check_row(request, start, end)
-            tokens = plan.tokens[first[row] : first[row] + plan.lengths[row]]
-            decodes = tokens[0] == LAST_TOKEN
+            decodes, length = not given[row], end - start
             known = int(table.known[slot])
             if decodes:
-                _require(len(tokens) == 1, f"request {request.handle}: a decode row has {len(tokens)} tokens")
+                _require(length == 1, f"request {request.handle}: a decode row has {length} tokens")
                 _require(start >= known - 1, f"request {request.handle}: a token that is known is decoded")
             else:
+                tokens = plan.tokens[ends_of_tokens[row] - length : ends_of_tokens[row]]
                 same = np.array_equal(tokens, table.tokens[slot, start:end])
                 _require(
                     same and end <= known, f"request {request.handle}: a row has other tokens than its own"
                 )
-            samples = bool(plan.samples[row])
+            samples = bool(plan.wants[row] & Wants.NEXT)
             _require(
-                samples == (bool(decodes) or end == known),
+                samples == (decodes or end == known),
                 f"request {request.handle}: a row that ends at {end} of {known} known tokens "
                 + ("samples" if samples else "does not sample"),
             )

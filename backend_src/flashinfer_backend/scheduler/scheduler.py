@@ -18,7 +18,7 @@ import numpy as np
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.step import LAST_TOKEN, NONE, NewSequence, StepPlan
+from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
 from flashinfer_backend.scheduler.budget import StepBudget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.request_queue import RequestQueue
@@ -73,7 +73,8 @@ class Scheduler:
         self._freed: list[int] = []
         # Columns of plans of decodes alone; nobody writes to them.
         self._ones = np.ones(config.max_num_seqs, np.int32)
-        self._last_tokens = np.full(config.max_num_seqs, LAST_TOKEN, np.int32)
+        self._last = np.full(config.max_num_seqs, Feeds.LAST, np.int8)
+        self._next = np.full(config.max_num_seqs, Wants.NEXT, np.int8)
 
     def submit(self, request: Request) -> None:
         """Queue a new request. Its handle must not be open already."""
@@ -294,27 +295,26 @@ class Scheduler:
         starts = table.computed[rows]
         table.computed[rows] = starts + 1
         slots, sampling = decoding, decoding
-        lengths = samples = self._ones[: len(decoding)]
-        tokens = self._last_tokens[: len(decoding)]
-        context_rows = NONE
+        lengths, tokens = self._ones[: len(decoding)], NONE
+        feeds, wants = self._last[: len(decoding)], self._next[: len(decoding)]
         if chunks:
             chunks = sorted(chunks, key=lambda chunk: chunk.length > 1)  # rows of length 1 come first
             added = np.array([(c.request.slot, c.start, c.length) for c in chunks], np.int32)
             ends = added[:, 1] + added[:, 2]
-            reaches = (ends == table.known[added[:, 0]]).astype(np.int32)
-            known = [table.tokens[c.request.slot, c.start : c.start + c.length] for c in chunks]
-            context = [
-                len(decoding) + i
-                for i, c in enumerate(chunks)
-                if c.request.params.context_logits and not len(c.request.generated)
-            ]
-            context_rows = np.array(context, np.int32)
+            reaches = ends == table.known[added[:, 0]]
+            logits = [c.request.params.context_logits and not len(c.request.generated) for c in chunks]
             slots = np.concatenate([decoding, added[:, 0]])
             starts = np.concatenate([starts, added[:, 1]])
             lengths = np.concatenate([lengths, added[:, 2]])
-            samples = np.concatenate([samples, reaches])
-            tokens = np.concatenate([tokens, *known])
-            sampling = slots[samples > 0]
+            feeds = np.concatenate([feeds, np.full(len(chunks), Feeds.GIVEN, np.int8)])
+            wanted = np.where(reaches, Wants.NEXT, Wants.NOTHING) | np.where(
+                logits, Wants.LOGITS, Wants.NOTHING
+            )
+            wants = np.concatenate([wants, wanted.astype(np.int8)])
+            tokens = np.concatenate(
+                [table.tokens[c.request.slot, c.start : c.start + c.length] for c in chunks]
+            )
+            sampling = np.concatenate([sampling, added[reaches, 0]])
             rows = sampling.astype(np.intp)
             for chunk in chunks:
                 self._computed_prompt(chunk.request, chunk.start + chunk.length)
@@ -331,10 +331,10 @@ class Scheduler:
             slots=slots,
             starts=starts,
             lengths=lengths,
-            samples=samples,
+            feeds=feeds,
+            wants=wants,
             tokens=tokens,
             block_updates=updates,
-            context_rows=context_rows,
             epochs=table.epoch[rows],
             temperature=table.temperature[rows],
             seed=table.seed[rows],

@@ -17,7 +17,7 @@ import torch
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
-from flashinfer_backend.core.step import LAST_TOKEN, StepOutput, StepPlan
+from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
@@ -46,7 +46,7 @@ class Launched:
     plan: StepPlan
     download: Download
     sampled: Sampled
-    # (row, logits float32 [length, V]) of the plan's context_rows; (row, why) of rows that failed
+    # (row, logits float32 [length, V]) of the plan's logits_rows; (row, why) of rows that failed
     context_logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
@@ -148,7 +148,7 @@ class Runner:
             started()  # the device begins when all of the graph is there
         else:
             hidden, sampling = self._forward(plan, started, between_layers)
-            if len(plan.context_rows):
+            if len(plan.logits_rows):
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
             tokens = self._sample(logits, plan)
@@ -203,13 +203,12 @@ class Runner:
             (ends - 1)[plan.sampling_rows].astype(np.int32),
             np.concatenate([np.repeat(plan.slots, plan.lengths), padding + state.dummy_slot]),
             np.concatenate([positions, padding]),
-            np.concatenate([plan.tokens, padding]),
+            np.concatenate([np.zeros(plan.num_decodes, np.int32), plan.tokens, padding]),
         ]
         data = state.staging.upload(parts).split([len(part) for part in parts])
-        last_rows, token_slots, token_positions, tokens = data
-        input_ids = tokens
+        last_rows, token_slots, token_positions, input_ids = data
         if plan.num_decodes:
-            input_ids = torch.where(tokens == LAST_TOKEN, state.last_token[token_slots], tokens)
+            input_ids[: plan.num_decodes] = state.last_token[token_slots[: plan.num_decodes]]
         batch = AttentionBatch(
             q_lens=plan.lengths,
             kv_lens=plan.starts + plan.lengths,
@@ -217,7 +216,7 @@ class Runner:
             block_table=state.block_table,
         )
         inputs = (input_ids, token_positions, state.cache_locations(token_slots, token_positions))
-        rows = None if len(plan.context_rows) else last_rows  # of which the last layer's output is wanted
+        rows = None if len(plan.logits_rows) else last_rows  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None else None
         if graphs is not None and full is not None:
             hidden = graphs.run_full(*inputs, full, rows)
@@ -240,7 +239,7 @@ class Runner:
         failed: list[tuple[int, str]],
     ) -> None:
         ends = np.cumsum(plan.lengths)
-        for row in plan.context_rows.tolist():
+        for row in plan.logits_rows.tolist():
             try:
                 chunk = hidden[ends[row] - plan.lengths[row] : ends[row]]
                 context.append((row, context_logits(self.state.model, chunk)))

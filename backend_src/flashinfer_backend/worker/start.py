@@ -16,7 +16,7 @@ from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
-from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.quantization import BLOCK
@@ -294,7 +294,8 @@ def _prompt_plan(slot: int, length: int) -> StepPlan:
         slots=one * slot,
         starts=one * 0,
         lengths=one * length,
-        samples=one,
+        feeds=np.full(1, Feeds.GIVEN, np.int8),
+        wants=np.full(1, Wants.NEXT, np.int8),
         tokens=np.zeros(length, np.int32),
         epochs=np.zeros(1, np.int64),
         temperature=np.zeros(1, np.float32),

@@ -12,7 +12,7 @@ import numpy as np
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import LAST_TOKEN, NewSequence, StepPlan
+from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
 from flashinfer_backend.worker.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,9 @@ def _decodes(rows: int, params: SamplingParams, suppressed: int, freed: list[int
         slots=slots,
         starts=np.full(rows, len(PROMPT), np.int32),
         lengths=np.ones(rows, np.int32),
-        samples=np.ones(rows, np.int32),
-        tokens=np.full(rows, LAST_TOKEN, np.int32),
+        feeds=np.full(rows, Feeds.LAST, np.int8),
+        wants=np.full(rows, Wants.NEXT, np.int8),
+        tokens=NONE,
         epochs=np.zeros(rows, np.int64),
         temperature=np.full(rows, params.temperature, np.float32),
         seed=np.zeros(rows, np.uint64),
