@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_tokenizers import KINDS
 
+from flashinfer_backend.core.bounds import MOST_IDS
 from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, PackedChunk, pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.bounds import MOST_IDS
 from flashinfer_backend.triton.postprocessing import chunk_text, chunks, whole_texts
 
 TEXT = "the Größe of 東京 is 😀 isn't it?  Äpfel"

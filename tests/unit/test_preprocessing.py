@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 from small_tokenizers import byte_level, word_level
 
+from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, MOST_IDS, MOST_WORD
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.bounds import (
-    ALL_PROMPTS,
-    ALL_WORD_BYTES,
-    ALL_WORDS,
-    MOST_IDS,
-    MOST_PADDED_IDS,
-    MOST_WORD_BYTES,
-    MOST_WORDS,
-)
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.preprocessing import Preprocessor
+
+WORDS = FIELDS["STOP_WORDS_DICT"]
+MOST_PADDED_IDS = FIELDS["input_ids"].all_values
 
 
 def write_folder(folder, tokenizer=None, **files):
@@ -310,10 +305,15 @@ def test_what_is_too_large_is_refused_before_it_is_tokenised(tokenizer):
     fits, long = bounded.run([request("a" * 1000), request("a" * 1001)])
     assert fits["REQUEST_INPUT_LEN"] > 0
     assert "has 1001 bytes; it should have at most 1000" in str(long)
-    many = request("a", STOP_WORDS_DICT=strings(["b"] * (MOST_WORDS + 1)))
-    large = request("a", BAD_WORDS_DICT=strings(["b" * 1001] * (MOST_WORD_BYTES // 1000)))
-    for inputs, most in ((many, MOST_WORDS), (large, MOST_WORD_BYTES)):
-        with pytest.raises(ValueError, match=f"it should have at most {most} in a row"):
+    many = request("a", STOP_WORDS_DICT=strings(["b"] * (WORDS.values + 1)))
+    large = request("a", BAD_WORDS_DICT=strings(["b" * 1001] * (WORDS.size // 1000)))
+    long = request("a", STOP_WORDS_DICT=strings(["b" * (MOST_WORD + 1)]))
+    for inputs, words in (
+        (many, f"{WORDS.values + 1} words; it should have at most {WORDS.values} in a row"),
+        (large, f"bytes in a row; it should have at most {WORDS.size}"),
+        (long, f"{MOST_WORD + 1} bytes in a word; it should have at most {MOST_WORD}"),
+    ):
+        with pytest.raises(ValueError, match=words):
             run_one(bounded, inputs)
 
 
@@ -323,17 +323,17 @@ def test_all_rows_of_a_request_together_are_bounded(preprocessor, tokenizer):
     assert run_one(bounded, request(*["a" * 100] * ALL_PROMPTS))["REQUEST_INPUT_LEN"].size == ALL_PROMPTS
     with pytest.raises(ValueError, match="901 bytes in 10 rows; it should have at most 800 in a request"):
         run_one(bounded, request(*["a" * 100] * 9, "b"))
-    rows = ALL_WORD_BYTES // MOST_WORD_BYTES + 1
+    rows = WORDS.all_size // WORDS.size + 1
     texts = ["a"] * rows
-    words = [["b" * (MOST_WORD_BYTES - 1), ""]] * rows
-    found = f"{rows} words of {rows * (MOST_WORD_BYTES - 1)} bytes in {rows} rows"
+    words = [["b" * MOST_WORD] * (WORDS.size // MOST_WORD)] * rows
+    found = f"{rows * WORDS.size} bytes in {rows} rows"
     for name, known_as in (("STOP_WORDS_DICT", "stop_words"), ("BAD_WORDS_DICT", "bad_words")):
-        text = rf"{name} \({known_as}\) has {found}; it should have at most {ALL_WORDS} words"
+        text = rf"{name} \({known_as}\) has {found}; it should have at most {WORDS.all_size} in a request"
         with pytest.raises(ValueError, match=text):
             run_one(preprocessor, request(*texts, **{name: strings(*words)}))
-    biases = {"EMBEDDING_BIAS_WEIGHTS": np.ones((17, MOST_WORDS), np.float32)}
-    many = strings(*[["b"] * MOST_WORDS] * 17)
-    with pytest.raises(ValueError, match=f"EMBEDDING_BIAS_WORDS has {17 * MOST_WORDS} words"):
+    biases = {"EMBEDDING_BIAS_WEIGHTS": np.ones((17, WORDS.values), np.float32)}
+    many = strings(*[["b"] * WORDS.values] * 17)
+    with pytest.raises(ValueError, match=f"EMBEDDING_BIAS_WORDS has {17 * WORDS.values} words in 17 rows"):
         run_one(preprocessor, request(*["a"] * 17, EMBEDDING_BIAS_WORDS=many, **biases))
 
 
@@ -343,7 +343,7 @@ def test_one_long_row_does_not_make_all_others_as_long(preprocessor):
     with pytest.raises(ValueError, match=r"256 rows, the longest of (\d+) ids: padded to it they are"):
         run_one(preprocessor, request(long, *["a"] * 255))
     words = strings(["1" * (MOST_IDS // 256 + 1)], *[["b"]] * 255)
-    with pytest.raises(ValueError, match=r"\(stop_words\) has 256 rows of \d+ ids; it should have at most"):
+    with pytest.raises(ValueError, match=r"\(stop_words\) has \d+ ids in 256 rows; it should have"):
         run_one(preprocessor, request(*["a"] * 256, STOP_WORDS_DICT=words))
     # By themselves they are well.
     assert run_one(preprocessor, request(long))["INPUT_ID"].shape[1] > MOST_PADDED_IDS // 256

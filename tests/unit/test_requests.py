@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, MOST_WORD_IDS, MOST_WORDS
+from flashinfer_backend.core.bounds import FIELDS, MOST_IDS, MOST_WORD
 from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)
+WORDS, WORD_IDS = FIELDS["stop_words_text"].values, FIELDS["stop_words_list"].values
 
 
 def tensors(**changes: Any) -> dict[str, np.ndarray]:
@@ -308,33 +309,36 @@ def test_guided_decoding_that_is_switched_off() -> None:
 
 
 def test_lists_of_words_are_bounded() -> None:
-    words = MOST_WORDS + 1
+    words = WORDS + 1
     lists = np.array([[[1] * words, list(range(1, words + 1))]], np.int32)
-    with pytest.raises(ValueError, match=f"stop_words_list has more than {MOST_WORDS} words"):
+    with pytest.raises(ValueError, match=f"stop_words_list has {words} words in a row"):
         one(stop_words_list=lists)
-    with pytest.raises(ValueError, match=f"bad_words_list has {MOST_WORD_IDS + 1} ids"):
-        one(bad_words_list=np.ones((1, 2, MOST_WORD_IDS + 1), np.int32))
+    with pytest.raises(ValueError, match=f"bad_words_list has {WORD_IDS + 1} ids"):
+        one(bad_words_list=np.ones((1, 2, WORD_IDS + 1), np.int32))
     with pytest.raises(ValueError, match=f"stop_words_text has {words} words"):
         one(stop_words_text=text(["a"] * words))
-    assert len(one(stop_words_text=text(["a"] * MOST_WORDS)).stop_words) == MOST_WORDS
+    assert len(one(stop_words_text=text(["a"] * WORDS)).stop_words) == WORDS
+    long = np.array([[[1] * (MOST_WORD + 1), [MOST_WORD + 1] + [-1] * MOST_WORD]], np.int32)
+    with pytest.raises(ValueError, match=f"stop_words_list has {MOST_WORD + 1} ids in a word"):
+        one(stop_words_list=long)
 
 
 def test_lists_of_words_of_all_rows_together_are_bounded() -> None:
     """An llm process takes no other request while it reads them."""
-    rows = MOST_IDS // MOST_WORD_IDS + 1
+    rows = MOST_IDS // WORD_IDS + 1
     batch = {
         "input_ids": np.full((rows, 2), 5, np.int32),
         "input_lengths": np.full((rows, 1), 2, np.int32),
         "request_output_len": np.full((rows, 1), 4, np.int32),
     }
     for name in ("stop_words_list", "bad_words_list"):
-        lists = {name: np.ones((rows, 2, MOST_WORD_IDS), np.int32)}
+        lists = {name: np.ones((rows, 2, WORD_IDS), np.int32)}
         with pytest.raises(
-            ValueError, match=f"{name} has {rows} rows of {MOST_WORD_IDS} ids; it should have"
+            ValueError, match=f"{name} has {rows * WORD_IDS} ids in {rows} rows; it should have"
         ):
             parse_request(batch | lists, LIMITS)
-    words = {"stop_words_text": np.full((rows, MOST_WORDS), b"a", object)}
-    with pytest.raises(ValueError, match=f"stop_words_text has {rows * MOST_WORDS} words of"):
+    words = {"stop_words_text": np.full((rows, WORDS), b"a", object)}
+    with pytest.raises(ValueError, match=f"stop_words_text has {rows * WORDS} words in"):
         parse_request(batch | words, LIMITS)
 
 
@@ -349,5 +353,5 @@ def test_what_each_sequence_takes_to_the_engine_is_bounded_for_all_of_them() -> 
     bias = fp32([1.0] * LIMITS.vocab_size)
     one(embedding_bias=bias, **several)
     limits = dataclasses.replace(LIMITS, vocab_size=5000)
-    with pytest.raises(ValueError, match=rf"embedding_bias has 5000 ids, .* at most {MOST_BIASES}"):
+    with pytest.raises(ValueError, match=rf"embedding_bias has 5000 biases, .* at most {1 << 22}"):
         parse_request(tensors(embedding_bias=fp32([1.0] * 5000), **several), limits)

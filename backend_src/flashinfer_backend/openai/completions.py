@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Raw
 from starlette.responses import Response
 
+from flashinfer_backend.core.bounds import MOST_CHOICES
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     DONE,
@@ -26,7 +27,7 @@ from flashinfer_backend.openai.answer import (
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
-from flashinfer_backend.openai.requests import MOST_CHOICES, CompletionRequest
+from flashinfer_backend.openai.requests import CompletionRequest
 from flashinfer_backend.openai.sampling import Limits, guide_of, sampling_params
 from flashinfer_backend.openai.token_lists import TokenLists, prompt_lists
 from flashinfer_backend.serving.generation import Chunk
@@ -83,7 +84,7 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
 
 async def _prompts(door: Door, request: CompletionRequest, limits: Limits) -> list[list[int]]:
     """Ids of each prompt: text or ids, one or several."""
-    given = request.prompt
+    given: Any = request.prompt
     if isinstance(given, str):
         given = [given]
     if not given:

@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD, check
 from flashinfer_backend.core.values import INT32_MAX, shown
+from flashinfer_backend.openai.bounds import bounded
 from flashinfer_backend.openai.errors import ApiError
-
-MOST_CHOICES = 128  # of one request: n times its prompts
-MOST_STOPS = 64
-MOST_TOP_LOGPROBS = 20
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
 
@@ -86,6 +84,11 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
 
     def __post_init__(self) -> None:
+        try:
+            longest = max((len(stop.encode(errors="replace")) for stop in self.stops), default=0)
+            check("stop", longest, MOST_WORD, "bytes in a word")
+        except ValueError as error:
+            raise ApiError(str(error), param="stop") from None
         options = self.stream_options
         if options is None:
             return
@@ -103,12 +106,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> list[str]:
-        """Stop words, none of them empty. Raises ApiError for too many."""
+        """Stop words, none of them empty."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MOST_STOPS:
-            raise ApiError(
-                f"stop has {len(stops)} strings; it should have at most {MOST_STOPS}", param="stop"
-            )
         return [stop for stop in stops if stop]
 
 
@@ -168,7 +167,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | list[Any]
+    prompt: str | list[str | int | list[int]]
     n: Choices | None = 1
     best_of: Choices | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = 16
@@ -260,9 +259,9 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`")
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
-    """A request's body. Raises ApiError that names the field which is wrong."""
+    """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(bounded(kind, body), type=kind)
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,68 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one request may hold, so that none keeps a process that serves all of them busy for seconds.
-
-Checked before anything is done with a tensor that takes time by its size.
-"""
+"""Tensors are compared with the table of bounds (core/bounds.py) before anything is done with them that takes
+time by their size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, MOST_WORD, check
 from flashinfer_backend.serving.generation import GenerationRequest
 
-MOST_WORDS = 4096  # in one list of a row
-MOST_WORD_BYTES = 1 << 18  # of all words of one list of a row
-MOST_WORD_IDS = 1 << 16  # the same, as ids
-MOST_IDS = 1 << 20  # to be decoded for one request, or in one of its lists of words: one second's work
-# In all rows of a request together.
-ALL_PROMPTS = 8  # times what one prompt may have
-ALL_WORDS = 1 << 16  # in one list
-ALL_WORD_BYTES = 1 << 20
-MOST_BIASES = 1 << 22  # that are not 0, of all sequences: each takes its own to the engine
-MOST_PADDED_IDS = 1 << 24  # of prompts, each as long as the longest: 64 MiB
+FEWER = " in a request. Send fewer prompts in one"
 
 
-def check_words(name: str, rows: np.ndarray) -> None:
-    """Raises ValueError where a list of words (BYTES objects [B, n]) holds too much, in a row or in all."""
-    if rows.shape[1] > MOST_WORDS:
-        raise ValueError(f"{name} has {rows.shape[1]} words; it should have at most {MOST_WORDS} in a row")
-    sizes = [[len(word) for word in row] for row in rows]
-    most, total = max(map(sum, sizes)), sum(map(sum, sizes))
-    if most > MOST_WORD_BYTES:
-        raise ValueError(
-            f"{name} has words of {most} bytes; it should have at most {MOST_WORD_BYTES} in a row"
-        )
-    words = sum(size > 0 for row in sizes for size in row)
-    if words > ALL_WORDS or total > ALL_WORD_BYTES:
-        raise ValueError(
-            f"{name} has {words} words of {total} bytes in {len(rows)} rows; it should have at most"
-            f" {ALL_WORDS} words of {ALL_WORD_BYTES} bytes in a request. Send fewer prompts in one"
-        )
+def check_tensors(tensors: Mapping[str, np.ndarray], known_as: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError for the first tensor [B, ...] that holds too much, in a row or in all of them.
+    known_as: further names for errors."""
+    for name, tensor in tensors.items():
+        if name not in FIELDS or not tensor.size:
+            continue
+        bound, other = FIELDS[name], (known_as or {}).get(name)
+        shown = f"{name} ({other})" if other else name
+        rows, width = (len(tensor) if tensor.ndim > 1 else 1), tensor.shape[-1]
+        check(shown, width, bound.values, bound.of, " in a row")
+        if tensor.dtype != np.object_:
+            check(shown, rows * width, bound.all_values, f"{bound.of} in {rows} rows", FEWER)
+            continue
+        sizes = [[len(text) for text in row] for row in tensor.reshape(rows, -1)]
+        check(shown, max(map(sum, sizes)), bound.size, "bytes in a row", "")
+        check(shown, sum(map(sum, sizes)), bound.all_size, f"bytes in {rows} rows", FEWER)
+        texts = sum(size > 0 for row in sizes for size in row)  # rows are padded with empty ones
+        check(shown, texts, bound.all_values, f"{bound.of} in {rows} rows", FEWER)
+        if bound.of == "words":
+            check(shown, max(map(max, sizes)), MOST_WORD, "bytes in a word")
 
 
-def check_word_ids(name: str, width: int, rows: int) -> None:
-    """Raises ValueError where a sparse list of words has rows of more than MOST_WORD_IDS, or all of them have
-    more than MOST_IDS."""
-    if width > MOST_WORD_IDS:
-        raise ValueError(f"{name} has {width} ids in a row; it should have at most {MOST_WORD_IDS}")
-    if rows * width > MOST_IDS:
-        raise ValueError(
-            f"{name} has {rows} rows of {width} ids; it should have at most {MOST_IDS} in a request. Send"
-            " fewer prompts in one"
-        )
-
-
-def check_sequences(name: str, sizes: Iterable[tuple[int, int]], most: int) -> None:
-    """Raises ValueError where an input holds more than `most` for all sequences of a request: each of them
-    takes its own to the engine. sizes: of each row, what it holds and how many sequences it asks for."""
-    sizes = list(sizes)
+def check_sequences(name: str, sizes: Iterable[tuple[int, int]]) -> None:
+    """Raises ValueError where an input holds too much for all sequences of a request: each of them takes its
+    own to the engine. sizes: of each row, what it holds and how many sequences it asks for."""
+    sizes, bound = list(sizes), FIELDS[name]
     total = sum(held * sequences for held, sequences in sizes)
-    if total > most:
+    what = f"{bound.of}, and with num_return_sequences {total} for all sequences of the request"
+    if bound.sequences is not None and total > bound.sequences:
         raise ValueError(
-            f"{name} has {sum(held for held, _ in sizes)} ids, and with num_return_sequences {total} for all"
-            f" sequences of the request; it should have at most {most}. Ask for fewer sequences at a time"
+            f"{name} has {sum(held for held, _ in sizes)} {what}; it should have at most {bound.sequences}."
+            " Ask for fewer sequences at a time"
         )
 
 
@@ -85,20 +68,13 @@ def check_prompts(name: str, texts: np.ndarray, most: int) -> None:
 
 
 def check_padded(name: str, lengths: list[int]) -> None:
-    """Raises ValueError where rows of these many ids are too many when each is as long as the longest."""
-    padded = max(lengths) * len(lengths)
-    if padded > MOST_PADDED_IDS:
+    """Raises ValueError where prompts of these many ids are too many when each is as long as the longest."""
+    padded, most = max(lengths) * len(lengths), FIELDS["input_ids"].all_values
+    if most is not None and padded > most:
         raise ValueError(
             f"{name} has {len(lengths)} rows, the longest of {max(lengths)} ids: padded to it they are"
-            f" {padded} ids, and should be at most {MOST_PADDED_IDS}. Send long prompts in requests of their"
-            " own"
+            f" {padded} ids, and should be at most {most}. Send long prompts in requests of their own"
         )
-
-
-def check_ids(name: str, count: int) -> None:
-    """Raises ValueError where a request asks for more than MOST_IDS to be decoded."""
-    if count > MOST_IDS:
-        raise ValueError(f"{name} has {count} ids; it should have at most {MOST_IDS} in a request")
 
 
 def check_json_logits(

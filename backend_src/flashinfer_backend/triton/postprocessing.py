@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.config_tools.knobs import POST
+from flashinfer_backend.core.bounds import FIELDS, check
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.seen import SeenMarker
-from flashinfer_backend.triton.bounds import check_ids
+from flashinfer_backend.triton.bounds import check_tensors
 from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton.standstill import Standstill
 
@@ -34,7 +35,7 @@ def chunks(inputs: Tensors) -> list[PackedChunk]:
         raise ValueError(f"CHUNK has ids of its own, so {others} should be left out")
     if values.ndim != 2:
         raise ValueError(f"CHUNK has shape {list(values.shape)}; it should be [batch, 6 + ids]")
-    check_ids("CHUNK", values.size)
+    check_tensors(inputs)
     return [unpack_chunk(row) for row in values]
 
 
@@ -47,13 +48,15 @@ def whole_texts(decoder: DeltaDecoder, inputs: Tensors) -> list[str]:
     for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
         if name not in inputs:
             raise ValueError(f"{name} is missing")
+    check_tensors(inputs)
     tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
         raise ValueError(
             f"TOKENS_BATCH has shape {list(tokens.shape)} and SEQUENCE_LENGTH {list(lengths.shape)}; they "
             "should be [batch, beams, ids] and [batch, beams]"
         )
-    check_ids("TOKENS_BATCH", int(np.clip(lengths, 0, None).sum(dtype=np.int64)))
+    count = int(np.clip(lengths, 0, None).sum(dtype=np.int64))
+    check("TOKENS_BATCH", count, FIELDS["TOKENS_BATCH"].sequences, "ids", " in all sequences")
     width = tokens.shape[2]
     output = []
     for row, row_lengths in zip(tokens, lengths.tolist(), strict=True):

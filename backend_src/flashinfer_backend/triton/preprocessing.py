@@ -11,7 +11,7 @@ import numpy as np
 from flashinfer_backend.config_tools.knobs import PRE
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_word_ids, check_words
+from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_tensors
 from flashinfer_backend.triton.parameters import (
     flag_parameter,
     number_parameter,
@@ -37,6 +37,7 @@ ENSEMBLE_NAMES = {
     "BAD_WORDS_DICT": "bad_words",
     "DECODER_QUERY": "decoder_text_input",
 }
+TO_LLM = {"STOP_WORDS_DICT": "stop_words_list", "BAD_WORDS_DICT": "bad_words_list"}  # what becomes of them
 
 
 class MissingInput(ValueError):
@@ -141,8 +142,8 @@ class Preprocessor:
         rows = self._words(inputs, name, batch)
         flat = [[i for _, ids in row for i in ids] for row in rows]
         width = max(1, *(len(ids) for ids in flat))  # clients over HTTP lose the type of empty tensors
-        check_word_ids(_known_as(name), width, batch)
         result = np.zeros((batch, 2, width), dtype=np.int32)
+        check_tensors({TO_LLM[name]: result}, {TO_LLM[name]: ENSEMBLE_NAMES[name]})
         result[:, 1] = -1
         for row, words in enumerate(rows):
             result[row, 0, : len(flat[row])] = flat[row]
@@ -192,6 +193,7 @@ def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
     query = inputs["QUERY"]
     if query.ndim != 2 or query.shape[1] != 1 or query.shape[0] < 1:
         raise ValueError(f"QUERY (text_input) has shape {list(query.shape)}; it should be [batch, 1]")
+    check_tensors(inputs, ENSEMBLE_NAMES)
     check_prompts("QUERY (text_input)", query, max_bytes)
     return [row[0] for row in _strings(inputs, "QUERY", query.shape[0])]
 
@@ -203,8 +205,6 @@ def _strings(inputs: Tensors, name: str, batch: int) -> list[list[str]]:
         raise ValueError(
             f"{known_as} has shape {list(values.shape)}; it should be [{batch}, number of words]"
         )
-    if name != "QUERY":
-        check_words(known_as, values)
     return [[_text(value, f"{known_as} row {row}") for value in values[row]] for row in range(batch)]
 
 

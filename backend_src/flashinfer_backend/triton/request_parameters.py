@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from flashinfer_backend.core.bounds import FIELDS, check
+
 REQUEST_TYPES = ("context_and_generation",)
 # Priorities are Triton's: 1 goes first, 0 stands for the default. The engine's default is 0.
 LAST_PRIORITY, DEFAULT_PRIORITY = 9, 5
@@ -27,6 +29,8 @@ def read_request_parameters(parameters: str, timeout_us: int) -> tuple[int, int]
         raise ValueError(_bad_timeout(timeout_us - 2**64))
     if not any(name in parameters for name in NAMES):  # as good as always: nothing to decode
         return 0, timeout_us
+    bound = FIELDS["parameters"]
+    check("the request's parameters", len(parameters), bound.size, "characters of JSON")
     given: dict[str, Any] = json.loads(parameters)
     kind = given.get("request_type", REQUEST_TYPES[0])
     if kind not in REQUEST_TYPES:  # disaggregated serving

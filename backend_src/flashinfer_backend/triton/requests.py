@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.core.bounds import MOST_SEQUENCES
 from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.serving.generation import GenerationRequest
-from flashinfer_backend.triton.bounds import MOST_BIASES, MOST_IDS, check_sequences, check_words
+from flashinfer_backend.triton.bounds import check_sequences, check_tensors
 from flashinfer_backend.triton.refused import refuse_unsupported
 from flashinfer_backend.triton.word_lists import embedding_bias, word_list
 
 Tensors = Mapping[str, np.ndarray]
-
-MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
     [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]. priority and
     timeout_us are those of each row, as in protocol.Submit."""
     refuse_unsupported(tensors)
+    check_tensors(tensors)
     ids, lengths = _prompts(tensors)
     batch = len(ids)
     if not limits.decoupled and batch > 1:
@@ -71,9 +71,6 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             f"input_ids holds {batch} prompts: a batch size greater than 1 is only supported if the model is"
             " deployed using decoupled mode; send one request for each prompt"
         )
-    words = tensors.get("stop_words_text")
-    if words is not None and words.size:
-        check_words("stop_words_text", words.reshape(len(words), -1))
     reader = _Reader(tensors, batch)
     place = priority, timeout_us
     rows = [_row(reader, limits, row, ids[row, : lengths[row]], place) for row in range(batch)]
@@ -83,12 +80,12 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             f"num_return_sequences asks for {sequences} sequences in all; it should be at most"
             f" {MOST_SEQUENCES} in one request"
         )
-    for name, most, held in (
-        ("stop_words_list", MOST_IDS, lambda params: sum(map(len, params.stop_sequences))),
-        ("bad_words_list", MOST_IDS, lambda params: sum(map(len, params.bad_words))),
-        ("embedding_bias", MOST_BIASES, lambda params: len(params.bias_ids)),
+    for name, held in (
+        ("stop_words_list", lambda params: sum(map(len, params.stop_sequences))),
+        ("bad_words_list", lambda params: sum(map(len, params.bad_words))),
+        ("embedding_bias", lambda params: len(params.bias_ids)),
     ):
-        check_sequences(name, [(held(row.params), row.num_return_sequences) for row in rows], most)
+        check_sequences(name, [(held(row.params), row.num_return_sequences) for row in rows])
     return rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flashinfer_backend.triton.bounds import MOST_WORDS, check_word_ids
+from flashinfer_backend.core.bounds import FIELDS, MOST_WORD, check
 
 
 def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, vocab_size: int) -> list[list[int]]:
@@ -23,9 +23,9 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, vocab_size
         lists = lists[None]
     if lists.ndim != 3 or lists.shape[1] != 2 or row >= len(lists):
         raise ValueError(f"{name} has shape {list(lists.shape)}; it should be [batch, 2, ids of all words]")
-    check_word_ids(name, lists.shape[2], len(lists))
     ids, offsets = lists[row].tolist()
     count = offsets.index(-1) if -1 in offsets else len(offsets)
+    check(name, count, FIELDS["stop_words_text"].values, "words in a row")
     if any(offset != -1 for offset in offsets[count:]):
         raise ValueError(f"Sparse list must not hold offsets after its padding of -1: {name} has {offsets}")
     words: list[list[int]] = []
@@ -41,8 +41,7 @@ def word_list(tensors: Mapping[str, np.ndarray], name: str, row: int, vocab_size
                 f"Sparse list must not hold offsets beyond its ids: {name} has offset {end} for"
                 f" {len(ids)} ids"
             )
-        if len(words) == MOST_WORDS:
-            raise ValueError(f"{name} has more than {MOST_WORDS} words in a row; it should not")
+        check(name, end - begin, MOST_WORD, "ids in a word")
         word = ids[begin:end]
         for i in word:
             if not 0 <= i < vocab_size:

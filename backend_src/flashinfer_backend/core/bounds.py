@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much one request may hold at either door, so that none keeps a process that serves all of them busy for
+seconds, or ends it.
+
+FIELDS has a row for each field that takes text, a list or an object: of the OpenAI API by its name in a body
+(openai/requests.py), of the Triton models by the tensor's name (config.pbtxt; the ensemble's by the name that
+its steps know). Tensors that are refused whatever they hold are in triton/refused.py and
+triton/preprocessing.py instead. Bounds are checked before anything is done that takes time by the size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Bound:
+    """values: of one row of a tensor; in JSON elements and members, however deep. size: bytes of text in a
+    row; in a body those of the field's JSON; None: what the settings say of prompts and bodies.
+    all_values, all_size: the same of all rows of a request together. sequences: values over all sequences of
+    a request, each of which takes its own to the engine. of: what the values are."""
+
+    values: int
+    size: int | None = None
+    all_values: int | None = None
+    all_size: int | None = None
+    sequences: int | None = None
+    of: str = "values"
+
+
+def check(name: str, found: int, most: int | None, of: str, where: str = "") -> None:
+    """Raises ValueError where a field holds more than `most` of what `of` says; None: any number."""
+    if most is not None and found > most:
+        raise ValueError(f"{name} has {found} {of}; it should have at most {most}{where}")
+
+
+# The automaton that finds a word is freed one call deeper for each of its characters or ids.
+MOST_WORD = 1 << 14  # bytes, or ids, of one stop or bad word
+MOST_IDS = 1 << 20  # a second's work for the tokenizer
+MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
+MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
+MOST_TOP_LOGPROBS = 20
+ALL_PROMPTS = 8  # times what one prompt may have: all prompts of a request to the ensemble
+
+NAME = Bound(1, 4 * KIB)
+NUMBER = Bound(1, KIB)  # of the OpenAI API, and true or false: all fields without a row
+OPTIONS = Bound(1024, 64 * KIB)
+CONVERSATION = Bound(1 << 16)
+TOOLS = Bound(1 << 16, 4 * MIB)
+GUIDE = Bound(1 << 16, MIB, all_size=4 * MIB)
+WORDS = Bound(4096, 256 * KIB, all_values=1 << 16, all_size=MIB, of="words")
+WORD_IDS = Bound(1 << 16, all_values=MOST_IDS, sequences=MOST_IDS, of="ids")
+
+FIELDS = {
+    # Bodies of the OpenAI API
+    "messages": CONVERSATION,
+    "input": CONVERSATION,
+    "documents": CONVERSATION,
+    "instructions": Bound(1),
+    "suffix": Bound(1),
+    "prompt": Bound(MOST_IDS),
+    "tokens": Bound(MOST_IDS, of="ids"),
+    "stop": WORDS,
+    "stop_token_ids": Bound(4096, 64 * KIB, of="ids"),
+    "logit_bias": Bound(1 << 14, 512 * KIB, of="ids"),
+    "tools": TOOLS,
+    "functions": TOOLS,
+    "response_format": GUIDE,
+    "structured_outputs": GUIDE,
+    "text": GUIDE,
+    "chat_template_kwargs": OPTIONS,
+    "metadata": OPTIONS,
+    "tool_choice": Bound(4096, 256 * KIB),
+    **dict.fromkeys(("stream_options", "reasoning", "include", "modalities"), Bound(64, 4 * KIB)),
+    **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options", "verbosity"), OPTIONS),
+    **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "top_logprobs"), OPTIONS),
+    "chat_template": Bound(1, MIB),
+    **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key", "reasoning_effort"), NAME),
+    # Tensors of preprocessing, and so of the ensemble
+    "QUERY": Bound(1),
+    "STOP_WORDS_DICT": WORDS,
+    "BAD_WORDS_DICT": WORDS,
+    "EMBEDDING_BIAS_WORDS": WORDS,
+    "EMBEDDING_BIAS_WEIGHTS": Bound(WORDS.values),
+    # Tensors of llm
+    "input_ids": Bound(1 << 24, all_values=1 << 24, of="ids"),  # all as long as the longest: 64 MiB
+    "stop_words_text": WORDS,
+    "stop_words_list": WORD_IDS,
+    "bad_words_list": WORD_IDS,
+    "embedding_bias": Bound(MIB, sequences=1 << 22, of="biases"),  # sequences: of those that are not 0
+    "guided_decoding_guide_type": NAME,
+    "guided_decoding_guide": GUIDE,
+    "decoder_input_ids": Bound(1, of="ids"),
+    # Tensors of postprocessing
+    "TOKENS_BATCH": Bound(1 << 24, all_values=1 << 24, sequences=MOST_IDS, of="ids"),
+    "SEQUENCE_LENGTH": Bound(1 << 16, all_values=1 << 16, of="sequences"),
+    "CHUNK": Bound(MOST_IDS, all_values=MOST_IDS, of="ids"),
+    # What a Triton request has beside its tensors, as JSON
+    "parameters": Bound(1 << 16, MIB),
+}
