@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -165,8 +166,11 @@ def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
         max_connections=0,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
+        doors=str(run_dir),
     )
-    Parent(options, resolve("127.0.0.1"), port, workers, stalled_s=0).run()
+    parent = Parent(options, resolve("127.0.0.1"), port, workers, stalled_s=0)
+    signal.signal(signal.SIGTERM, parent.stop)
+    parent.run()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -254,7 +254,7 @@ def test_a_killed_engine_fails_open_requests_and_is_replaced(
     expected = complete(link)
     answer = submit(link, max_tokens=400)
     assert answer.started.wait(TIMEOUT_S)
-    monkeypatch.setattr(endpoint_module, "LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr(endpoint_module, "NO_ROOM_S", 0.1)
     monkeypatch.setattr(Supervisor, "_start", start_late)
     os.kill(pid, signal.SIGKILL)
     assert answer.ended.wait(TIMEOUT_S)

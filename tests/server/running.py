@@ -33,6 +33,7 @@ from ports import free_ports
 ROOT = Path(__file__).parents[2]
 START_S = 90
 TIMEOUT_S = 30
+KEY = "a-key"  # of the OpenAI API, where it asks for one
 LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
 JSON_LOGITS_MIB = 4  # its max_json_logits_mib
 
@@ -237,7 +238,8 @@ class BothDoors(Server):
         data = None if body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.openai_port}{path}"
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data), timeout=TIMEOUT_S) as answer:
+            request = urllib.request.Request(url, data, {"Authorization": f"Bearer {KEY}"})
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()

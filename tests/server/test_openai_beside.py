@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import BothDoors, both_running, build_repository, wait_for
+from running import KEY, BothDoors, both_running, build_repository, wait_for
 
+from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 from ports import free_ports
 
 PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the sky blue?\nAnswer:"]
@@ -25,8 +29,10 @@ PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("both")
-    with both_running(build_repository(folder), folder) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEYS_VARIABLE, KEY)
+        with both_running(build_repository(folder), folder) as server:
+            yield server
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -60,6 +66,49 @@ def test_tools_for_a_template_that_shows_none(both: BothDoors) -> None:
         status, answer = both.openai("/v1/chat/completions", body)
         message = json.loads(answer)["error"]["message"]
         assert (status, message) == (400, "the checkpoint's chat template makes no use of tools")
+
+
+def workers(both: BothDoors) -> list[int]:
+    return sorted(process.pid for process in both.matching("flashinfer_backend.openai.worker"))
+
+
+def door_metric(both: BothDoors, door: str) -> float | None:
+    """Whether a door is up, as tritonserver's metrics have it."""
+    url = f"http://127.0.0.1:{both.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        found = re.search(rf'door_up{{door="{door}"}} (\S+)', answer.read().decode())
+    return float(found[1]) if found else None
+
+
+def test_a_door_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both: BothDoors) -> None:
+    """Five crashes in a row, and a process that is stopped. Whoever asks meanwhile is told so, here and in
+    the other door's metrics."""
+    servers = both.matching("bin/tritonserver")
+    wait_for(lambda: door_metric(both, "openai") == door_metric(both, "triton") == 1.0, "both to be up")
+    for number in [signal.SIGKILL] * 4 + [signal.SIGSTOP]:
+        (before,) = wait_for(lambda: workers(both), "a process", 60)
+        os.kill(before, number)
+        wait_for(lambda old=before: old not in workers(both), "its end", 60)
+        assert both.post({"text_input": "Once", "max_tokens": 1})[0] == 200
+    status, answer = both.openai("/health")  # 4 s pass until the next start
+    assert status == 503 and "being started again" in answer.decode()
+    wait_for(lambda: door_metric(both, "openai") == 0.0, "the other door to say so")
+    wait_for(lambda: both.openai("/health")[0] == 200, "the OpenAI API", 60)
+    assert "has been stopped for 5 s: it is killed" in both.log
+    assert both.matching("bin/tritonserver") == servers and "serve: ready again" not in both.log
+    text = both.openai("/metrics")[1].decode()
+    assert 'door_up{door="triton"} 1.0' in text
+    assert re.search(r'door_restarts_total{door="openai"} [5-9]', text)
+
+
+def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
+    """tritonserver, its stubs and the engine have none of them, nor have the API's processes."""
+    url = f"http://127.0.0.1:{both.openai_port}/v1/models"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=30)
+    found = {process: process.environ() for process in both.commands() if process.pid != both.launcher.pid}
+    assert len(found) >= 7 and both.openai("/v1/models")[0] == 200
+    assert not [process for process, environment in found.items() if KEYS_VARIABLE in environment]
 
 
 def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:

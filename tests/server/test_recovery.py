@@ -27,7 +27,7 @@ from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.serve.stand_in import RESTARTING
+from flashinfer_backend.transport.stand_in import RESTARTING
 
 ENDLESS = {"text_input": PROMPT, "stream": True, "end_id": 1048576}
 

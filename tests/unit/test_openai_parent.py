@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import signal
 import sys
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -23,19 +23,10 @@ import json, os, signal, sys
 options = json.load(sys.stdin)
 open(options["metrics_dir"] + "-starts", "a").write("x")
 if {ready}:
-    os.write(options["notify"], b"%d\\n" % os.getpid())
+    os.write(options["notify"], b"+%d\\n" % os.getpid())
 {end}
 """
 ENDS, IS_KILLED = "sys.exit(7)", "os.kill(os.getpid(), signal.SIGKILL)"
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def options(folder: Path) -> WorkerOptions:
@@ -58,6 +49,7 @@ def options(folder: Path) -> WorkerOptions:
         max_connections=0,
         drain_s=0,
         metrics_dir=str(folder / "metrics"),
+        doors=str(folder),
     )
 
 
@@ -95,3 +87,40 @@ def test_processes_are_replaced_so_often_and_no_more(
     assert len(lines) == len(said)
     for line, words in zip(lines, said, strict=True):
         assert words in line
+
+
+STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+HANGS = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [(STOPS, "has been stopped for"), (HANGS, "has not come to its event loop for")]
+)
+def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_stand_in_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], end: str, said: str
+) -> None:
+    """The first and the second; then one is waited for, and connections are answered meanwhile."""
+    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=True, end=end)])
+    monkeypatch.setattr(parent, "POLL_S", 0.01)
+    monkeypatch.setattr(parent, "STOPPED_S", 0.1)
+    monkeypatch.setattr(parent, "SILENT_S", 0.1 if end == HANGS else 60.0)
+    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 2, stalled_s=0)
+    seen: list[tuple[bool, int]] = []
+    answers: list[tuple[int, str]] = []
+
+    def told(up: bool, replaced: int) -> None:
+        seen.append((up, replaced))
+        if replaced >= 4 and len(running._again) == 2 and not answers:
+            url = f"http://127.0.0.1:{running._port}/health"
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(url, timeout=10)
+            answers.append((caught.value.code, caught.value.read().decode()))
+        if replaced >= 6:
+            running.stop()
+
+    assert running.run(told) == 0
+    assert answers[0][0] == 503 and "being started again" in answers[0][1]
+    assert (True, 0) in seen and (False, 4) in seen and seen[-1][0] is False
+    lines = capfd.readouterr().err.splitlines()
+    assert sum(said in line for line in lines) >= 6
+    assert sum("takes its place in 0.5 s" in line for line in lines) >= 2

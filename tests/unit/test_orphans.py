@@ -166,6 +166,6 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert [path.name for path in shm.iterdir()] == ["others"]
-    assert (tmp_path / "counting").read_text() == f"beat-{os.getpid()}\n"  # serve, for single stubs
+    assert f"beat-{os.getpid()}\n" in (tmp_path / "counting").read_text()  # serve, for single stubs
     (others,) = runs.iterdir()
     assert others.name.endswith("0-llm")

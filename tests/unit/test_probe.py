@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from flashinfer_backend.serve.probe import problem
-from flashinfer_backend.serve.stand_in import RESTARTING, stand_in
+from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 

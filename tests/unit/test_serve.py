@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from flashinfer_backend.config_tools import cli
+from flashinfer_backend.openai.arguments import RECEIVE_S
 from flashinfer_backend.serve import launcher as serve
 from flashinfer_backend.serve import preflight
 from flashinfer_backend.serve.openai_door import OpenAiDoor
@@ -228,21 +231,35 @@ def test_an_empty_argument_of_the_openai_api_is_not_dropped():
         OpenAiDoor(options, addresses.resolve("127.0.0.1"))
 
 
-def test_several_names_of_the_model_are_passed_on():
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "repository"
+    assert (
+        cli.main(Path(__file__).parents[2] / "model_repo", ["--output", str(folder), "--set", "device=cpu"])
+        == 0
+    )
+    return folder
+
+
+def test_several_names_of_the_model_are_passed_on(repository):
     options = serve._parser().parse_args(
         ["--model-repository", "r", "--openai-port", "9000", "--openai-served-model-name", "one"]
         + ["--openai-served-model-name", "two", "--openai-max-prompt-bytes", "0"]
     )
-    arguments = OpenAiDoor(options, addresses.resolve("127.0.0.1"))._arguments
-    names = ["--served-model-name", "one", "--served-model-name", "two"]
-    assert arguments[:6] == [*names, "--max-prompt-bytes", "0"]
+    door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
+    door.configure(repository)
+    told = door._parent._options
+    assert (told.names, told.max_prompt_bytes, told.receive_s) == (["one", "two"], 0, RECEIVE_S)
 
 
-@pytest.mark.parametrize(("given", "passed_on"), [([], "4"), (["--drain-seconds", "19.5"], "20")])
-def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(given, passed_on):
+@pytest.mark.parametrize(("given", "passed_on"), [([], 4), (["--drain-seconds", "19.5"], 20)])
+def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(
+    repository, given, passed_on
+):
     options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
-    arguments = OpenAiDoor(options, addresses.resolve("127.0.0.1"))._arguments
-    assert arguments[arguments.index("--drain-seconds") + 1] == passed_on
+    door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
+    door.configure(repository)
+    assert door._parent._options.drain_s == passed_on
 
 
 def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys):

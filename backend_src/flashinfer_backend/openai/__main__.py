@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.config_tools.knobs import LLM
-from flashinfer_backend.config_tools.model_config import read_parameters
-from flashinfer_backend.config_tools.settings import check_parameters, engine_parameters
-from flashinfer_backend.core.arguments import count, port_number, whole, whole_seconds
+from flashinfer_backend.config_tools.settings import engine_parameters
+from flashinfer_backend.core.arguments import count, port_number, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir, run_dir
-from flashinfer_backend.openai.arguments import API_ARGUMENTS, AUTO, KEYS_VARIABLE
-from flashinfer_backend.openai.parent import Parent, metrics_dir
-from flashinfer_backend.openai.worker import WorkerOptions, check_packages, room_for_connections
+from flashinfer_backend.core.paths import BUNDLED, run_dir
+from flashinfer_backend.openai.arguments import API_ARGUMENTS
+from flashinfer_backend.openai.options import llm_parameters, worker_options
+from flashinfer_backend.openai.parent import Parent
+from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.gpus import visible_devices
 from flashinfer_backend.transport.restarts import RESTARTS
@@ -34,17 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         "--model", metavar="DIR", help=f"a checkpoint folder, or {BUNDLED!r} for the small one"
     )
     engine.add_argument(
-        "--beside",
-        type=whole(1),
-        metavar="PID",
-        help="use the engine of the tritonserver with this process id (needs --llm-config)",
-    )
-    parser.add_argument(
         "--llm-config",
         type=Path,
         metavar="FILE",
-        help="llm/config.pbtxt of a model repository that build.py wrote: with --beside that of the server,"
-        " else the settings of the engine to start",
+        help="llm/config.pbtxt of a model repository that build.py wrote: the engine's settings",
     )
     parser.add_argument(
         "--set",
@@ -87,93 +79,34 @@ def main(argv: list[str] | None = None) -> int:
         address = resolve(options.host)
         check_ports(address, {"OpenAI port": options.port})
         room_for_connections(options.max_connections)  # the processes inherit the limit
-        config, folder, server = _engine(options)
-        workers = _worker_options(options, config, folder, server)
+        config, folder = _engine(options)
+        owner = os.getpid()
         parent = Parent(
-            workers,
+            worker_options(options, config, folder, owner, follow=False, drain_s=options.drain_seconds),
             address,
             options.port,
             options.workers,
             options.stalled_client_seconds,
             options.restarts,
         )
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, parent.stop)
         return parent.run()
     except (ValueError, OSError, AddressError) as error:
         print(f"openai: {error}", file=sys.stderr)
         return 1
 
 
-def _engine(options: Any) -> tuple[EngineConfig, Path, int]:
-    """The engine's settings, its run directory, and the process that it ends with."""
-    if options.beside is not None:
-        if options.llm_config is None or options.set:
-            raise ValueError("--beside needs --llm-config, and no --set: the server has its own settings")
-        name, parameters = _llm_parameters(options.llm_config)
-        return EngineConfig.from_parameters(parameters), run_dir(options.beside, name), options.beside
+def _engine(options: Any) -> tuple[EngineConfig, Path]:
+    """The settings and the run directory of the engine to start."""
     if (options.model is None) == (options.llm_config is None):
-        raise ValueError("give one of --model DIR, --llm-config FILE and --beside PID")
-    parameters = (
-        _llm_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
-    )
+        raise ValueError("give one of --model DIR and --llm-config FILE")
+    parameters = llm_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
     config = EngineConfig.from_parameters(
         parameters | engine_parameters(options.set, {"model_dir": "--model"})
     )
     visible_devices(config, os.environ)  # raises what is wrong before a process is started
-    return config, run_dir(os.getpid(), "openai"), os.getpid()
-
-
-def _llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
-    """The llm model's name and parameters. Raises ValueError for those that nobody would look at."""
-    name, parameters = read_parameters(file)
-    check_parameters(parameters, LLM)
-    return name, parameters
-
-
-def _worker_options(options: Any, config: EngineConfig, folder: Path, server: int) -> WorkerOptions:
-    checkpoint = resolve_model_dir(config.model_dir)
-    name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
-    if options.chat_template is not None and not options.chat_template.is_file():
-        raise ValueError(f"--chat-template {options.chat_template}: there is no such file")
-    formats = options.tool_format, options.reasoning_format
-    if "harmony" in formats and not {"harmony", "none", AUTO} >= set(formats):
-        raise ValueError(
-            f"--tool-format {formats[0]} and --reasoning-format {formats[1]}: Harmony writes both, and all"
-            " of an answer is read so; give harmony for both, or leave out the other one"
-        )
-    return WorkerOptions(
-        engine=config,
-        run_dir=str(folder),
-        server_pid=server,
-        follow=options.beside is not None,
-        names=options.served_model_name or [name],
-        template_file=str(options.chat_template.absolute()) if options.chat_template else None,
-        created=int(time.time()),
-        tool_format=options.tool_format,
-        reasoning_format=options.reasoning_format,
-        openai_defaults=options.default_sampling == "openai",
-        keys=_keys(options.api_key_file),
-        max_body_bytes=options.max_request_bytes,
-        max_prompt_bytes=options.max_prompt_bytes,
-        prompt_logits_bytes=options.prompt_logits_mib << 20,
-        drain_s=options.drain_seconds,
-        receive_s=options.receive_seconds,
-        max_connections=options.max_connections,
-        metrics_dir=str(metrics_dir()),
-    )
-
-
-def _keys(file: Path | None) -> list[str]:
-    """Raises ValueError for a file without keys, which would let everybody in."""
-    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
-    if file is not None:
-        if not file.is_file():
-            raise ValueError(f"--api-key-file {file} is no file; it should name one with a key a line")
-        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in found if line and not line.startswith("#")]
-        if not found:
-            raise ValueError(f"--api-key-file {file} holds no key; write one a line")
-        keys += found
-    return [key.strip() for key in keys if key.strip()]
+    return config, run_dir(os.getpid(), "openai")
 
 
 if __name__ == "__main__":

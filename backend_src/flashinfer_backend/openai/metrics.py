@@ -12,6 +12,7 @@ from typing import Any, Literal
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.doors import DoorState, read_doors
 
 PREFIX = "flashinfer_backend_openai_"
 HISTOGRAMS = {
@@ -44,8 +45,10 @@ ENGINE = {
 class Metrics:
     """Of one process. The processes of a door share a folder, and each can show the sum."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already."""
+    def __init__(self, folder: Path, doors: Path) -> None:
+        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
+        read_doors."""
+        self._doors = doors
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -104,6 +107,7 @@ class Metrics:
         every = CollectorRegistry()
         MultiProcessCollector(every)
         every.register(_EngineState(statuses))
+        every.register(_DoorState(read_doors(self._doors)))
         return bytes(generate_latest(every))
 
 
@@ -130,3 +134,22 @@ class _EngineState:
             for name, text in ENGINE.items():
                 values = [None if s is None else float(getattr(s, name)) for s in self._statuses]
                 yield family(name, text, values)
+
+
+class _DoorState:
+    """A collector of what serve says of its doors."""
+
+    def __init__(self, doors: dict[str, DoorState]) -> None:
+        self._doors = doors
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
+        starts = CounterMetricFamily(
+            f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]
+        )
+        for name, state in self._doors.items():
+            up.add_metric([name], state.up)
+            starts.add_metric([name], state.restarts)
+        yield from (up, starts)

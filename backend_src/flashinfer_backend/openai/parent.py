@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the door's processes running: they share a port, and each attaches to the engine by itself. One that
-ends before any has served would do so the next time, and ends the whole."""
+ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down a
+stand-in says so. One that ends by itself before any has served would do so the next time, and ends the door.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,11 @@ import contextlib
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,15 +24,18 @@ from flashinfer_backend.core.paths import engine_dir, run_dir
 from flashinfer_backend.openai.worker import NO_ENGINE, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
-from flashinfer_backend.transport.restarts import RESTARTS, Restarts
+from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
+from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 POLL_S = 0.2
+STOOD_S = 2.0  # between two looks: then it is this process that stood still
+SILENT_S = 20.0  # a process whose event loop has not turned for so long hangs
 WORKER = (sys.executable, "-m", "flashinfer_backend.openai.worker")
 BACKLOG = 2048
 
 
 class Parent:
-    """Starts processes, replaces those that end, and ends all of them with the server."""
+    """The processes of one door. All but `stop` is for one thread."""
 
     def __init__(
         self,
@@ -47,111 +51,167 @@ class Parent:
         self._options, self._address, self._port = options, address, port
         self._workers, self._stalled_s = workers, stalled_s
         self._restarts = [Restarts(restarts) for _ in range(workers)]
-        self._ready_at: dict[int, float] = {}  # by pid, of processes that run
-        self._served: set[int] = set()  # numbers of those that have ever been ready
-        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number
+        self._replaced = 0
+        # All by a process's number:
+        self._listeners: dict[int, socket.socket] = {}  # the kernel spreads connections over them
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._again: dict[int, float] = {}  # when to start a process again
-        self._stopping = False
+        self._served: set[int] = set()  # those that have ever been ready
+        # By pid, of processes that run:
+        self._ready_at: dict[int, float] = {}
+        self._beat_at: dict[int, float] = {}  # when the event loop last turned
+        self._stopped: dict[int, float] = {}  # since when
+        self._looked_at = time.monotonic()
+        self._stand_in = contextlib.ExitStack()  # open while no process runs
+        self._stopping = self._failed = False
+        self._told = b""  # the beginning of a line
         self._read, self._notify = os.pipe()
-        os.set_blocking(self._read, False)
+        for end in (self._read, self._notify):  # a process does not wait for this one to read
+            os.set_blocking(end, False)
 
-    def run(self) -> int:
-        """Until SIGTERM, SIGINT or the server's end; the exit status. Raises OSError for a port."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
+    def run(self, told: Callable[[bool, int], None] = lambda up, restarts: None) -> int:
+        """Until `stop`; the exit status: 1 where the processes cannot serve. told: at each look, whether a
+        process serves, and how often one was replaced. Raises OSError for a port."""
         metrics = Path(self._options.metrics_dir)
         metrics.mkdir(mode=0o700, parents=True)
         try:
-            with self._listeners() as listeners:
-                status = self._keep(listeners)
+            for number in range(self._workers):
+                self._listen(number)
+            self._again = dict.fromkeys(range(self._workers), 0.0)
+            while not self._stopping and not self._failed:
+                self._start_due()
+                select.select([self._read], [], [], POLL_S)
+                self._look()
+                told(bool(self._ready_at), self._replaced)
+            told(False, self._replaced)
             self._end()
-            return status
+            return 1 if self._failed else 0
         finally:
+            self._stand_in.close()
+            for listener in self._listeners.values():
+                listener.close()
             shutil.rmtree(metrics, ignore_errors=True)
             with contextlib.suppress(OSError):
                 metrics.parent.rmdir()  # the user's, if it was the last one
 
-    def _stop(self, *_: object) -> None:
+    def stop(self, *_: object) -> None:
+        """Has `run` end the processes and return. For any thread, and for signals."""
         self._stopping = True
 
-    @contextlib.contextmanager
-    def _listeners(self) -> Iterator[list[socket.socket]]:
-        """A socket for each process; the kernel spreads connections over them. They live here, so connections
-        wait while a process is replaced."""
-        family = socket.AF_INET6 if self._address.version == 6 else socket.AF_INET
-        with contextlib.ExitStack() as stack:
-            sockets = []
-            for _ in range(self._workers):
-                listener = stack.enter_context(socket.socket(family))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                listener.bind((str(self._address), self._port))
-                self._port = listener.getsockname()[1]
-                sockets.append(listener)
-            for listener in sockets:
-                cut_stalled_clients(listener, self._stalled_s)
-                listener.listen(BACKLOG)
-            yield sockets
+    def _listen(self, number: int) -> None:
+        """Makes a process's socket. It lives here, so connections wait while that one is replaced."""
+        listener = socket.socket(socket.AF_INET6 if self._address.version == 6 else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind((str(self._address), self._port))
+            self._port = listener.getsockname()[1]
+            cut_stalled_clients(listener, self._stalled_s)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self._listeners[number] = listener
 
-    def _keep(self, listeners: list[socket.socket]) -> int:
-        self._again = dict.fromkeys(range(self._workers), 0.0)
-        told = b""  # pids of processes that are ready, one a line
-        while not self._stopping:
-            if self._options.follow and not rundir.process_alive(self._options.server_pid):
-                return 0
-            for number, due in list(self._again.items()):
-                if time.monotonic() >= due:
-                    del self._again[number]
-                    self._running[number] = self._start(listeners[number])
-            for number, process in list(self._running.items()):
-                if process.poll() is not None:
-                    told = self._take_ready(told)  # it may have been, just before
-                    del self._running[number]
-                    for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
-                        file.unlink()  # what it held it holds no more
-                    if process.returncode == NO_ENGINE:
-                        return 1
-                    if self._options.follow and not rundir.process_alive(self._options.server_pid):
-                        continue  # the server has ended, which is seen next
-                    if (delay := self._delay(number, process)) is None:
-                        return 1
-                    self._again[number] = time.monotonic() + delay
-            select.select([self._read], [], [], POLL_S)
-            told = self._take_ready(told)
-        return 0
+    def _start_due(self) -> None:
+        for number, due in list(self._again.items()):
+            if time.monotonic() < due:
+                continue
+            del self._again[number]
+            try:
+                if number not in self._listeners:
+                    self._listen(number)
+                self._stand_in.close()
+                self._running[number] = self._start(self._listeners[number])
+                for waiting in set(self._again) & set(self._listeners):
+                    if self._again[waiting] > time.monotonic():
+                        self._listeners.pop(waiting).close()
+            except OSError as error:  # too many open files or processes, say
+                self._wait(number, f"a process cannot be started ({error})", 0.0)
 
-    def _take_ready(self, told: bytes) -> bytes:
-        """Notes which processes say that they are ready, and says so once all have. told: the beginning of a
-        line; returned is that of the next one."""
+    def _look(self) -> None:
+        """Takes what processes say, and sees to those that have ended, are stopped or hang."""
+        self._take_messages()
+        now = time.monotonic()
+        if now - self._looked_at > STOOD_S:
+            self._beat_at = dict.fromkeys(self._beat_at, now)
+            self._stopped.clear()
+        self._looked_at = now
+        for number, process in list(self._running.items()):
+            if process.poll() is not None:
+                self._take_messages()  # it may have been ready, just before
+                del self._running[number]
+                self._ended(number, process)
+            elif reason := self._hangs(process.pid, now):
+                _say(f"process {process.pid} {reason}: it is killed")
+                process.kill()
+
+    def _hangs(self, pid: int, now: float) -> str:
+        if not rundir.is_stopped(pid):
+            self._stopped.pop(pid, None)
+        elif now > self._stopped.setdefault(pid, now) + STOPPED_S:
+            return f"has been stopped for {STOPPED_S:g} s"
+        if now > self._beat_at.get(pid, now) + SILENT_S:
+            return f"has not come to its event loop for {SILENT_S:g} s"
+        return ""
+
+    def _take_messages(self) -> None:
+        """Notes which processes are ready and whose event loops turn, and says it once all are ready."""
         with contextlib.suppress(BlockingIOError):
-            told += os.read(self._read, 4096)
-        *lines, rest = told.split(b"\n")
+            self._told += os.read(self._read, 1 << 16)
+        *lines, self._told = self._told.split(b"\n")
         numbers = {process.pid: number for number, process in self._running.items()}
-        for pid in map(int, lines):
-            if pid in numbers:
-                self._ready_at[pid] = time.monotonic()
+        now = time.monotonic()
+        for kind, pid in ((line[:1], int(line[1:])) for line in lines):
+            if pid not in numbers:
+                continue
+            self._beat_at[pid] = now
+            if kind == b"+":
+                if not self._ready_at and self._served:
+                    _say("ready again")
+                self._ready_at[pid] = now
                 before = len(self._served)
                 self._served.add(numbers[pid])
                 if before < self._workers == len(self._served):
                     self._announce()
-        return rest
 
-    def _delay(self, number: int, process: subprocess.Popen[bytes]) -> float | None:
-        """Seconds until another takes the place of a process that has ended; None where none should. Says
-        what happens."""
+    def _ended(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        """Says so, and when another takes the place."""
         ready_at = self._ready_at.pop(process.pid, None)
-        lived = time.monotonic() - ready_at if ready_at is not None else 0.0
+        self._beat_at.pop(process.pid, None)
+        self._stopped.pop(process.pid, None)
+        for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
+            file.unlink()  # what it held it holds no more
+        if self._stopping:
+            return
         status = process.returncode
         ended = f"a process ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
-        delay = self._restarts[number].after(lived)
         if not self._served and status >= 0:  # it was not killed: the next one would come to the same end
-            _say(f"{ended} before it could serve; what it said stands above")
-            return None
+            if status != NO_ENGINE:
+                _say(f"{ended} before it could serve; what it said stands above")
+            self._failed = True
+            return
+        self._wait(number, ended, time.monotonic() - ready_at if ready_at is not None else 0.0)
+
+    def _wait(self, number: int, reason: str, lived_s: float) -> None:
+        """Notes when the next process takes a place. Meanwhile others, or a stand-in, get its connections."""
+        delay = self._restarts[number].after(lived_s)
         if delay is None:
-            _say(f"{ended}; that is once too often in a row, giving up")
-            return None
-        _say(f"{ended}; another takes its place" + (f" in {delay:g} s" if delay else ""))
-        return delay
+            _say(f"{reason}; that is once too often in a row, giving up")
+            self._failed = True
+            return
+        self._replaced += 1
+        _say(f"{reason}; another takes its place" + (f" in {delay:g} s" if delay else ""))
+        self._again[number] = time.monotonic() + delay
+        if not delay:
+            return  # connections wait for it
+        self._stand_in.close()
+        for waiting in set(self._again) & set(self._listeners):
+            if self._running:
+                self._listeners.pop(waiting).close()
+            else:
+                here = self._address, self._port, _answer
+                self._stand_in.enter_context(stand_in(*here, self._listeners[waiting]))
 
     def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         options = msgspec.structs.replace(self._options, listener=listener.fileno(), notify=self._notify)
@@ -171,7 +231,9 @@ class Parent:
         """Ends the processes; running requests have their time."""
         for process in self._running.values():
             process.terminate()
-        deadline = time.monotonic() + self._options.drain_s + 10.0
+        # An engine that is the door's own ends within that, too.
+        more_s = 1.0 if self._options.follow else 10.0
+        deadline = time.monotonic() + self._options.drain_s + more_s
         for process in self._running.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -189,6 +251,12 @@ class Parent:
 
 def _say(text: str) -> None:
     say(f"openai: {text}")
+
+
+def _answer(path: str) -> bytes:
+    """As openai/errors.py has it, which needs packages that serve does without."""
+    error = {"message": RESTARTING, "type": "server_error", "param": None, "code": "engine_unavailable"}
+    return msgspec.json.encode({"error": error})
 
 
 def metrics_dir() -> Path:

@@ -33,14 +33,16 @@ NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the ne
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
 ATTACH_S = 5.0
+BEAT_S = 1.0
 RESERVED_FILES = (
     128  # descriptors that are not for connections: sockets of the engines' links, libraries' files
 )
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors, which the parent fills in; the second is told this
-    process's pid when the engine is there. follow: the engine is another server's. receive_s: of
+    """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
+    block, is told lines: + and this process's pid when the engine is there, . and its pid every BEAT_S while
+    the event loop turns. follow: the engine is another server's. doors: of read_doors. receive_s: of
     ConnectionLimits. max_connections: of room_for_connections."""
 
     engine: EngineConfig
@@ -63,6 +65,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     receive_s: int
     max_connections: int
     metrics_dir: str
+    doors: str
 
 
 def check_packages() -> None:
@@ -96,7 +99,7 @@ def room_for_connections(asked: int) -> int:
 
 
 def main() -> int:
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)  # it may be stopped, or hang
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = options.metrics_dir
     import uvloop
@@ -135,7 +138,7 @@ async def _run(options: WorkerOptions) -> int:
         max_prompt_bytes=options.max_prompt_bytes,
     )
     try:
-        door = Door(model, Metrics(Path(options.metrics_dir)))
+        door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)))
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_ENGINE
@@ -172,10 +175,19 @@ async def _run(options: WorkerOptions) -> int:
     )
     waited, failed = threading.Event(), threading.Event()
 
+    def tell(kind: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # the parent stands still
+            os.write(options.notify, kind + b"%d\n" % os.getpid())
+
+    async def beat() -> None:
+        while True:
+            tell(b".")
+            await asyncio.sleep(BEAT_S)
+
     def wait() -> None:
         try:
             engines.wait_ready()
-            os.write(options.notify, b"%d\n" % os.getpid())
+            tell(b"+")
         except EngineStartError as error:
             print(f"openai: {error}", file=sys.stderr, flush=True)
             failed.set()
@@ -186,12 +198,14 @@ async def _run(options: WorkerOptions) -> int:
 
     gc.collect()
     gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
+    beating = asyncio.create_task(beat())
     threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
     deadline = time.monotonic() + ATTACH_S
     while not waited.is_set() and not server.should_exit and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
     await asyncio.to_thread(engines.close)
+    beating.cancel()
     return NO_ENGINE if failed.is_set() else 0
 
 

@@ -130,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         metavar="N",
         default=RESTARTS,
-        help="give up after so many restarts in a row of which none lived for a minute; 0: never"
-        " (default: %(default)s)",
+        help="give up after tritonserver was started again so many times in a row without living for a"
+        " minute; 0: never (default: %(default)s)",
     )
     parser.add_argument(
         "--restart-after-growth",

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API beside tritonserver: a process that uses the same engine (openai/parent.py)."""
+"""The OpenAI API beside tritonserver: its processes use the same engine (openai/parent.py)."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import subprocess
-import sys
-import time
+import os
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.core.arguments import port_number
-from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.output import say
+from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
+from flashinfer_backend.openai.options import llm_parameters, worker_options
+from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.transport.addresses import Address, reachable_at
@@ -28,75 +33,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--openai-port", type=port_number, metavar="PORT", help="default: there is no such API"
     )
     for name, settings in API_ARGUMENTS.items():
-        group.add_argument(PREFIX + name, **{**settings, "default": None})  # the API has its own
+        # None: not given. Its help says the default.
+        group.add_argument(PREFIX + name, **{**settings, "default": None})
 
 
 class OpenAiDoor:
-    """The API's process, or none."""
+    """The API's processes, which a thread of its own keeps running whatever tritonserver does, or none."""
 
     def __init__(self, options: argparse.Namespace, address: Address) -> None:
         """options: the launcher's. Raises ServeError."""
         self.port: int | None = options.openai_port
         self.url = "" if self.port is None else reachable_at(address, self.port)  # on this machine
-        self._process: subprocess.Popen[bytes] | None = None
-        self._drain_s = 0
-        self._asked_at = 0.0  # when the process was told to end; 0: not yet
+        self.failed = False  # the API could not serve and was given up
+        self._address = address
+        self._parent: Parent | None = None
+        self._thread: threading.Thread | None = None
+        self._drain_s = math.ceil(options.drain_seconds) if self.port is not None else 0
+        self._stalled_s = options.stalled_client_seconds if self.port is not None else 0
         given = {name: getattr(options, f"openai_{name.replace('-', '_')}") for name in API_ARGUMENTS}
-        self._arguments = [
-            word
-            for name, value in given.items()
-            if value is not None
-            for each in (value if isinstance(value, list) else [value])
-            for word in (f"--{name}", str(each))
-        ]
         if self.port is None:
-            if self._arguments:
-                raise ServeError(f"{PREFIX}{self._arguments[0][2:]} needs --openai-port")
+            os.environ.pop(KEYS_VARIABLE, None)  # no process needs it
+            for name, value in given.items():
+                if value is not None:
+                    raise ServeError(f"{PREFIX}{name} needs --openai-port")
             return
+        self._options = argparse.Namespace(
+            **{
+                name.replace("-", "_"): API_ARGUMENTS[name].get("default") if value is None else value
+                for name, value in given.items()
+            }
+        )
         try:
             check_packages()
             room_for_connections(given[CONNECTIONS] or 0)  # the API's processes inherit the limit
         except ValueError as error:
             raise ServeError(f"--openai-port: {error}") from None
-        self._arguments += ["--host", str(address), "--port", str(self.port)]
-        self._drain_s = math.ceil(options.drain_seconds)
-        self._arguments += ["--drain-seconds", str(self._drain_s)]
-        self._arguments += ["--restarts", str(options.restarts)]
-        self._arguments += ["--stalled-client-seconds", str(options.stalled_client_seconds)]
 
     def configure(self, repository: Path) -> None:
         """Finds the engine's settings in the model repository. Raises ServeError."""
-        if self.port is not None:
-            self._arguments += ["--llm-config", str(_llm_config(repository))]
-
-    def start(self, server_pid: int) -> None:
-        """Opens the API on the engine of the server with this pid. It ends with the server, and with us."""
-        if self.port is not None:
-            command = [sys.executable, "-m", "flashinfer_backend.openai", "--beside", str(server_pid)]
-            self._process = subprocess.Popen(
-                [*command, *self._arguments], start_new_session=True, preexec_fn=end_with_parent
+        if self.port is None:
+            return
+        try:
+            name, parameters = llm_parameters(_llm_config(repository))
+            config = EngineConfig.from_parameters(parameters)
+            serve = os.getpid()
+            told = worker_options(
+                self._options, config, run_dir(serve, name), serve, follow=True, drain_s=self._drain_s
             )
+        except (ValueError, OSError) as error:
+            raise ServeError(f"--openai-port: {error}") from None
+        self._parent = Parent(
+            told,
+            self._address,
+            self.port,
+            self._options.workers,
+            self._stalled_s,
+        )
 
-    @property
-    def status(self) -> int | None:
-        """Exit status of the process; None while it runs, and where there is none."""
-        return None if self._process is None else self._process.poll()
+    def start(self, told: Callable[[bool, int], None]) -> None:
+        """Opens the API. It ends with this process. told: as Parent.run has it."""
+        if self._parent is not None:
+            self._thread = threading.Thread(target=self._run, args=(told,), name="OpenAI API", daemon=True)
+            self._thread.start()
 
-    def terminate(self) -> None:
+    def stop(self) -> None:
         """Has it end; running requests have the time for it that those of the server have."""
-        if self._process is not None:
-            self._asked_at = self._asked_at or time.monotonic()
-            self._process.terminate()
+        if self._parent is not None:
+            self._parent.stop()
 
     def close(self) -> None:
-        """The server has ended: waits for the process, which ends with it."""
-        self.terminate()
-        if self._process is not None:
-            left = self._asked_at + self._drain_s - time.monotonic()
-            try:
-                self._process.wait(max(left, 0.0) + 1.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        """Ends it and waits for that."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, told: Callable[[bool, int], None]) -> None:
+        assert self._parent is not None
+        try:
+            self.failed = self._parent.run(told) != 0
+        except Exception as error:
+            if not isinstance(error, OSError):
+                traceback.print_exc()
+            say(f"serve: the OpenAI API: {error}")
+            self.failed = True
 
 
 def _llm_config(repository: Path) -> Path:

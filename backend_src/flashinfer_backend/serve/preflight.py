@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.config_tools import model_config
+from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 
 IMAGE_ROOT = Path("/opt/tritonserver")  # in nvcr.io/nvidia/tritonserver
 # The server's threads build and free hundreds of small objects for each streamed token. By default glibc
@@ -138,7 +139,7 @@ def environment(server: Installation) -> dict[str, str]:
 
     Raises ServeError where the loader finds no libpython.
     """
-    env = dict(os.environ)
+    env = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
     env.setdefault("GLIBC_TUNABLES", MALLOC)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     if server.libraries is None:

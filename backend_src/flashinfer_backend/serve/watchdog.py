@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from flashinfer_backend.serve.server_sockets import (
     limit_stalled_clients,
     widen_thread_pipes,
 )
-from flashinfer_backend.serve.stand_in import stand_in
 from flashinfer_backend.transport import peers, rundir, supervisor
 from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
+from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
 from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
-from flashinfer_backend.transport.restarts import RESTARTS, Restarts
+from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
+from flashinfer_backend.transport.stand_in import stand_in
 from flashinfer_backend.transport.supervisor import EngineRecord
 from flashinfer_backend.triton.standstill import Standstill
 
@@ -47,7 +49,6 @@ END_S = 5.0  # how long the server may take to end after that
 ERRORS_S = 0.5  # how long clients have to be given their errors before the server is ended
 START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end by itself in that time
 HANGS_S = 20.0  # without an answer for so long the server is taken for dead
-STOPPED_S = 5.0  # a process of the server that is stopped (SIGSTOP) for so long is taken for dead, too
 LOOK_EVERY_S = 1.0
 # Threads of the server parse JSON by recursion, up to 270 bytes of stack a bracket. With 8 MiB, 31 000
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
@@ -61,8 +62,8 @@ STOPPING = "The server is shutting down."
 
 @dataclass(frozen=True)
 class Policy:
-    """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts in a row that
-    did not live for a minute, give up; 0 never does. growth_mib: how much tritonserver's memory may grow
+    """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts of tritonserver
+    in a row that did not live for a minute, give up; 0 never does. growth_mib: how much its memory may grow
     before it is started again; 0: as it likes. shm_prefix: what the names of this server's shared memory
     begin with, and no others: what has such a name is removed when the server has ended. stalled_s: seconds
     until a client that does not read is cut; 0: never."""
@@ -87,12 +88,12 @@ class Watchdog:
         door: OpenAiDoor,
     ) -> None:
         """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`. door: the
-        OpenAI API on the same engine, which is there from start to end."""
+        OpenAI API on the same engine, which goes on whatever becomes of tritonserver."""
         self._args, self._policy, self._door = args, policy, door
         self._env = {**env, SERVE_PID: str(os.getpid())}
         self._address, self._port = address, port
         self._url = reachable_at(address, port)
-        self._door_ended = False  # by itself
+        self._started_again = 0
         self._asked_at = 0.0  # when this process was told to stop; 0: not yet
         self._was_ready = False
         self._restarts = Restarts(policy.restarts)
@@ -108,15 +109,19 @@ class Watchdog:
         except OSError as error:
             _say(f"the server's processes have no place to meet: {error}")
             return 1
+        names = (TRITON,) if self._door.port is None else (TRITON, OPENAI)
+        self._doors = Doors(processes_dir(os.getpid()), names)
         try:
-            self._door.start(os.getpid())
+            self._door.start(partial(self._doors.note, OPENAI))
             while True:
                 server = _Run(self._args, self._env, self._url, self._policy)
                 reason = self._watch(server)
                 if self._asked_at:
-                    self._door.terminate()
+                    self._door.stop()
                     server.stop(self._asked_at, STOPPING)
-                    return 1 if self._door_ended else 0
+                    return 1 if self._door.failed else 0
+                self._started_again += 1
+                self._doors.note(TRITON, False, self._started_again)
                 if not self._was_ready and (why := server.gave_up()):
                     _say(why)
                     return abs(server.end()) or 1
@@ -127,6 +132,7 @@ class Watchdog:
         finally:
             self._stand_in.close()
             self._door.close()
+            self._doors.close()
             counting.close()
             _end_engines()
 
@@ -136,15 +142,15 @@ class Watchdog:
     def _watch(self, server: _Run) -> str:
         """Why the server has to be started again; nothing that counts when this process should end."""
         while not self._asked_at:
-            if self._door.status is not None:
-                _say(f"the OpenAI API ended with status {self._door.status}")
-                self._door_ended = True
+            if self._door.failed:
+                _say("the OpenAI API cannot serve, and the server ends")
                 self._stop()
                 break
             if reason := server.problem():
                 return reason
             if not server.ready_at and server.look_ready():
                 self._stand_in.close()
+                self._doors.note(TRITON, True, self._started_again)
                 if self._was_ready:
                     _say("ready again")
                 else:

@@ -20,10 +20,10 @@ import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.restarts import LONGEST_DELAY_S
 from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 RETRY_S = 0.1
+NO_ROOM_S = 4.0
 LOOK_MS = 5000  # between two looks at whether an engine that starts comes further
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
@@ -189,7 +189,7 @@ class Endpoint:
                     if not self._was_ready:
                         raise
                     traceback.print_exc()
-                    self._pause(LONGEST_DELAY_S)  # for what the machine has no room: it may have some again
+                    self._pause(NO_ROOM_S)  # for what the machine has no room: it may have some again
                     continue
                 if record is None or (record.ever_ready and not record.ready):
                     self._known.set()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When what has ended unexpectedly is started again, and when no more: one rule for engines, for the server
-and for the processes of the OpenAI API."""
+"""When what has ended unexpectedly is started again: one rule for engines, for the server and for the
+processes of the OpenAI API."""
 
 from __future__ import annotations
 
-LONGEST_DELAY_S = 4.0
+LONGEST_DELAY_S = 8.0
 STABLE_AFTER_S = 60.0  # what has lived so long does not count as a failed attempt
-RESTARTS = 10  # in a row, none of which lived STABLE_AFTER_S
+STOPPED_S = 5.0  # a process that is stopped (SIGSTOP) for so long is taken for dead
+RESTARTS = 0  # by default: of which none lived STABLE_AFTER_S; 0: any number
 
 
 def restart_delay(failures: int) -> float:

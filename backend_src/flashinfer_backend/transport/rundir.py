@@ -81,7 +81,7 @@ def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> N
     """Removes what stubs that have ended, or whose pids are among `ending`, leave in folders of
     `paths.processes_dir`, and those that are empty then."""
     for folder in folders:
-        _forget(folder.glob("beat-*"), ending)
+        _forget([*folder.glob("beat-*"), *folder.glob("doors*-*")], ending)
         for empty in (folder, folder.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.transport.doors import DoorState
 from flashinfer_backend.transport.protocol import Status
 
 Value = Callable[[Status], float]
@@ -76,6 +77,14 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
 }
 PAUSED = ("nv_trt_llm_inflight_batcher_metrics", "paused_requests")
 UP = "flashinfer_backend_engine_up"
+# Gauge of a door: (description, value).
+DOORS: dict[str, tuple[str, Callable[[DoorState], float]]] = {
+    "flashinfer_backend_door_up": ("Whether a door of the server answers (1) or not (0)", lambda d: d.up),
+    "flashinfer_backend_door_restarts": (
+        "How often a door was started again since the server started",
+        lambda d: d.restarts,
+    ),
+}
 
 # Counter: (description, the field of Status that counts it since the engine's start).
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -106,18 +115,23 @@ class EngineMetrics:
         run_dir: Path,
         engines: int,
         held_up: HeldUp = contextlib.nullcontext,
+        doors: Callable[[], dict[str, DoorState]] = dict,
     ) -> None:
         """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
         metrics; Triton merges them. held_up: entered around what keeps the interpreter while it waits for the
-        server (setting a gauge does, other calls let it go)."""
+        server (setting a gauge does, other calls let it go). doors: the doors' states by name."""
         kinds = pb_utils.MetricFamily
         described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
         described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}
+        described |= {name: (description, kinds.GAUGE) for name, (description, _) in DOORS.items()}
         described[UP] = ("Whether the engine process is there and ready (1) or not (0)", kinds.GAUGE)
         self._families = {  # a metric needs its family to live
             name: kinds(name=name, description=description, kind=kind)
             for name, (description, kind) in described.items()
         }
+        self._doors, self._held_up = doors, held_up
+        self._shown: dict[str, DoorState] = {}
+        self._door_gauges: dict[tuple[str, str], Any] = {}  # by family and door
         self._engines = [
             _Engine(
                 self._families,
@@ -133,6 +147,19 @@ class EngineMetrics:
         instance: this is also how a writer's end is noticed."""
         for engine, status in zip(self._engines, statuses, strict=True):
             engine.update(status)
+        if self._engines[0].elected:
+            self._show_doors()
+
+    def _show_doors(self) -> None:
+        for door, state in self._doors().items():
+            if self._shown.get(door) == state:
+                continue
+            self._shown[door] = state
+            for name, (_, value) in DOORS.items():
+                if (name, door) not in self._door_gauges:
+                    self._door_gauges[name, door] = self._families[name].Metric(labels={"door": door})
+                with self._held_up():
+                    self._door_gauges[name, door].set(float(value(state)))
 
     def close(self) -> None:
         """Lets another instance write."""
@@ -157,13 +184,13 @@ class _Engine:
         self._gauges[UP, ""] = families[UP].Metric(labels=labels)
         self._counters = {name: families[name].Metric(labels=labels) for name in COUNTERS}
         self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._elected = False
+        self.elected = False
         self._published: tuple[int, ...] = (0,) * (1 + len(COUNTERS))
         self._written: dict[tuple[str, str], float] = {}
 
     def update(self, status: Status | None) -> None:
         """As EngineMetrics.update, of this engine."""
-        if not self._elected and not self._elect():
+        if not self.elected and not self._elect():
             return
         values = dict.fromkeys(self._gauges, 0.0)
         if status is not None:
@@ -187,7 +214,7 @@ class _Engine:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        self._elected = True
+        self.elected = True
         if len(data := os.pread(self._lock, _TOTALS.size, 0)) == _TOTALS.size:
             self._published = _TOTALS.unpack(data)
         return True

@@ -18,6 +18,7 @@ from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_mode
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.doors import read_doors
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
@@ -82,6 +83,7 @@ class TritonPythonModel:
             lambda: self._engines.statuses,
             config.stats_check_period_ms / 1000,
             self._standstill.held_up,
+            lambda: read_doors(processes_dir(owner)),
         )
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)

@@ -17,6 +17,7 @@ from typing import Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
+from flashinfer_backend.transport.doors import DoorState
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton.engine_metrics import EngineMetrics, HeldUp
 from flashinfer_backend.triton.sequence import Sequence
@@ -57,9 +58,10 @@ class Metrics:
         engine_statuses: Callable[[], list[Status | None]],
         period_s: float,
         held_up: HeldUp,
+        doors: Callable[[], dict[str, DoorState]],
     ) -> None:
-        """engine_statuses: of each engine the latest report, None while it is not there. held_up: as
-        EngineMetrics has it."""
+        """engine_statuses: of each engine the latest report, None while it is not there. held_up,
+        doors: as EngineMetrics has them."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric needs its family to live
@@ -72,7 +74,7 @@ class Metrics:
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
         self._families.append(finished)
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
-        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), held_up)
+        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), held_up, doors)
         self._engine_statuses = engine_statuses
         self._notes: deque[tuple[str, float]] = deque()  # histogram and value
         self._ends: deque[str] = deque()  # reasons

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers on the server's HTTP port while tritonserver is being started again.
+"""Answers on a door's HTTP port while nothing else does: tritonserver, or the processes of the OpenAI API,
+are being started again.
 
-Both listen with SO_REUSEPORT, so there is no moment at which a connection is refused. Of two sockets that
-listen, the one that came later is given all new connections: that is the stand-in while the old server ends,
-and the new server from the moment that it listens.
+tritonserver and its stand-in both listen with SO_REUSEPORT, so there is no moment at which a connection is
+refused. Of two sockets that listen, the one that came later is given all new connections: that is the
+stand-in while the old server ends, and the new server from the moment that it listens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from flashinfer_backend.transport.addresses import Address
@@ -24,24 +25,33 @@ READ_S = 2.0  # how long a client may take to send its request
 LARGEST_BODY = 1 << 20  # bytes that are read before the answer; a larger body is cut off
 
 
+Answer = Callable[[str], bytes | None]  # path to the body of a 503; None: 200, without a body
+
+
+def triton_answer(path: str) -> bytes | None:
+    """tritonserver is live meanwhile, and nothing else."""
+    return None if path == "/v2/health/live" else json.dumps({"error": RESTARTING}).encode()
+
+
 class _Handler(BaseHTTPRequestHandler):
     timeout = READ_S
+    server: _Server
 
     def do_GET(self) -> None:
-        """200 for liveness, 503 with the reason for everything else."""
-        live = self.path.partition("?")[0] == "/v2/health/live"
+        """200, or 503 with the reason."""
         with contextlib.suppress(OSError, ValueError):  # an answer before the body was read would be lost
             self.rfile.read(min(int(self.headers.get("Content-Length", "0")), LARGEST_BODY))
-        body = b"" if live else json.dumps({"error": RESTARTING}).encode()
+        body = self.server.answer(self.path.partition("?")[0])
+        live = body is None
         with contextlib.suppress(OSError):
             self.send_response(200 if live else 503)
             if not live:
                 self.send_header("Retry-After", "1")
                 self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body or b"")))
             self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body or b"")
         self.close_connection = True
 
     do_POST = do_PUT = do_HEAD = do_DELETE = do_GET
@@ -55,9 +65,15 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, address: Address, port: int) -> None:
+    def __init__(
+        self, address: Address, port: int, answer: Answer, listener: socket.socket | None = None
+    ) -> None:
+        self.answer = answer
         self.address_family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        super().__init__((str(address), port), _Handler)
+        super().__init__((str(address), port), _Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self.socket.close()
+            self.socket = listener.dup()
 
     def server_bind(self) -> None:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -78,10 +94,13 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def stand_in(address: Address, port: int) -> Iterator[None]:
-    """Answers until the block is left. Where the port cannot be had, nobody answers."""
+def stand_in(
+    address: Address, port: int, answer: Answer = triton_answer, listener: socket.socket | None = None
+) -> Iterator[None]:
+    """Answers until the block is left. Where the port cannot be had, nobody answers. listener: a socket that
+    listens there already."""
     try:
-        server = _Server(address, port)
+        server = _Server(address, port, answer, listener)
     except OSError:
         yield
         return

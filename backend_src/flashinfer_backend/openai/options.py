@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the API's arguments (openai/arguments.py) to what its processes are told."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.config_tools.knobs import LLM
+from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.config_tools.settings import check_parameters
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
+from flashinfer_backend.openai.arguments import AUTO, KEYS_VARIABLE
+from flashinfer_backend.openai.parent import metrics_dir
+from flashinfer_backend.openai.worker import WorkerOptions
+
+
+def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
+    """The llm model's name and parameters. Raises ValueError for those that nobody would look at."""
+    name, parameters = read_parameters(file)
+    check_parameters(parameters, LLM)
+    return name, parameters
+
+
+def worker_options(
+    options: Any, config: EngineConfig, folder: Path, server: int, follow: bool, drain_s: int
+) -> WorkerOptions:
+    """options: the parsed API_ARGUMENTS. folder, server: the engine's run directory, and the process that it
+    ends with. Takes the keys out of this process's environment, so that no process that it starts has them.
+    Raises ValueError or OSError."""
+    checkpoint = resolve_model_dir(config.model_dir)
+    name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
+    if options.chat_template is not None and not options.chat_template.is_file():
+        raise ValueError(f"--chat-template {options.chat_template}: there is no such file")
+    formats = options.tool_format, options.reasoning_format
+    if "harmony" in formats and not {"harmony", "none", AUTO} >= set(formats):
+        raise ValueError(
+            f"--tool-format {formats[0]} and --reasoning-format {formats[1]}: Harmony writes both, and all"
+            " of an answer is read so; give harmony for both, or leave out the other one"
+        )
+    return WorkerOptions(
+        engine=config,
+        run_dir=str(folder),
+        server_pid=server,
+        follow=follow,
+        names=options.served_model_name or [name],
+        template_file=str(options.chat_template.absolute()) if options.chat_template else None,
+        created=int(time.time()),
+        tool_format=options.tool_format,
+        reasoning_format=options.reasoning_format,
+        openai_defaults=options.default_sampling == "openai",
+        keys=_keys(options.api_key_file),
+        max_body_bytes=options.max_request_bytes,
+        max_prompt_bytes=options.max_prompt_bytes,
+        prompt_logits_bytes=options.prompt_logits_mib << 20,
+        drain_s=drain_s,
+        receive_s=options.receive_seconds,
+        max_connections=options.max_connections,
+        metrics_dir=str(metrics_dir()),
+        doors=str(processes_dir(server)),
+    )
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Raises ValueError for a file without keys, which would let everybody in."""
+    keys = os.environ.pop(KEYS_VARIABLE, "").split(",")
+    if file is not None:
+        if not file.is_file():
+            raise ValueError(f"--api-key-file {file} is no file; it should name one with a key a line")
+        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {file} holds no key; write one a line")
+        keys += found
+    return [key.strip() for key in keys if key.strip()]
