@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(1, f"{parser.prog}: {needed}, and max_seq_len is {core.config.max_seq_len}\n")
     results: dict[str, Any] = {"start_s": time.perf_counter() - began, "parameters": parameters, "decode": []}
     print(f"start-up {results['start_s']:.1f} s")
-    vocab = core.model_config.vocab_size
+    vocab = core.spec.vocab_size
     for batch in batches:
         row = decode_steps(core, batch, CONTEXT, STEPS, vocab)
         results["decode"].append(row)

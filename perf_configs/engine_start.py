@@ -13,7 +13,7 @@ from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import Core, start
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 
 MAX_SEQ_LEN = 8192  # or what the checkpoint allows
 DEFAULTS = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
@@ -25,7 +25,7 @@ def engine_parameters(
 ) -> dict[str, str]:
     """Parameters of the engine, of which KNOB=VALUE texts win. Raises OSError or ValueError for a folder that
     is no checkpoint, for what build.py refuses, and for knobs that would be without effect."""
-    longest = ModelConfig.from_pretrained(resolve_model_dir(model)).longest_seq_len
+    longest = read_spec(resolve_model_dir(model)).longest_seq_len
     chosen = settings.engine_parameters(assignments, OWN_OPTIONS)
     own = {"model_dir": model, "load_format": load_format}
     return {"max_seq_len": str(min(MAX_SEQ_LEN, longest))} | defaults | chosen | own

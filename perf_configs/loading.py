@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from client.arguments import integer
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
@@ -104,9 +104,7 @@ def figure(file: str, name: str) -> int:
 def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
     """Megabytes by what they are; memory beyond what there was before loading, at its most."""
     path, names = folder / "model.safetensors", ("RssAnon", "RssFile")
-    model = Transformer(
-        ModelConfig.from_pretrained(folder).local(shard), torch_ops, dtype, torch.device("cpu"), 256
-    )
+    model = Transformer(read_spec(folder).share(shard), torch_ops, dtype, torch.device("cpu"), 256)
     before = {name: figure("status", name) for name in names}
     most, read, loaded = dict(before), figure("io", "read_bytes"), threading.Event()
 

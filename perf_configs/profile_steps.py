@@ -38,7 +38,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) 
     """Trace events (ts and dur in microseconds) of one step of `rows` decodes and a prompt."""
     driver = Driver(core)
     generator = np.random.default_rng(0)
-    vocab = core.model_config.vocab_size
+    vocab = core.spec.vocab_size
 
     def tokens(count: int) -> np.ndarray:
         return generator.integers(3, vocab, count, dtype=np.int32)
@@ -158,9 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         limits = f"max_seq_len {config.max_seq_len}, max_num_seqs {config.max_num_seqs} and a KV cache of"
         tokens = num_blocks * config.tokens_per_block
         print(f"{limits} {tokens} tokens leave out {len(wanted) - len(shapes)} kinds of steps")
-    lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {core.model_config.num_layers} layers"
-    ]
+    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {len(core.spec.layers)} layers"]
     for rows, prompt in shapes:
         what = f"{rows} decodes at about {context} tokens" if rows else "no decodes"
         lines += ["", f"{what}, " + (f"a prompt of {prompt} tokens" if prompt else "no prompt")]

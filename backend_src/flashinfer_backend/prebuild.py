@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ import torch
 from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,11 +66,11 @@ def main(argv: list[str] | None = None) -> int:
         config = EngineConfig.from_parameters(settings)
         if config.device == "cpu":
             raise ValueError("device=cpu: an engine on a CPU has no kernels to compile; leave it out")
-        model = ModelConfig.from_pretrained(resolve_model_dir(config.model_dir))
+        folder = resolve_model_dir(config.model_dir)
+        sizes = {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336}
+        model = read_spec(folder) if options.model else read_spec(folder, changes=sizes)
         if config.quantization == "fp8":
             model = model.quantised_on_load()
-        if options.model is None:
-            model = dataclasses.replace(model, head_dim=128, hidden_size=4096, intermediate_size=14336)
         compiled = prebuild.prepare(config, model, _dtype(config, model, torch.device("cuda")))
         if options.output:
             print(prebuild.export(options.output))

@@ -25,7 +25,8 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.kv_cache.cache import KVCache
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.weight import Weight
@@ -59,17 +60,14 @@ def graph_time(body: Callable[[], object], replays: int = 10) -> float:
 class Bench:
     """A model with random weights and one set of caches large enough for the largest case."""
 
-    def __init__(
-        self, config: ModelConfig, ops: types.ModuleType, tokens: int, max_seqs: int, max_context: int
-    ):
-        self.config, self.ops = config, ops
-        self.model = Transformer(config, ops, torch.bfloat16, "cuda", max_seq_len=max(max_context, 8192))
+    def __init__(self, spec: ModelSpec, ops: types.ModuleType, tokens: int, max_seqs: int, max_context: int):
+        self.spec, self.ops, self.heads = spec, ops, spec.attention
+        self.model = Transformer(spec, ops, torch.bfloat16, "cuda", max_seq_len=max(max_context, 8192))
         load_weights(self.model, "", "dummy")
         blocks = tokens // BLOCK_SIZE + max_seqs + 2
-        shape = (blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (blocks, BLOCK_SIZE, self.heads.kv_heads, self.heads.head_dim)
         self.caches = [
-            tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-            for _ in range(config.num_layers)
+            tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in spec.layers
         ]
         self.blocks, self.columns = blocks, -(-max_context // BLOCK_SIZE)
         self.max_seqs = max_seqs
@@ -77,9 +75,8 @@ class Bench:
     def attention(self, decode_backend: str) -> FlashInferAttention:
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
-        config = self.config
         return FlashInferAttention(
-            KVCache.over(self.caches), config.num_heads, self.max_seqs, self.columns, decode_backend,
+            KVCache.over(self.caches), self.heads.heads, self.max_seqs, self.columns, decode_backend,
         )  # fmt: skip
 
     def batch(
@@ -103,7 +100,7 @@ class Bench:
         return batch, to_device(position), to_device(cache_locations)
 
     def decode(self, rows: int, context: int, decode_backend: str, per_op: bool) -> dict:
-        config, model, ops = self.config, self.model, self.ops
+        spec, model, ops = self.spec, self.model, self.ops
         layers: list = list(model.layers)
         q_lens, kv_lens = np.ones(rows, dtype=np.int32), np.full(rows, context, dtype=np.int32)
         batch, positions, where = self.batch(q_lens, kv_lens)
@@ -113,8 +110,8 @@ class Bench:
         state = attention.graph_state(rows, batch.block_table, words)
         state.plan(batch, host)
         words.copy_(torch.from_numpy(host))
-        ids = torch.randint(0, config.vocab_size, (rows,), device="cuda")
-        hidden = torch.randn(rows, config.hidden_size, device="cuda").bfloat16()
+        ids = torch.randint(0, spec.vocab_size, (rows,), device="cuda")
+        hidden = torch.randn(rows, spec.hidden_size, device="cuda").bfloat16()
         zeros = torch.zeros(rows, device="cuda")
 
         def step() -> None:
@@ -124,22 +121,22 @@ class Bench:
         result: dict = {"rows": rows, "context": context, "step_us": graph_time(step)}
         if not per_op:
             return result
-        heads = config.num_heads
-        inner = torch.randn(rows, config.intermediate_size, device="cuda").bfloat16()
-        qkv = torch.randn(rows, (heads + 2 * config.num_kv_heads) * config.head_dim, device="cuda").bfloat16()
-        q = torch.randn(rows, heads, config.head_dim, device="cuda").bfloat16()
+        heads, kv_heads, head_dim = self.heads.heads, self.heads.kv_heads, self.heads.head_dim
+        inner = torch.randn(rows, spec.mlp.size, device="cuda").bfloat16()
+        qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device="cuda").bfloat16()
+        q = torch.randn(rows, heads, head_dim, device="cuda").bfloat16()
         out = torch.empty_like(q)
         logits = model.logits(hidden)
-        eps = config.rms_norm_eps
+        eps = spec.norm_eps
 
         def rope(index: int, layer) -> None:
             ops.rope_and_store(
-                qkv, positions, model.cos_sin, *self.caches[index], where, layer.q_norm, layer.k_norm, eps,
-                heads, config.num_kv_heads,
+                qkv, positions, layer.cos_sin, *self.caches[index], where, layer.q_norm, layer.k_norm, eps,
+                heads, kv_heads,
             )  # fmt: skip
 
         per_layer: dict[str, Callable] = {
-            "qkv": lambda i, layer: ops.norm_linear(hidden, layer.input_norm, eps, layer.qkv, layer.qkv_bias),
+            "qkv": lambda i, layer: ops.norm_linear(hidden, layer.input_norm, eps, layer.qkv, layer.qkv.bias),
             "rope_and_store": rope,
             "attention": lambda i, layer: state.run(i, q, out),
             "o": lambda i, layer: ops.linear_add(q.view(rows, -1), layer.o, hidden),
@@ -158,7 +155,7 @@ class Bench:
         q_lens = np.array([tokens], dtype=np.int32)
         batch, positions, where = self.batch(q_lens, q_lens)
         attention = self.attention("auto")
-        ids = torch.randint(0, self.config.vocab_size, (tokens,), device="cuda")
+        ids = torch.randint(0, self.spec.vocab_size, (tokens,), device="cuda")
         times = []
         for _ in range(6):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -168,14 +165,13 @@ class Bench:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3)
-        config = self.config
         weights = sum(
             w.shape[0] * w.shape[1]
             for layer in self.model.layers
             for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
         flops = 2.0 * tokens * weights
-        flops += 2.0 * tokens * tokens * config.num_heads * config.head_dim * config.num_layers
+        flops += 2.0 * tokens * tokens * self.heads.heads * self.heads.head_dim * len(self.spec.layers)
         time = float(np.median(times[2:]))
         return {"prefill": tokens, "us": time, "tflops": flops / time * 1e-6}
 
@@ -190,8 +186,8 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def floor_us(bench: Bench, rows: int, context: int, bandwidth: float) -> float:
-    config = bench.config
-    cache = rows * context * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    heads = bench.heads
+    cache = rows * context * len(bench.spec.layers) * heads.kv_heads * heads.head_dim * 2
     return (weight_bytes(bench.model) + cache * 2) / bandwidth * 1e6
 
 
@@ -217,13 +213,13 @@ def main() -> None:
     from flashinfer_backend.ops import cuda_ops
 
     batches, contexts = options.batches, options.contexts
-    config = ModelConfig.from_pretrained(options.model_dir)
-    if config.num_experts:
+    spec = read_spec(options.model_dir)
+    if isinstance(spec.mlp, Experts):
         parser.error(
             "a mixture of experts is measured by bench_experts.py; its steps by perf_configs.bench_engine"
         )
     longest = max([*contexts, *options.prefill])
-    bench = Bench(config, cuda_ops, max(max(batches) * max(contexts), longest), max(batches), longest)
+    bench = Bench(spec, cuda_ops, max(max(batches) * max(contexts), longest), max(batches), longest)
     results = []
     for context in contexts:
         for rows in batches:

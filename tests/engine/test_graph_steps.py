@@ -52,7 +52,7 @@ class EagerGraphs(DecodeGraphs):
     """Replays by running the step."""
 
     def _capture(self, size: int, capture: Any) -> _Captured:
-        own = split.max_items(size, self._state.model.config.num_kv_heads, False) * split.ITEM_WORDS
+        own = split.max_items(size, self._state.model.spec.attention.kv_heads, False) * split.ITEM_WORDS
         inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
         attention = ItemAttention(self._state, size, inputs[:own])
         tokens = torch.zeros(size, dtype=torch.int32)
@@ -93,7 +93,7 @@ def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monk
     graphs: dict[int, EagerGraphs] = {}
 
     def replace(runner: Any) -> None:
-        graphs[runner.state.model.config.shard.rank] = runner.graphs = EagerGraphs(runner.state, SIZES, None)
+        graphs[runner.state.model.spec.shard.rank] = runner.graphs = EagerGraphs(runner.state, SIZES, None)
 
     produced = []
     for core in (start_core(Path("bundled")), start_ranks(Path("bundled"), 2, monkeypatch, replace)):

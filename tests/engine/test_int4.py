@@ -14,8 +14,8 @@ from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.start import Core
-from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
@@ -70,5 +70,5 @@ def test_groups_that_ranks_would_cut_are_refused(layout, size, problem, tmp_path
     sizes = {"head_dim": 128, "intermediate_size": 128} if size == 4 else {}
     folder = make_int4(layout, "llama", tmp_path, **sizes).folder
     with pytest.raises((UnsupportedModelError, WeightsError), match=problem):
-        config = ModelConfig.from_pretrained(folder).local(Shard(1, size))
+        config = read_spec(folder).share(Shard(1, size))
         load_weights(Transformer(config, torch_ops, "float32", "cpu"), folder)

@@ -82,7 +82,7 @@ def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
 )
 def test_a_prompt_that_is_too_long_hears_what_could_be_raised(checkpoint, tmp_path, limits, advice):
     core = start_core(checkpoint, **limits)
-    longest = core.model_config.longest_seq_len
+    longest = core.spec.longest_seq_len
     with serve(core, tmp_path, wants_status=True) as client:
         bad = client.submit([5] * longest, LONG)
         client.wait([bad])

@@ -7,7 +7,6 @@ import logging
 import re
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import Wants
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models import weights
-from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
@@ -149,38 +148,39 @@ def test_each_rank_reads_its_part_alone(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Stored, "cut", noting)
-    config = ModelConfig.from_pretrained(folder)
+    config = read_spec(folder)
     counts = {}
     for size in (1, 2):
-        model = Transformer(config.local(Shard(size - 1, size)), torch_ops, "float32", "cpu")
+        model = Transformer(config.share(Shard(size - 1, size)), torch_ops, "float32", "cpu")
         read.clear()
         load_weights(model, folder)
         counts[size] = sum(read)
         tensors = weights._find(model, folder, weights.destinations(model))
         assert sum(tensor.nbytes for tensor in tensors) == 4 * counts[size], "what progress counts"
-    norms = (2 * config.num_layers + 1) * config.hidden_size
+    norms = (2 * len(config.layers) + 1) * config.hidden_size
     assert counts[2] - norms == (counts[1] - norms) // 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("heads", "kv_heads", "size", "problem"),
     [
-        ({"num_heads": 6}, "should divide num_attention_heads, which is 6"),
-        ({"num_heads": 12, "num_kv_heads": 6}, "should divide num_key_value_heads, which is 6"),
-        ({"num_heads": 12, "num_kv_heads": 3}, "should be a multiple of num_key_value_heads, which is 3"),
-        ({"intermediate_size": 98}, "should divide intermediate_size, which is 98"),
+        (6, 2, 96, "should divide num_attention_heads, which is 6"),
+        (12, 6, 96, "should divide num_key_value_heads, which is 6"),
+        (12, 3, 96, "should be a multiple of num_key_value_heads, which is 3"),
+        (4, 2, 98, "should divide intermediate_size, which is 98"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(changes, problem, tmp_path):
-    config = replace(ModelConfig.from_pretrained(make_checkpoint("llama", tmp_path)), **changes)
+def test_a_model_that_cannot_be_cut_is_refused(heads, kv_heads, size, problem, tmp_path):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": size}
+    config = read_spec(make_checkpoint("llama", tmp_path), changes=sizes | {"head_dim": 16})
     with pytest.raises(UnsupportedModelError, match=f"tensor_parallel_size=4 {problem}"):
-        config.local(Shard(0, 4))
+        config.share(Shard(0, 4))
 
 
 def test_blocks_of_scales_that_would_be_cut_are_refused(tmp_path):
-    config = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path, head_dim=128).folder)
+    config = read_spec(make_quantised("blocks", "llama", tmp_path, head_dim=128).folder)
     with pytest.raises(UnsupportedModelError, match=r"64 rows on each of 4 ranks.*multiples of 128"):
-        config.local(Shard(0, 4))
+        config.share(Shard(0, 4))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from checkpoints import make_checkpoint
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models import upload
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.upload import Place, Uploader
@@ -27,7 +27,7 @@ def test_weights_are_as_on_a_cpu(shard, tmp_path):
     """Rows are read, columns are copied; of both there are several chunks and parts of one."""
     sizes = {"hidden_size": 1024, "intermediate_size": 5000, "vocab_size": 20001}
     path = make_checkpoint("llama", tmp_path, **sizes)
-    config = ModelConfig.from_pretrained(path).local(shard)
+    config = read_spec(path).share(shard)
     found = []
     for device in ("cuda", "cpu"):
         model = Transformer(config, torch_ops, "bfloat16", device)

@@ -114,7 +114,7 @@ def cases(count: int, seed: int, folder: Path) -> list[Case]:
             for number in range(case.sequences):
                 params = SamplingParams(
                     max_tokens=case.max_tokens,
-                    end_id=core.model_config.eos_token_ids[0],
+                    end_id=core.spec.eos_token_ids[0],
                     temperature=case.temperature,
                     seed=case.seed + number,
                     top_k=case.top_k,

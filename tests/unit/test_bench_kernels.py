@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from perf_configs import floor
@@ -40,7 +40,7 @@ def test_the_machines_floor_says_so_too(capsys):
 def test_the_floor_of_a_step_counts_weights_as_they_are_stored():
     folder = resolve_model_dir("bundled")
     cpu = torch.device("cpu")
-    plain = replace(ModelConfig.from_pretrained(folder), tie_word_embeddings=False)
+    plain = replace(read_spec(folder), tie_word_embeddings=False)
 
     def counted(config):
         model = Transformer(config, torch_ops, torch.bfloat16, cpu, 256)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
-from flashinfer_backend.models.quantization import Quantization, read_quantization
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import int4, torch_ops
@@ -106,14 +107,15 @@ def test_shapes_that_do_not_divide_are_refused(tmp_path, changes, message):
     folder = make_int4("awq", "llama", tmp_path).folder
     edit_config(folder, **changes)
     with pytest.raises(UnsupportedModelError, match=message):
-        ModelConfig.from_pretrained(folder)
+        read_spec(folder)
 
 
 def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
-    config = ModelConfig.from_pretrained(make_int4("awq", "llama", tmp_path).folder)
+    folder = make_int4("awq", "llama", tmp_path).folder
+    config = read_spec(folder)
     with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] of 4 bits .* multiples of 128 on a GPU"):
         check_cuda_formats(EngineConfig(model_dir=""), config, torch.float16)
-    wide = replace(config, hidden_size=256)
+    wide = read_spec(folder, changes={"hidden_size": 256})
     for dtype in (torch.float16, torch.bfloat16):
         check_cuda_formats(EngineConfig(model_dir=""), wide, dtype)
 
@@ -124,7 +126,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def load(folder: Path) -> Transformer:
-    model = Transformer(ModelConfig.from_pretrained(folder), torch_ops, "float32", "cpu")
+    model = Transformer(read_spec(folder), torch_ops, "float32", "cpu")
     load_weights(model, folder)
     return model
 
@@ -196,8 +198,8 @@ def test_tensors_that_may_be_missing(tmp_path):
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("int4")])
 def test_random_weights_in_every_format(tmp_path, format):
-    config = ModelConfig.from_pretrained(make_quantised("dense", "llama", tmp_path, hidden_size=256).folder)
-    quantised = replace(config, quantization=Quantization(format), num_layers=1)
+    config = read_spec(make_quantised("dense", "llama", tmp_path, hidden_size=256).folder)
+    quantised = replace(config, layers=config.layers[:1]).with_format(format)
     model = Transformer(quantised, torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
     weight = model.layers[0].down

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.worker import mixed_graphs
 from flashinfer_backend.worker.capture import GraphCapture
 from flashinfer_backend.worker.mixed_graphs import SIZES, MixedGraphs, fastest_sizes
+from specs import EXPERTS, bundled
 
 
 def test_more_padding_where_it_is_faster():
@@ -55,13 +57,11 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mixed_graphs, "SIZES", [8])
     monkeypatch.setattr(MixedGraphs, "_layer_seconds", lambda *_: 1.0)
     folder = resolve_model_dir(BUNDLED)
-    config = ModelConfig.from_pretrained(folder)
+    config = read_spec(folder)
     model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
     load_weights(model, folder)
-    caches = [
-        tuple(torch.zeros(2, 16, config.num_kv_heads, config.head_dim) for _ in "kv")
-        for _ in range(config.num_layers)
-    ]
+    heads = model.spec.attention
+    caches = [tuple(torch.zeros(2, 16, heads.kv_heads, heads.head_dim) for _ in "kv") for _ in model.layers]
     table = torch.zeros(5, 4, dtype=torch.int32)
     graphs = MixedGraphs(model, caches, Doubling(), table, capture := GraphCapture())
     assert capture.sizes == 1
@@ -71,17 +71,18 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         found = model.finish(graphs._attended[:8], full.hidden, None)
     assert full.decode_rows == 4
     assert torch.equal(found, expected)
-    assert len(graphs._graphs[8]) == config.num_layers
+    assert len(graphs._graphs[8]) == len(model.layers)
 
 
-@pytest.mark.parametrize("experts", [0, 8])
+@pytest.mark.parametrize("experts", [False, True])
 def test_sizes_are_timed_with_tokens_that_choose_different_experts(experts, monkeypatch):
     """The piece that is timed reads what the pieces before it compute; without experts any numbers do."""
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 2.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     graphs = object.__new__(MixedGraphs)
-    graphs._model = SimpleNamespace(config=SimpleNamespace(num_experts=experts, vocab_size=12))  # type: ignore[assignment]
+    spec = bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2) if experts else bundled()
+    graphs._model = SimpleNamespace(spec=replace(spec, vocab_size=12))  # type: ignore[assignment]
     graphs._inputs = torch.zeros(3, 32, dtype=torch.int32)
     replayed: list[tuple[int, list[int]]] = []
 

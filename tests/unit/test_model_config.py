@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import KINDS, make_checkpoint
 from flashinfer_backend.core.shard import Part, Shard
-from flashinfer_backend.models.config import (
-    ARCHITECTURES,
-    ModelConfig,
-    UnsupportedModelError,
-    tokenizer_end_id,
-)
-from flashinfer_backend.models.transformer import Transformer, rope_cos_sin, rope_inv_freq
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf import ARCHITECTURES, read_spec
+from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
+from flashinfer_backend.models.rope import cos_sin, inv_freq
+from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
+from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
@@ -60,20 +58,21 @@ LLAMA31 = {
 }
 
 
-def parse(path: Path, generation: dict | None = None, **changes) -> ModelConfig:
+def parse(path: Path, generation: dict | None = None, **changes) -> ModelSpec:
     raw = {key: value for key, value in (LLAMA31 | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(raw))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_pretrained(path)
+    return read_spec(path)
 
 
 def test_published_config(tmp_path):
     config = parse(tmp_path, generation={"eos_token_id": [128009, -1, 7, 128256, 1 << 40]})
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers) == (32, 8, 128, 32)
-    assert (config.dtype, config.rope_theta, config.bos_token_id) == ("bfloat16", 500000.0, 128000)
+    heads = config.attention
+    assert (heads.heads, heads.kv_heads, heads.head_dim, len(config.layers)) == (32, 8, 128, 32)
+    assert (config.dtype, heads.rope.theta, config.bos_token_id) == ("bfloat16", 500000.0, 128000)
     assert config.eos_token_ids == (128009, 7, 128001, 128008)
-    assert not (config.qkv_bias or config.qk_norm or config.tie_word_embeddings)
+    assert not (heads.qkv.bias or heads.qk_norm or config.tie_word_embeddings)
 
 
 def test_new_and_old_rope_keys_mean_the_same(tmp_path):
@@ -81,9 +80,9 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
     new_keys = LLAMA31["rope_scaling"] | {"rope_theta": 500000.0}
     assert parse(tmp_path, rope_parameters=new_keys, rope_scaling=..., rope_theta=...) == old
     linear = parse(tmp_path, rope_scaling={"type": "linear", "factor": 4.0})
-    assert linear.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    assert linear.attention.rope.scaling == LinearScaling(4.0)
     plain = parse(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10.0}, rope_scaling=...)
-    assert (plain.rope_theta, plain.rope_scaling) == (10.0, None)
+    assert (plain.attention.rope.theta, plain.attention.rope.scaling) == (10.0, None)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +137,12 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
 def test_broken_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_sliding_window_limits_the_sequence_length(tmp_path):
     path = make_checkpoint("mistral", tmp_path / "mistral", sliding_window=40)
-    config = ModelConfig.from_pretrained(path)
+    config = read_spec(path)
     Transformer(config, torch_ops, "float32", "cpu", max_seq_len=40)
     with pytest.raises(UnsupportedModelError, match=r"max_seq_len 41 .* sliding_window 40"):
         Transformer(config, torch_ops, "float32", "cpu", max_seq_len=41)
@@ -161,14 +160,14 @@ def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change
     del written["sliding_window"]
     (path / "config.json").write_text(json.dumps(written | change))
     theirs = transformers.AutoConfig.from_pretrained(path).sliding_window
-    assert ModelConfig.from_pretrained(path).sliding_window == theirs
+    assert read_spec(path).window == theirs
 
 
 @pytest.mark.parametrize(("use", "window"), [(False, None), (True, 40)])
 def test_qwen_window_counts_only_where_used(tmp_path, use, window):
     options = {"use_sliding_window": use, "sliding_window": 40, "max_window_layers": 1}
     path = make_checkpoint("qwen2", tmp_path, **options)
-    assert ModelConfig.from_pretrained(path).sliding_window == window
+    assert read_spec(path).window == window
 
 
 def test_keys_that_change_nothing_are_accepted(tmp_path):
@@ -193,11 +192,11 @@ def test_rope_frequencies_match_transformers(tmp_path, scaling):
         expected = 500000.0 ** (-torch.arange(0, 128, 2) / 128)
     else:
         expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
-    torch.testing.assert_close(rope_inv_freq(config), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inv_freq(config.attention.rope), expected, rtol=1e-6, atol=0)
 
 
 def test_rope_table_holds_cosines_then_sines(tmp_path):
-    table = rope_cos_sin(parse(tmp_path, rope_scaling=None), 50)
+    table = cos_sin(parse(tmp_path, rope_scaling=None).attention.rope, 50)
     assert table.shape == (50, 128) and table.dtype == torch.float32
     angle = 49 * 500000.0 ** (-2 * 3 / 128)
     assert table[49, 3].item() == pytest.approx(math.cos(angle), abs=1e-5)
@@ -220,9 +219,9 @@ def test_rope_table_holds_cosines_then_sines(tmp_path):
 def test_rope_keys_that_contradict_each_other_mean_what_they_mean_to_transformers(tmp_path, changes):
     config = parse(tmp_path, **changes)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.attention.rope.theta == theirs.rope_parameters["rope_theta"]
     expected, _ = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
-    torch.testing.assert_close(rope_inv_freq(config), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inv_freq(config.attention.rope), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_rope_keys_that_contradict_each_other_mean_what_they_mean_to_transformer
 def test_llama_with_a_window_is_served_up_to_its_length(tmp_path, changes, window):
     """transformers gives it full attention, others the window: up to its length the two agree."""
     config = parse(tmp_path, **changes)
-    assert config.sliding_window == window
+    assert config.window == window
     if window:
         with pytest.raises(UnsupportedModelError, match=r"take the key out of config\.json"):
             config.check_max_seq_len(65)
@@ -266,7 +265,7 @@ def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, cha
     (path / "config.json").write_text(json.dumps(written))
     theirs = transformers.AutoConfig.from_pretrained(path)
     expected = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
-    assert ModelConfig.from_pretrained(path).sliding_window == expected
+    assert read_spec(path).window == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])
@@ -276,9 +275,9 @@ def test_heads_that_are_not_named_are_those_of_transformers(tmp_path, kind):
     for key in ("head_dim", "num_key_value_heads"):
         written.pop(key, None)
     (path / "config.json").write_text(json.dumps(written | {"hidden_size": 1024, "num_attention_heads": 32}))
-    theirs, ours = transformers.AutoConfig.from_pretrained(path), ModelConfig.from_pretrained(path)
+    theirs, ours = transformers.AutoConfig.from_pretrained(path), read_spec(path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+    assert (ours.attention.kv_heads, ours.attention.head_dim) == (theirs.num_key_value_heads, head_dim)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "unigram"])
@@ -306,16 +305,16 @@ def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     config = parse(model_dir, generation={"eos_token_id": 7}, eos_token_id=8)
     assert config.eos_token_ids == (7, 8, TextTokenizer(model_dir).eos_id)
-    config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
+    config = read_spec(model_dir, tokenizer_dir)
     assert config.eos_token_ids == (7, 8, TextTokenizer(tokenizer_dir).eos_id)
 
 
-def parse_moe(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelConfig:
+def parse_moe(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelSpec:
     path = make_checkpoint(kind, folder / "model")
     written = json.loads((path / "config.json").read_text()) | changes
     written = {key: value for key, value in written.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
-    return ModelConfig.from_pretrained(path)
+    return read_spec(path)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "qwen3-moe-plain"])
@@ -323,14 +322,17 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
     """Also by the older name of their number, and where keys are left out that have a default."""
     ours = parse_moe(tmp_path, kind, norm_topk_prob=kind == "qwen3-moe")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    assert (ours.num_experts, ours.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
-    assert ours.norm_topk_prob == (kind != "qwen3-moe-plain")
+    mlp = ours.mlp
+    assert isinstance(mlp, Experts)
+    assert (mlp.count, mlp.per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+    assert mlp.norm_topk == (kind != "qwen3-moe-plain")
     size = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert ours.intermediate_size == size and ours.shape("down") == (ours.num_experts * 64, size)
+    assert mlp.size == size and mlp.down.shape == (mlp.count * 64, size)
     if kind != "mixtral":  # no such layer
         assert parse_moe(tmp_path, kind, mlp_only_layers=[99, -1]) == ours
     older = parse_moe(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
-    assert older.num_experts == 5 and older.rope_theta == (1e6 if kind == "mixtral" else 1e4)
+    assert isinstance(older.mlp, Experts) and older.mlp.count == 5
+    assert older.attention.rope.theta == (1e6 if kind == "mixtral" else 1e4)
 
 
 @pytest.mark.parametrize(
@@ -386,20 +388,18 @@ def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
 
 def test_a_window_of_all_layers_limits_the_sequence_length(tmp_path):
     for kind in ("mixtral", "qwen3-moe"):
-        assert (
-            parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True).sliding_window == 40
-        )
-    assert parse_moe(tmp_path, sliding_window=40, use_sliding_window=False).sliding_window is None
+        assert parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True).window == 40
+    assert parse_moe(tmp_path, sliding_window=40, use_sliding_window=False).window is None
 
 
 def test_experts_are_cut_by_their_width(tmp_path):
     whole = parse_moe(tmp_path)
-    local = whole.local(Shard(1, 2))
-    assert local.shape("gate_up") == (8 * 2 * 24, 64) and local.shape("down") == (8 * 64, 24)
-    part = local.part("down", "mlp.experts.7.down_proj")
-    assert part == Part((64, 48), slice(0, 64), slice(24, 48))
+    local = whole.share(Shard(1, 2))
+    mlp = local.mlp
+    assert mlp.gate_up.shape == (8 * 2 * 24, 64) and mlp.down.shape == (8 * 64, 24)
+    assert mlp.down.sources[7] == ("mlp.experts.7.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
     with pytest.raises(UnsupportedModelError, match="should divide moe_intermediate_size, which is 48"):
-        replace(whole, num_heads=32, num_kv_heads=32).local(Shard(0, 32))
+        parse_moe(tmp_path, num_attention_heads=32, num_key_value_heads=32).share(Shard(0, 32))
 
 
 def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_readme():

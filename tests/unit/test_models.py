@@ -26,7 +26,7 @@ from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models import upload, weights
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.upload import Place, Uploader
@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 
 
 def load(model_dir: Path, dtype: str = "float32") -> Transformer:
-    model = Transformer(ModelConfig.from_pretrained(model_dir), torch_ops, dtype, "cpu")
+    model = Transformer(read_spec(model_dir), torch_ops, dtype, "cpu")
     load_weights(model, model_dir)
     return model
 
@@ -66,7 +66,7 @@ def uploads(monkeypatch):
 def test_weights_that_are_uploaded_are_the_files(shard, uploads, tmp_path, monkeypatch):
     """Rows are read from the file; columns, as ranks have of some, are copied from its mapping."""
     path, calls = make_checkpoint("llama", tmp_path), {"next": 0, "copy": 0}
-    config = ModelConfig.from_pretrained(path).local(shard)
+    config = read_spec(path).share(shard)
 
     def filled() -> Transformer:
         model = Transformer(config, torch_ops, "float32", "cpu")
@@ -243,14 +243,13 @@ class Paged:
     """
 
     def __init__(self, model: Transformer, num_slots: int = 4, max_blocks: int = 12) -> None:
-        config = model.config
-        shape = (num_slots * max_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        heads = model.spec.attention
+        shape = (num_slots * max_blocks, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
         self.model = model
         self.caches = [
-            tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv")
-            for _ in range(config.num_layers)
+            tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv") for _ in model.layers
         ]
-        self.attention = TorchPagedAttention(KVCache.over(self.caches), config.num_heads)
+        self.attention = TorchPagedAttention(KVCache.over(self.caches), heads.heads)
         self.lens = [0] * num_slots
         self.table = torch.full((num_slots, max_blocks), 2**30, dtype=torch.int32)
         self.free = torch.randperm(len(self.table) * max_blocks, generator=torch.manual_seed(0)).tolist()
@@ -465,7 +464,7 @@ def test_missing_files_are_named(checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match=shards[1].name):
         load(sharded)
     with pytest.raises(FileNotFoundError, match=r"no config.json"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("first", [{}, {"max_shard_size": "100KB"}])
@@ -493,7 +492,7 @@ def test_weights_need_no_gradient_and_keep_their_dtype(checkpoint):
 
 
 def test_dummy_weights(checkpoint):
-    config = ModelConfig.from_pretrained(checkpoint)
+    config = read_spec(checkpoint)
     models = [Transformer(config, torch_ops, torch.float32, "cpu") for _ in range(3)]
     for model, seed in zip(models, [5, 5, 6], strict=True):
         load_weights(model, "/nonexistent", load_format="dummy", seed=seed)
@@ -509,7 +508,7 @@ def test_a_truncated_file_is_named(tmp_path):
     folder = make_checkpoint("llama", tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    config = ModelConfig.from_pretrained(folder)
+    config = read_spec(folder)
     model = Transformer(config, torch_ops, torch.float32, "cpu", 64)
     with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read .*download complete"):
         load_weights(model, folder)
@@ -518,7 +517,7 @@ def test_a_truncated_file_is_named(tmp_path):
 def test_the_settings_of_an_adapter_that_is_not_there_are_named(tmp_path, caplog):
     """They are left behind in folders of merged checkpoints."""
     folder = make_checkpoint("llama", tmp_path / "merged")
-    config = ModelConfig.from_pretrained(folder)
+    config = read_spec(folder)
     for written in (False, True):
         if written:
             (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')

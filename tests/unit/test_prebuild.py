@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -22,13 +21,11 @@ import torch
 
 from flashinfer_backend.core import progress
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.prebuild import main
 from flashinfer_backend.worker import prebuild
+from specs import EXPERTS, bundled
 
-MODEL = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+MODEL = bundled()
 NINJA = shutil.which("ninja") or ""
 needs_ninja = pytest.mark.skipif(not NINJA, reason="needs ninja")
 
@@ -45,14 +42,14 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(kv_cache_dtype="fp8_e4m3") == kinds()  # FA3 over copies
     assert kinds(tensor_parallel_size=2) == kinds() | {"all_reduce"}
     assert kinds(attention_backend="torch") == kinds(dtype=torch.float32) == {"sampling"}
-    odd = dataclasses.replace(MODEL, intermediate_size=96)  # which gated_linear does not take
+    odd = bundled(intermediate_size=96)  # which gated_linear does not take
     assert kinds(model=odd) == common | {"fa3"}
     assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
-    int4 = dataclasses.replace(MODEL, quantization=Quantization("int4_awq_128"))
+    int4 = MODEL.with_format("int4_awq_128")
     assert kinds(model=int4) == common | {"fa3", "int4_linear"} and kinds((10, 0), model=int4) == common
-    experts = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2)
+    experts = bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2)
     assert kinds(model=experts) == kinds(model=experts.quantised_on_load()) == {*common, "fa3"} - {"silu"}
-    odd = dataclasses.replace(MODEL, hidden_size=MODEL.hidden_size + 64)
+    odd = bundled(hidden_size=MODEL.hidden_size + 64)
     assert kinds(model=odd.quantised_on_load()) == common | {"fa3"}
 
 
@@ -83,7 +80,7 @@ def test_the_kernel_of_4_bits_is_compiled_for_the_checkpoints_groups(format, nam
     core = pytest.importorskip("flashinfer.jit.core")
     hopper = {(9, "0a")}  # also where there is no GPU
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", hopper)
-    model = dataclasses.replace(MODEL, quantization=Quantization(format))
+    model = MODEL.with_format(format)
     found = prebuild._spec("int4_linear", model, EngineConfig(model_dir=""), torch.float16)
     assert named in found.name and "nv_half" in found.name
 

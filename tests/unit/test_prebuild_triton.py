@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import threading
 from collections import Counter
@@ -18,25 +17,23 @@ from hopper_driver import use_hopper
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.tuned import BlockTile, Step, Tiling
-from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.models.quantization import Quantization
+from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
+from specs import EXPERTS, bundled
 
 pytest.importorskip("triton")
 
-BUNDLED = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
-LLAMA = dataclasses.replace(
-    BUNDLED,
-    head_dim=128,
-    num_heads=32,
-    num_kv_heads=8,
-    hidden_size=4096,
-    intermediate_size=14336,
-    vocab_size=128256,
-)
+SIZES_8B = {
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+BUNDLED, LLAMA = bundled(), bundled(**SIZES_8B)
 CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
 VOCAB = 1000
 SIZES = (1, 7, 64, 300, 4096)
@@ -248,7 +245,7 @@ def test_what_products_in_fp8_compile(format, kernels):
     """Widths of 4096, with a norm and without, and 14336; four tiles for each weight; whatever the number of
     tokens."""
 
-    model = dataclasses.replace(LLAMA, quantization=Quantization(format))
+    model = LLAMA.with_format(format)
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     found = names(variants)
     assert {name: count for name, count in found.items() if name in FP8_KERNELS} == kernels
@@ -259,21 +256,22 @@ def test_what_products_in_fp8_compile(format, kernels):
 
 
 def fp8_products(
-    model: ModelConfig, format: str, input_scales: dict[int, float], sizes: Sequence[int] = SIZES
+    model: ModelSpec, format: str, input_scales: dict[int, float], sizes: Sequence[int] = SIZES
 ) -> None:
     """As a layer has them, but for norms before parts, which are FlashInfer's."""
     from flashinfer_backend.ops import cuda_fp8
     from flashinfer_backend.ops.triton_fp8 import Norm
     from flashinfer_backend.ops.weight import Weight
 
-    for role in ("qkv", "o", "gate_up", "down"):
-        weight = Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
+    for product in model.layers[0].products:
+        role = product.role
+        weight = Weight.empty(role, product.shape, format, torch.bfloat16, torch.device("meta"))
         weight.input_scales = input_scales
         normed = role in ("qkv", "gate_up") and (format != "fp8_static" or len(input_scales) == 1)
         for tokens in sizes:
             x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
             residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
-            norm = Norm(x.new_empty(x.shape[1]), model.rms_norm_eps) if normed else None
+            norm = Norm(x.new_empty(x.shape[1]), model.norm_eps) if normed else None
             cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
 
 
@@ -285,8 +283,9 @@ EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
 def test_what_experts_compile(format, experts):
     """Two products with each of four tiles. One token, and up to 16, are routed by a kernel of their own, for
     each tile that they see: with few experts more than one."""
-    sizes = {"num_experts": experts[0], "experts_per_token": experts[1], "model_type": "qwen3_moe"}
-    model = dataclasses.replace(LLAMA, **sizes, quantization=Quantization(format), intermediate_size=768)
+    count, per_token = experts
+    keys = SIZES_8B | EXPERTS | {"num_experts": count, "num_experts_per_tok": per_token}
+    model = bundled(**keys).with_format(format)
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     found = names(variants)
     if experts in ((128, 8), (8, 2)):
@@ -295,26 +294,28 @@ def test_what_experts_compile(format, experts):
     assert set(prebuild_triton.collect(lambda: expert_products(model, format))) <= set(variants)
 
 
-def expert_products(model: ModelConfig, format: str) -> None:
+def expert_products(model: ModelSpec, format: str) -> None:
     """As a layer has them behind the router."""
     from flashinfer_backend.ops import cuda_experts
     from flashinfer_backend.ops.weight import Weight
 
+    mlp = model.mlp
+    assert isinstance(mlp, Experts)
     gate_up, down = (
-        Weight.empty(role, model.shape(role), format, torch.bfloat16, torch.device("meta"))
-        for role in ("gate_up", "down")
+        Weight.empty(product.role, product.shape, format, torch.bfloat16, torch.device("meta"))
+        for product in (mlp.gate_up, mlp.down)
     )
     for tokens in (1, 2, 4, 7, 9, 16, 17, 63, 64, 100, 257, 1000, 8192):
         x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device="meta")
-        logits = torch.empty(tokens, model.num_experts, device="meta")
-        routing = model.experts_per_token, model.norm_topk_prob
+        logits = torch.empty(tokens, mlp.count, device="meta")
+        routing = mlp.per_token, mlp.norm_topk
         cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x)
 
 
 def test_blocks_that_cublas_multiplies_compile_no_tiles():
     """Of gate and up never, of down from 17 tokens on. torch looks at the layouts of scales without memory,
     too."""
-    model = dataclasses.replace(LLAMA, quantization=Quantization("fp8_block"))
+    model = LLAMA.with_format("fp8_block")
     split = dict.fromkeys(("qkv", "o", "down"), (BlockTile(16, 16, 64, 4), BlockTile(None, 64, 128, 4)))
     by_cublas = {"gate_up": 1, "down": 17}
     numbers = msgspec.structs.replace(tuned.fallback(), fp8_blocks=split, fp8_blocks_by_cublas=by_cublas)
@@ -331,7 +332,7 @@ def test_blocks_that_cublas_multiplies_compile_no_tiles():
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_static"])
 def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format, quantise):
     """Those that quantise do so where scales of activations are computed; stored ones keep their kernel."""
-    model = dataclasses.replace(LLAMA, quantization=Quantization(format))
+    model = LLAMA.with_format(format)
 
     def make(split: int) -> tuple[Step, ...]:
         few = [Tiling(tokens, 64, 256, split, 3, quantise=quantise) for tokens in (1, 16)]
@@ -361,15 +362,15 @@ def test_what_products_of_4_bits_compile():
     from flashinfer_backend.ops.tilings import choose_int4
     from flashinfer_backend.ops.weight import Weight
 
-    model = dataclasses.replace(LLAMA, quantization=Quantization("int4_awq_128"))
+    model = LLAMA.with_format("int4_awq_128")
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     found = names(variants)
     assert found["_dequantise"] == 2  # columns of 4096 and 14336
     assert 12 <= found["_linear4"] <= 24
 
     def products() -> None:
-        for role in ("qkv", "o", "gate_up", "down"):
-            shape = model.shape(role)
+        for product in model.layers[0].products:
+            role, shape = product.role, product.shape
             weight = Weight.empty(role, shape, "int4_awq_128", torch.bfloat16, torch.device("meta"))
             for tokens in (1, 7, 16, 17, 48, 64, 100, 128):
                 x = torch.empty(tokens, shape[1], dtype=torch.bfloat16, device="meta")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.models.config import ModelConfig, UnsupportedModelError
-from flashinfer_backend.models.quantization import Quantization, read_quantization
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import fp8, torch_ops
@@ -119,17 +119,17 @@ def test_a_product_of_which_parts_are_ignored_is_refused(tmp_path):
     folder = make_quantised("ct-dynamic", "llama", tmp_path).folder
     edit_config(folder, quantization_config=DYNAMIC | {"ignore": ["lm_head", "re:.*k_proj"]})
     with pytest.raises(UnsupportedModelError, match=r"leaves out model\.layers\.0\.self_attn\.k_proj, but"):
-        ModelConfig.from_pretrained(folder)
+        read_spec(folder)
     edit_config(folder, quantization_config=DYNAMIC | {"ignore": ["re:("]})
     with pytest.raises(ValueError, match="which is no regular expression"):
-        ModelConfig.from_pretrained(folder)
+        read_spec(folder)
 
 
 def test_parts_that_begin_within_a_block_are_refused(tmp_path):
     folder = make_quantised("blocks", "llama", tmp_path).folder
     edit_config(folder, num_key_value_heads=1)
     with pytest.raises(UnsupportedModelError, match=r"k_proj has 64 rows; .* multiples of 128"):
-        ModelConfig.from_pretrained(folder)
+        read_spec(folder)
 
 
 # Loading
@@ -138,7 +138,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def load(folder: Path) -> Transformer:
-    model = Transformer(ModelConfig.from_pretrained(folder), torch_ops, "float32", "cpu")
+    model = Transformer(read_spec(folder), torch_ops, "float32", "cpu")
     load_weights(model, folder)
     return model
 
@@ -188,8 +188,8 @@ def test_elements_in_fp8_without_a_word_about_it_are_refused(tmp_path):
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("fp8")])
 def test_random_weights_in_every_format(tmp_path, format):
     """As N(0, initializer_range) as FP8 can: what benchmarks run on."""
-    config = ModelConfig.from_pretrained(make_quantised("dense", "llama", tmp_path).folder)
-    model = Transformer(replace(config, quantization=Quantization(format)), torch_ops, "float32", "cpu")
+    config = read_spec(make_quantised("dense", "llama", tmp_path).folder)
+    model = Transformer(config.with_format(format), torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
     weight = model.layers[1].down
     x = torch.eye(256)
@@ -201,23 +201,23 @@ def test_random_weights_in_every_format(tmp_path, format):
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
 def test_random_weights_of_experts(tmp_path, format):
     """Each has its own."""
-    config = ModelConfig.from_pretrained(make_quantised("dense", "qwen3-moe", tmp_path).folder)
-    model = Transformer(replace(config, quantization=Quantization(format)), torch_ops, "float32", "cpu")
+    config = read_spec(make_quantised("dense", "qwen3-moe", tmp_path).folder)
+    model = Transformer(config.with_format(format), torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
-    layer = model.layers[1]
+    layer, count = model.layers[1], config.mlp.count
     for weight in (layer.gate_up, layer.down):
-        parts = [weight.part(index, config.num_experts) for index in range(config.num_experts)]
+        parts = [weight.part(index, count) for index in range(count)]
         values = [part.format.product(torch.eye(weight.shape[1]), part) for part in parts]
         assert all(v.std().item() == pytest.approx(config.initializer_range, rel=0.05) for v in values)
-        assert len({float(v.sum()) for v in values}) == config.num_experts
+        assert len({float(v.sum()) for v in values}) == count
 
 
 def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
-    shape = ModelConfig.from_pretrained(make_quantised("blocks", "llama", tmp_path).folder)
+    shape = read_spec(make_quantised("blocks", "llama", tmp_path).folder)
     plain = EngineConfig(model_dir="")
     with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] in FP8 .* multiples of 128 on a GPU"):
         check_cuda_formats(plain, shape, torch.bfloat16)
-    token = replace(shape, quantization=Quantization("fp8_token"))
+    token = shape.with_format("fp8_token")
     check_cuda_formats(plain, token, torch.bfloat16)
     with pytest.raises(ValueError, match=r"FP8 need dtype=bfloat16 on a GPU, not torch\.float16"):
         check_cuda_formats(plain, token, torch.float16)

@@ -289,7 +289,7 @@ def test_an_engine_has_room_for_its_longest_sequence(
     monkeypatch.setattr(step_graph, "FlashInferAttention", attention)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     config = EngineConfig(model_dir="", max_seq_len=100000, max_num_tokens=8192)
-    model = SimpleNamespace(config=SimpleNamespace(num_heads=32), dtype=torch.bfloat16)
+    model = SimpleNamespace(spec=SimpleNamespace(attention=SimpleNamespace(heads=32)), dtype=torch.bfloat16)
     for stored, scales, blocks in (
         (torch.float8_e4m3fn, ((1.0, 1.0),), (100000 + 8192) // 16),
         (torch.bfloat16, (), 0),

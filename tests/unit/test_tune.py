@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from hopper_driver import use_hopper
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import BlockTile, Product, Role, Step, Tiling, Tuned
-from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.models.quantization import Quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
@@ -29,8 +25,10 @@ from flashinfer_backend.tune import __main__ as command
 from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
 from flashinfer_backend.worker import prebuild_triton
+from specs import EXPERTS, bundled
 
-BUNDLED = ModelConfig.from_pretrained(resolve_model_dir("bundled"))
+BUNDLED = bundled()
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 LLAMA_8B: dict[Role, tuned.Shape] = {
     "qkv": (6144, 4096),
@@ -384,8 +382,8 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
 )
 def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
-    small = dataclasses.replace(BUNDLED, num_heads=4, num_kv_heads=2, num_layers=2, **sizes)
-    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: small)
+    small = bundled(**SMALL, num_hidden_layers=2, **sizes)
+    monkeypatch.setattr(command, "read_spec", lambda _: small)
     with pytest.raises(SystemExit) as end:
         command.main(["--model", "bundled", "--output", str(tmp_path / "new.json"), *arguments])
     assert end.value.code == 2
@@ -393,21 +391,20 @@ def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("other", "message"),
     [
         (
-            {"quantization": Quantization("int4_128")},
+            BUNDLED.with_format("int4_awq_128"),
             "weights of 4 bits are measured by perf_configs/kernels/bench_int4.py",
         ),
         (
-            {"num_experts": 8, "experts_per_token": 2},
+            bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2),
             "mixtures of experts are measured by perf_configs/kernels/bench_experts.py",
         ),
     ],
 )
-def test_what_has_another_command_is_refused(changes, message, tmp_path, capsys, monkeypatch):
-    other = dataclasses.replace(BUNDLED, **changes)
-    monkeypatch.setattr(ModelConfig, "from_pretrained", lambda *_: other)
+def test_what_has_another_command_is_refused(other, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "read_spec", lambda _: other)
     with pytest.raises(SystemExit):
         command.main(["--model", "bundled", "--output", str(tmp_path / "new.json")])
     assert message in capsys.readouterr().err
@@ -419,11 +416,11 @@ def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):
 
 def test_a_checkpoint_of_16_bits_is_measured_in_blocks():
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
-    whole = dataclasses.replace(BUNDLED, num_heads=4, num_kv_heads=2, **sizes)
-    formats = command.in_blocks(whole).weight_formats()
-    assert formats == {role: {"fp8_block"} for role in ("qkv", "o", "gate_up", "down")}
+    whole = bundled(**SMALL, **sizes)
+    layers = command.in_blocks(whole).layers
+    assert {product.format for layer in layers for product in layer.products} == {"fp8_block"}
     with pytest.raises(ValueError, match="should have multiples of 128"):
-        command.in_blocks(dataclasses.replace(whole, head_dim=64, num_kv_heads=1))
+        command.in_blocks(bundled(**sizes | {"head_dim": 64, "num_key_value_heads": 1}))
     with pytest.raises(ValueError, match=r"--fp8-blocks is for .* quantised already \(fp8_on_load\)"):
         command.in_blocks(whole.quantised_on_load())
 
@@ -439,7 +436,7 @@ def test_the_command_needs_a_gpu(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_measured_is_a_step_of_the_model(ranks):
     """Of one rank's share, where it has others."""
-    config = BUNDLED.local(Shard(0, ranks))
+    config = BUNDLED.share(Shard(0, ranks))
     model = Transformer(config, torch_ops, "float32", "cpu", max_seq_len=64)
     load_weights(model, "", "dummy")
     bench = ModelBench(model)
@@ -453,7 +450,7 @@ def test_what_is_measured_is_a_step_of_the_model(ranks):
     torch.manual_seed(0)
     body = bench.step(5)
     logits = body()
-    assert logits.shape == (5, config.vocab_rows) and logits.isfinite().all()
+    assert logits.shape == (5, config.head.shape[0]) and logits.isfinite().all()
     assert torch.equal(body(), logits)  # a replay computes the same: nothing is added up
     assert not torch.equal(bench.step(5, layers=1)(), logits)
 
@@ -480,8 +477,8 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
     h200 = tuned.load("NVIDIA H200")
     assert h200 is not None
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}
-    config = dataclasses.replace(BUNDLED, num_heads=8, num_kv_heads=2, num_layers=2, **sizes)
-    bench = ModelBench(Transformer(config.local(Shard(0, 2)), ops, "bfloat16", "meta", max_seq_len=64))
+    config = bundled(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, **sizes)
+    bench = ModelBench(Transformer(config.share(Shard(0, 2)), ops, "bfloat16", "meta", max_seq_len=64))
     shape = bench.shapes["down"]
     one = h200.tiling("down", 8, shape)
     assert one is not None

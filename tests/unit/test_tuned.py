@@ -11,8 +11,11 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import ROLES, BlockTile, DecodeAttention, Product, Step, Tiling, Tuned
-from flashinfer_backend.ops import cublas, device, gated_linear, tilings
+from flashinfer_backend.models.spec import Experts
+from flashinfer_backend.ops import cublas, device, fp8, gated_linear, tilings
+from specs import EXPERTS, bundled
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "qkv": (6144, 4096),
@@ -21,6 +24,7 @@ LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
+TOKENS = (*range(1, 65), *range(72, 1025, 8), 2048, 4096)
 FILES = sorted(tuned.FOLDER.glob("*.json"))
 
 
@@ -55,6 +59,59 @@ def test_choices_for_a_device_are_the_measured_ones(name, stages, expected):
         assert choices(16)[0] == [16, 64, 256, 1, stages, 4, True, 32768, True, True, False]
     digest = hashlib.sha256(msgspec.json.encode(every)).hexdigest()
     assert digest.startswith(expected)
+
+
+QWEN_30B = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+LLAMA_70B = {
+    "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 128256, "intermediate_size": 28672,
+}  # fmt: skip
+LLAMA_8B_CONFIG = LLAMA_70B | {"hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 14336}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "h200", "h100"),
+    [
+        (LLAMA_8B_CONFIG, 1, "381ee3a7b70f27fa", "6065b2625facd7e6"),
+        (LLAMA_70B, 2, "dbdb67c76d98d4f6", "dbdb67c76d98d4f6"),
+        (EXPERTS | QWEN_30B, 1, "dbc888446e536462", "dbc888446e536462"),
+    ],
+    ids=["8B", "70B/2", "30B-A3B"],
+)
+def test_choices_for_a_models_products_are_the_measured_ones(keys, ranks, h200, h100, monkeypatch):
+    """A digest of what each product of a model takes, in any format: its role and its shape find it."""
+    spec = bundled(**keys).share(Shard(0, ranks))
+    monkeypatch.setattr(device, "sms", lambda: 132)
+    products = [product for product in spec.products if product.role and not product.experts]
+
+    def chosen(tokens: int) -> list[object]:
+        found: list[object] = []
+        for product in products:
+            role, shape = product.role, product.shape
+            dense, e4m3 = (torch.empty(shape, device="meta", dtype=dtype) for dtype in (None, fp8.E4M3))
+            found += [tilings.choose(role, tokens, dense), tilings.choose(role, tokens, e4m3)]
+            found += [cublas.takes_lt(*shape, tokens), tilings.choose_blocks(role, tokens, shape[0])]
+            found += [
+                choice(role, tokens, *shape) for choice in (tilings.choose_int4, tilings.choose_int4_tile)
+            ]
+        found = [
+            msgspec.structs.astuple(each) if isinstance(each, msgspec.Struct) else each for each in found
+        ]
+        if isinstance(spec.mlp, Experts):
+            pairs = tokens * spec.mlp.per_token // spec.mlp.count
+            scales: tuple[tuned.Scales, ...] = ("none", "rows", "blocks")
+            found += [device.active().expert_tile(pairs, each) for each in scales]
+        return found
+
+    for name, digest in {"NVIDIA H200": h200, "NVIDIA H100 80GB HBM3": h100}.items():
+        numbers = tuned.load(name)
+        assert numbers is not None
+        with device.use(numbers):
+            every = [each for tokens in TOKENS for each in chosen(tokens)]
+        assert hashlib.sha256(msgspec.json.encode(every)).hexdigest().startswith(digest)
 
 
 def test_a_device_that_nobody_has_measured_takes_cublas():
@@ -188,7 +245,7 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
         ('"block": 64', '"block": 48', "block should be a power of two of at least 16, not 48"),
         ('"prefetch": 16', '"prefetch": 24', "prefetch should be a power of two of at least 0, not 24"),
         ('"programs_per_sm": 2', '"programs_per_sm": 0', "programs_per_sm should be at least 1, not 0"),
-        ('"qkv"', '"wide"', "Invalid enum value 'wide'"),
+        ('"qkv"', '"wide"', "roles of products should be qkv, .*, not wide"),
         ('"pause_rows"', '"pause_row"', "pause_row"),
         ('"tile_of_many": 192', '"tile_of_many": 512', "wave_us should have a tile of at least"),
         ('"shape": null', '"shape": [1]', "length 2"),

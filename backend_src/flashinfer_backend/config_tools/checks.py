@@ -12,7 +12,8 @@ from flashinfer_backend.core.config import (
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.checkpoint_kind import weight_files
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.spec import ModelSpec
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TOKENIZER_FILE = "tokenizer.json"
@@ -32,7 +33,7 @@ def check(values: dict[str, str]) -> list[str]:
     return problems
 
 
-def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfig | None:
+def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec | None:
     name = values["model_dir"]
     if not name.isascii():
         problems.append(f"model_dir={name}: {ASCII_ONLY}")
@@ -42,7 +43,7 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
         problems.append(f"model_dir={name}: {error}")
         return None
     try:
-        model = ModelConfig.from_pretrained(folder)
+        model = read_spec(folder)
         if values["load_format"] != "dummy":
             try:
                 weight_files(folder)
@@ -50,7 +51,7 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelConfi
                 problems.append(f"model_dir={name}: {error}; load_format=dummy runs without weights")
         if values["quantization"] == "fp8":
             model = model.quantised_on_load()
-        model.local(Shard(0, int(values["tensor_parallel_size"])))
+        model.share(Shard(0, int(values["tensor_parallel_size"])))
         return model
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
@@ -71,7 +72,7 @@ def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:
         problems.append(f"tokenizer_dir={name}: has no {TOKENIZER_FILE}; name a folder which has one")
 
 
-def _check_lengths(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
+def _check_lengths(values: dict[str, str], model: ModelSpec | None, problems: list[str]) -> None:
     config = EngineConfig.from_parameters(values)
     longest = model.longest_seq_len if model else LONGEST_AUTO_SEQ_LEN
     if model:
@@ -109,7 +110,7 @@ def _check_sizes(
         problems.append(f"{name}={','.join(too_large)} should be at most {limit}={largest}{reason}")
 
 
-def _check_device(values: dict[str, str], model: ModelConfig | None, problems: list[str]) -> None:
+def _check_device(values: dict[str, str], model: ModelSpec | None, problems: list[str]) -> None:
     backend, dtype = values["attention_backend"], values["dtype"]
     graphs = values["cuda_graph_batch_sizes"]
     if values["device"] == "cpu":
@@ -129,7 +130,7 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
             f"attention_backend=xqa has one scale for keys and values: with kv_cache_dtype="
             f"{values['kv_cache_dtype']} it should be auto, triton or fa2"
         )
-    in_fp8 = model is not None and model.quantization.format.startswith("fp8")
+    in_fp8 = model is not None and model.format.startswith("fp8")
     if values["device"] == "cuda" and backend != "torch" and in_fp8 and dtype in ("float16", "float32"):
         problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
     if backend in ("fa2", "xqa", "triton"):
@@ -138,10 +139,10 @@ def _check_device(values: dict[str, str], model: ModelConfig | None, problems: l
                 f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "
                 "attention_backend=torch"
             )
-        if model and model.head_dim not in FLASHINFER_HEAD_DIMS:
+        if model and model.attention.head_dim not in FLASHINFER_HEAD_DIMS:
             problems.append(
                 f"attention_backend={backend} has head_dim {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, and "
-                f"the checkpoint's is {model.head_dim}: set attention_backend=torch"
+                f"the checkpoint's is {model.attention.head_dim}: set attention_backend=torch"
             )
     if backend == "torch" and graphs not in ("auto", "none"):
         problems.append(

@@ -417,7 +417,7 @@ def device_contradictions(config: EngineConfig) -> list[str]:
 
 def resolve_limits(config: EngineConfig, longest_seq_len: int) -> EngineConfig:
     """Fill max_seq_len, max_input_len and max_queue_size; check every field, and the limits against each
-    other. longest_seq_len: the checkpoint's limit, for "auto" alone: ModelConfig checks a max_seq_len.
+    other. longest_seq_len: the checkpoint's limit, for "auto" alone: ModelSpec checks a max_seq_len.
 
     Raises ValueError where a value is not allowed, or with all contradictions.
     """

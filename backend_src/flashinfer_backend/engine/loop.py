@@ -39,8 +39,8 @@ class EngineLoop:
 
     def __init__(self, core: Core, socket: EngineSocket) -> None:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
-        self.vocab_size = core.model_config.vocab_size
-        self.longest_seq_len = core.model_config.longest_seq_len
+        self.vocab_size = core.spec.vocab_size
+        self.longest_seq_len = core.spec.longest_seq_len
         self.socket = socket
         self.grammars = GrammarQueue(
             self.config.tokenizer_dir or self.config.model_dir,

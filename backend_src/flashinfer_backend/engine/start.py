@@ -10,7 +10,7 @@ from pathlib import Path
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.logits_room import step_tokens
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
@@ -24,7 +24,7 @@ class Core:
     """An engine without its transport."""
 
     config: EngineConfig  # every automatic value filled in
-    model_config: ModelConfig
+    spec: ModelSpec
     scheduler: Scheduler
     runner: Runner
 
@@ -73,8 +73,8 @@ def start(
     manager = KVCacheManager(
         runner.state.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
     )
-    model_config = runner.state.model.config
+    spec = runner.state.model.spec
     scheduling = device.active().scheduling
-    logits_tokens = step_tokens(model_config.vocab_size)
-    scheduler = Scheduler(config, manager, model_config.eos_token_ids, scheduling, logits_tokens)
-    return Core(config, model_config, scheduler, runner)
+    logits_tokens = step_tokens(spec.vocab_size)
+    scheduler = Scheduler(config, manager, spec.eos_token_ids, scheduling, logits_tokens)
+    return Core(config, spec, scheduler, runner)

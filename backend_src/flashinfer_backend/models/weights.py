@@ -18,9 +18,9 @@ from torch import Tensor
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SINGLE, weight_files
-from flashinfer_backend.models.config import ModelConfig
 from flashinfer_backend.models.safetensors_file import Header, state
-from flashinfer_backend.models.transformer import Layer, Transformer
+from flashinfer_backend.models.spec import Product
+from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
@@ -65,75 +65,66 @@ def _opened(path: Path) -> Any:
 
 @torch.no_grad()
 def _fill_randomly(model: Transformer, seed: int) -> None:
-    rank, size = model.config.shard
+    rank, size = model.spec.shard
     generator = torch.Generator(device=model.device).manual_seed(seed * size + rank)
+    experts = {
+        getattr(layer, product.name): product.experts
+        for layer in model.layers
+        for product in layer.spec.products
+    }
     done, total = 0, sum(parameter.nbytes for parameter in model.parameters())
     with telling(lambda: f"drew {done / 1e9:.2f} of {total / 1e9:.2f} GB of random weights"):
         for module in model.modules():
+            quantised = isinstance(module, Weight) and module.format is not DENSE
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, Weight) and module.format is not DENSE:
-                    continue
                 if name.endswith("norm"):
                     parameter.fill_(1.0)
                 elif name.endswith("bias"):
                     parameter.zero_()
-                else:
-                    parameter.normal_(0.0, model.config.initializer_range, generator=generator)
-                done += parameter.nbytes
-            if isinstance(module, Weight) and module.format is not DENSE:
-                for weight in _parts(module, model.config):
+                elif not quantised:
+                    parameter.normal_(0.0, model.spec.initializer_range, generator=generator)
+            if isinstance(module, Weight) and quantised:
+                for weight in _matrices(module, experts[module]):
                     values = torch.empty(weight.shape, dtype=model.dtype, device=model.device)
-                    values.normal_(0.0, model.config.initializer_range, generator=generator)
+                    values.normal_(0.0, model.spec.initializer_range, generator=generator)
                     weight.format.fill(weight, values)
-                done += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            done += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
 
 
-def _parts(weight: Weight, config: ModelConfig) -> list[Weight]:
+def _matrices(weight: Weight, experts: int) -> list[Weight]:
     """The experts of a weight, or it alone: quantising all of a layer's at once would take much memory."""
-    if not config.num_experts or weight.role not in ("gate_up", "down"):
-        return [weight]
-    return [weight.part(index, config.num_experts) for index in range(config.num_experts)]
+    return [weight.part(index, experts) for index in range(experts)] or [weight]
 
 
 def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
-    config, mlp = model.config, model.config.mlp_names.block
-    targets = {
-        "model.embed_tokens.weight": vocabulary(model, model.embed_tokens),
-        "model.norm.weight": Stored.into(model.final_norm),
-    }
-    if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = vocabulary(model, model.lm_head.data)
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        prefix = f"model.layers.{index}"
-        targets[f"{prefix}.input_layernorm.weight"] = Stored.into(layer.input_norm)
-        targets[f"{prefix}.post_attention_layernorm.weight"] = Stored.into(layer.post_norm)
-        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            start = 0
-            for module, rows in config.parts(weight.role).items():
-                own, part = slice(start, start + rows), config.part(weight.role, module)
-                for name, stored in weight.format.reads(weight, own, part).items():
-                    targets[f"{prefix}.{module}.{name}"] = stored
-                if weight is layer.qkv and layer.qkv_bias is not None:
-                    bias, shapes = layer.qkv_bias[own], (part.whole[:1],)
-                    targets[f"{prefix}.{module}.bias"] = Stored(shapes, FLOATS, bias.copy_, part.rows)
-                start += rows
-        if layer.router is not None:
-            targets[f"{prefix}.{mlp}.gate.weight"] = Stored.into(layer.router)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            targets[f"{prefix}.self_attn.q_norm.weight"] = Stored.into(layer.q_norm)
-            targets[f"{prefix}.self_attn.k_norm.weight"] = Stored.into(layer.k_norm)
+    spec = model.spec
+    targets = _of_product(spec.embedding, Weight("", model.embed_tokens))
+    targets["model.norm.weight"] = Stored.into(model.final_norm)
+    if not spec.tie_word_embeddings:
+        targets |= _of_product(spec.head, model.lm_head)
+    for layer in model.layers:
+        prefix = f"{layer.spec.prefix}."
+        for norm in layer.spec.norms:
+            targets[f"{prefix}{norm.module}.weight"] = Stored.into(getattr(layer, norm.name))
+        for product in layer.spec.products:
+            targets |= _of_product(product, getattr(layer, product.name), prefix)
     return targets
 
 
-def vocabulary(model: Transformer, target: Tensor) -> Stored:
-    """The rank's rows of a matrix with one for each token. Rows of padding behind them are zeros."""
-    config = model.config
-    rows = config.local_vocab
-    own = target[: rows.stop - rows.start]
-    target[len(own) :] = 0
-    return Stored(((config.vocab_size, config.hidden_size),), FLOATS, own.copy_, rows)
+def _of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, Stored]:
+    """What fills a product's weight. Rows of padding become zeros at once."""
+    targets, start = {}, 0
+    for module, part in product.sources:
+        own = slice(start, start := start + part.rows.stop - part.rows.start)
+        for name, stored in weight.format.reads(weight, own, part).items():
+            targets[f"{prefix}{module}.{name}"] = stored
+        if weight.bias is not None:
+            bias = weight.bias[own]
+            targets[f"{prefix}{module}.bias"] = Stored(((part.whole[0],),), FLOATS, bias.copy_, part.rows)
+    if product.padding:
+        weight.data[start:] = 0
+    return targets
 
 
 def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
@@ -143,8 +134,8 @@ def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[
         return Stored(((), (1,)), FLOATS, lambda value: found.update({key: positive(value)}))
 
     return {
-        f"model.layers.{index}.self_attn.{name.format(part)}": stored((index, part))
-        for index in range(model.config.num_layers)
+        f"{layer.spec.prefix}.self_attn.{name.format(part)}": stored((index, part))
+        for index, layer in enumerate(model.layers)
         for part in "kv"
         for name in KV_SCALE_NAMES
     }
@@ -175,8 +166,8 @@ class _Tensor(NamedTuple):
 def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
     """What to read of the checkpoint's files. Only their headers are looked at here, so that what does not
     fit is said before minutes of reading."""
-    tied = targets["model.embed_tokens.weight"] if model.config.tie_word_embeddings else None
-    says = model.config.quantization.format
+    tied = targets["model.embed_tokens.weight"] if model.spec.tie_word_embeddings else None
+    says = model.spec.format
     found: dict[str, _Tensor] = {}
     unexpected: list[str] = []
     for path in _files(model_dir):
@@ -230,7 +221,7 @@ def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
 
 @torch.no_grad()
 def _load_safetensors(model: Transformer, model_dir: Path) -> None:
-    if (model_dir / ADAPTER_CONFIG).is_file() and model.config.shard.rank == 0:
+    if (model_dir / ADAPTER_CONFIG).is_file() and model.spec.shard.rank == 0:
         # Such a file is often left in the folder of a merged checkpoint.
         log.warning(
             "%s has %s, but no adapter's weights: serving the weights that are there, as they are",
@@ -306,12 +297,13 @@ def _value(mapped: Any, tensor: _Tensor, upload: Uploader | None) -> Tensor:
 def _finish(model: Transformer, model_dir: Path) -> None:
     """What a weight can do only when it has all of its tensors."""
     for index, layer in enumerate(model.layers):
-        for weight in layer.children():
-            if isinstance(weight, Weight) and isinstance(weight.format, Int4):
+        for product in layer.spec.products:
+            weight: Weight = getattr(layer, product.name)
+            if isinstance(weight.format, Int4):
                 try:
                     weight.format.finish(weight)
                 except ValueError as error:
-                    parts = ", ".join(model.config.parts(weight.role))
+                    parts = ", ".join(product.modules)
                     raise WeightsError(f"{model_dir}: g_idx of layer {index}'s {parts} {error}") from None
 
 
@@ -326,5 +318,4 @@ def _set_kv_scales(model: Transformer, model_dir: Path, found: dict[tuple[int, s
                 f"{model_dir} has scales of some keys and values, but not self_attn.{missing[0]}_scale of "
                 f"layer {index}"
             )
-        assert isinstance(layer, Layer)
         layer.kv_scales = (found[index, "k"], found[index, "v"])

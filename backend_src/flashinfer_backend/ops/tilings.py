@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import BlockTile, Int4Tile, Role, Tiling
+from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tiling
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
@@ -50,7 +50,7 @@ def _choose(role: Role, tokens: int, rows: int, inner: int, by_rows: bool) -> Ti
 @device.cached
 def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
     """The Triton product's tiling for a weight [rows, inner], or None where it is written out in 16 bits."""
-    shape, gated = (rows, inner), role == "gate_up"
+    shape, gated = (rows, inner), role == GATED
     steps = device.active().int4_steps(role, shape)
     if not steps:
         return untuned_int4(tokens, rows, inner, gated)

@@ -64,6 +64,7 @@ class Weight(nn.Module):
     `input_scales`: of formats with scales for x, first row of a module -> scale."""
 
     scale: nn.Parameter
+    bias: nn.Parameter | None  # [N], of the product
     zero: Tensor | None  # of formats with zero points
     order: Tensor | None  # of the columns, int64 [K], where groups are of columns that are no neighbours
 
@@ -80,6 +81,7 @@ class Weight(nn.Module):
         if scale is not None:
             self.scale = nn.Parameter(scale, requires_grad=False)
         self.shape: tuple[int, int] = (data.shape[0], data.shape[1])
+        self.register_parameter("bias", None)
         self.register_buffer("zero", None)
         self.register_buffer("order", None)
         self.input_scales: dict[int, float] = {}
@@ -229,7 +231,7 @@ class Fp8Block:
         return tuple(-(-size // fp8.BLOCK) for size in shape)
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
-        # Modules beside each other, and parts of them, begin at whole blocks: ModelConfig.check_formats.
+        # Modules beside each other, and parts of them, begin at whole blocks: Product.check_format.
         data = weight.data[rows]
         first, (blocks, _) = rows.start // fp8.BLOCK, self.scales(data.shape)
         scale = weight.scale[first : first + blocks]
@@ -283,7 +285,7 @@ class Int4:
         return weight
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
-        # Parts are of whole groups and of whole words of 8 elements: ModelConfig.check_formats.
+        # Parts are of whole groups and of whole words of 8 elements: Product.check_format.
         (height, width), device = part.whole, weight.data.device
         data, scale = weight.data[rows], weight.scale[:, rows]
         size = self.group or width

@@ -21,8 +21,8 @@ from flashinfer_backend.core.arguments import require_cuda, some_seconds, whole
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import Tuned
-from flashinfer_backend.models.config import ModelConfig
-from flashinfer_backend.models.quantization import Quantization
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.tune.search import FULL, QUICK, Bench, Plan, changes, search
 
 QUICK_LAYERS = 4  # enough for their weights not to fit the cache
@@ -71,17 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        config = share(options)
-        plan = make_plan(options, config)
+        spec = share(options)
+        plan = make_plan(options, spec)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     require_cuda(parser)
     try:
         base = starting_point(options.output, torch.cuda.get_device_name())
-        bench = make_bench(config)
+        bench = make_bench(spec)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    tune(base, bench, plan, options.output, with_what(options.model, config))
+    tune(base, bench, plan, options.output, with_what(options.model, spec))
     return 0
 
 
@@ -93,45 +93,43 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def share(options: argparse.Namespace) -> ModelConfig:
+def share(options: argparse.Namespace) -> ModelSpec:
     """What of the model is measured. Raises ValueError where it cannot be had."""
-    config = ModelConfig.from_pretrained(resolve_model_dir(options.model))
+    spec = read_spec(resolve_model_dir(options.model))
     if options.fp8:
-        config = config.quantised_on_load()
+        spec = spec.quantised_on_load()
     if options.fp8_blocks:
-        config = in_blocks(config)
-    if config.num_experts:
+        spec = in_blocks(spec)
+    if isinstance(spec.mlp, Experts):
         raise ValueError("mixtures of experts are measured by perf_configs/kernels/bench_experts.py")
-    if config.quantization.format.startswith("int4"):
+    if spec.format.startswith("int4"):
         raise ValueError("weights of 4 bits are measured by perf_configs/kernels/bench_int4.py")
-    layers = options.layers or (QUICK_LAYERS if options.quick else config.num_layers)
-    if options.layers and layers > config.num_layers:
-        raise ValueError(f"--layers {layers}: the model has {config.num_layers}")
-    config = replace(config, num_layers=min(layers, config.num_layers))
-    return config.local(Shard(0, options.tensor_parallel_size))
+    layers = options.layers or (QUICK_LAYERS if options.quick else len(spec.layers))
+    if options.layers and layers > len(spec.layers):
+        raise ValueError(f"--layers {layers}: the model has {len(spec.layers)}")
+    spec = replace(spec, layers=spec.layers[:layers])
+    return spec.share(Shard(0, options.tensor_parallel_size))
 
 
-def make_plan(options: argparse.Namespace, config: ModelConfig) -> Plan:
+def make_plan(options: argparse.Namespace, spec: ModelSpec) -> Plan:
     """How much is measured. Raises ValueError where sizes of steps are no choice."""
     plan = QUICK if options.quick else FULL
     if options.tokens:
-        if any(format.startswith("fp8_block") for format in config.weight_formats()["gate_up"]):
+        if any(p.gated and p.format.startswith("fp8_block") for p in spec.products):
             raise ValueError("--tokens is for weights without scales of 128x128 blocks; leave it out")
         plan = replace(plan, tokens=options.tokens, gated=False)
     return replace(plan, seconds=options.seconds) if options.seconds else plan
 
 
-def in_blocks(config: ModelConfig) -> ModelConfig:
+def in_blocks(spec: ModelSpec) -> ModelSpec:
     """The model as a checkpoint in FP8 with scales of 128x128 blocks has it. Raises ValueError for one that
     is quantised already, or whose parts are not whole blocks."""
-    if config.quantization.format != "dense":
+    if spec.format != "dense":
         raise ValueError(
             f"--fp8-blocks is for checkpoints of 16 or 32 bits, and this one is quantised already"
-            f" ({config.quantization.format}); leave the option out to measure it as it is"
+            f" ({spec.format}); leave the option out to measure it as it is"
         )
-    found = replace(config, quantization=Quantization("fp8_block"))
-    found.check_formats()
-    return found
+    return spec.with_format("fp8_block")
 
 
 def starting_point(output: Path, device: str) -> Tuned:
@@ -160,26 +158,26 @@ def tune(base: Tuned, bench: Bench, plan: Plan, output: Path, measured: dict[str
     return found
 
 
-def with_what(model: str, config: ModelConfig) -> dict[str, str]:
+def with_what(model: str, spec: ModelSpec) -> dict[str, str]:
     """What a reader wants to know of a measurement."""
     import triton
 
     versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "triton": triton.__version__}
     versions = {name: str(version) for name, version in versions.items()}  # torch's is no plain text
-    size = config.shard.size
+    size = spec.shard.size
     shape = Path(model).name + (f" on each of {size} GPUs" if size > 1 else "")
     return {"shape": shape, **versions, "by": "python -m flashinfer_backend.tune"}
 
 
-def make_bench(config: ModelConfig) -> Bench:
+def make_bench(spec: ModelSpec) -> Bench:
     """The model, or a rank's share of it, on the GPU, with random weights."""
     from flashinfer_backend.models.transformer import Transformer
     from flashinfer_backend.models.weights import load_weights
     from flashinfer_backend.ops import cuda_ops
     from flashinfer_backend.tune.measure import ModelBench
 
-    dtype = torch.float16 if config.dtype == "float16" else torch.bfloat16
-    model = Transformer(config, cuda_ops, dtype, "cuda", max_seq_len=config.longest_seq_len)
+    dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    model = Transformer(spec, cuda_ops, dtype, "cuda", max_seq_len=spec.longest_seq_len)
     load_weights(model, "", "dummy")
     return ModelBench(model)
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import Role, Shape, Tuned
-from flashinfer_backend.models.config import LAYER_ROLES
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device, gated_linear
 from flashinfer_backend.ops.collectives import Collectives
@@ -93,15 +92,15 @@ class ModelBench:
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        config = model.config
-        self.shapes: dict[Role, Shape] = {role: config.shape(role) for role in LAYER_ROLES}
-        self.shapes["head"] = config.vocab_rows, config.hidden_size
-        if config.shard.size > 1:
+        if model.spec.shard.size > 1:
             model.collectives = _Copies()
-        self.kinds: dict[Role, Kind] = {"head": "dense"}
-        for role, formats in config.weight_formats().items():
+        products = model.spec.products
+        self.shapes: dict[Role, Shape] = {product.role: product.shape for product in products}
+        self.kinds: dict[Role, Kind] = {}
+        for role in self.shapes:
+            formats = sorted({product.format for product in products if product.role == role})
             if len(formats) > 1:
-                raise ValueError(f"the {role} weights have several formats: {', '.join(sorted(formats))}")
+                raise ValueError(f"the {role} weights have several formats: {', '.join(formats)}")
             (format,) = formats
             blocks = format.startswith("fp8_block")
             self.kinds[role] = "dense" if format == "dense" else "blocks" if blocks else "rows"
@@ -110,17 +109,15 @@ class ModelBench:
     def step(self, tokens: int, layers: int | None = None) -> Callable[[], Tensor]:
         """The products of a step of so many tokens, one after the other as in a step, without what is between
         them: rotation and attention. layers: only the first ones."""
-        model, config = self.model, self.model.config
-        start = self._random(tokens, config.hidden_size)
-        attended = self._random(tokens, config.num_heads, config.head_dim)
+        model, spec = self.model, self.model.spec
+        start = self._random(tokens, spec.hidden_size)
+        attended = self._random(tokens, spec.attention.heads, spec.attention.head_dim)
 
         def body() -> Tensor:
             hidden = start.clone()
-            for index, layer in enumerate(model.layers[:layers]):
-                model.ops.norm_linear(
-                    hidden, layer.input_norm, config.rms_norm_eps, layer.qkv, layer.qkv_bias
-                )
-                hidden = model.after_attention(index, attended, hidden)
+            for layer in model.layers[:layers]:
+                model.ops.norm_linear(hidden, layer.input_norm, layer.eps, layer.qkv, layer.qkv.bias)
+                hidden = layer.after(attended, hidden, model.collectives)
             return model.logits(hidden)
 
         return body

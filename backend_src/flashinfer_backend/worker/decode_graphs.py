@@ -50,7 +50,7 @@ class DecodeGraphs:
         self._opened = np.full(state.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model = state.model
-        shape = (0 if model.collectives.shard.rank else self._sizes[-1], model.config.vocab_size)
+        shape = (0 if model.collectives.shard.rank else self._sizes[-1], model.spec.vocab_size)
         self._logits = torch.empty(shape, dtype=model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
         self._captured = {size: self._capture(size, capture) for size in reversed(self._sizes)}

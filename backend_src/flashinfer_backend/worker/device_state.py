@@ -38,7 +38,7 @@ class DeviceState:
         self.attention = self._make_attention(config)
 
     def _make_attention(self, config: EngineConfig) -> Any:
-        num_heads = self.model.config.num_heads
+        num_heads = self.model.spec.attention.heads
         if config.attention_backend == "torch" or self.device.type == "cpu":
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 

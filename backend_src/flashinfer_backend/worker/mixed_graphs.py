@@ -15,6 +15,7 @@ number is timed once it is captured, and a step takes the fastest that holds it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from bisect import bisect_left
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.models.spec import Experts
 from flashinfer_backend.models.transformer import Attention, Transformer
 from flashinfer_backend.worker.capture import GraphCapture
 
@@ -57,9 +59,9 @@ class MixedGraphs:
     ) -> None:
         self._model, self._kv_caches = model, kv_caches
         self.largest = SIZES[-1]
-        heads, device = model.config, model.device
+        heads, device = model.spec.attention, model.device
         self._inputs = torch.zeros((3, self.largest), dtype=torch.int32, device=device)
-        shape = (self.largest, heads.num_heads, heads.head_dim)
+        shape = (self.largest, heads.heads, heads.head_dim)
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
@@ -132,10 +134,10 @@ class MixedGraphs:
     def _layer_seconds(self, size: int) -> float:
         """Median time of the piece between two layers' attention."""
         *before, graph = self._graphs[size]
-        if self._model.config.num_experts:
+        if isinstance(self._model.spec.mlp, Experts):
             # Tokens that differ, as in a step: which experts they have decides how long it takes.
             with torch.inference_mode():
-                self._inputs[0, :size] = torch.arange(size) % self._model.config.vocab_size
+                self._inputs[0, :size] = torch.arange(size) % self._model.spec.vocab_size
             for each in before:
                 each.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
@@ -148,28 +150,22 @@ class MixedGraphs:
         return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
     def _piece(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """What a step of `size` tokens runs before the attention of layer `index`."""
-        model, (input_ids, positions, cache_locations) = self._model, (row[:size] for row in self._inputs)
-        if hidden is None:
-            hidden = model.embed(input_ids)
-        else:
-            hidden = model.after_attention(index - 1, self._attended[:size], hidden)
-        cache = self._kv_caches[index]
-        model.before_attention(index, hidden, positions, cache_locations, cache, self._q[:size])
+        """Runs the model's piece before the attention of layer `index`, over the static tensors; returns the
+        residual stream."""
+        input_ids, positions, cache_locations = (row[:size] for row in self._inputs)
+        inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
+        _, hidden = self._model.piece(index, inputs, self._kv_caches, attended, hidden, self._q[:size])
         return hidden
 
     def _capture(self, size: int) -> None:
         hidden: torch.Tensor | None = None
         self._graphs[size] = []
+
+        def warm_up() -> None:
+            self._model.finish(self._attended[:size], self._piece(size, 0, None), None)
+
         for index in range(len(self._model.layers)):
-            before = hidden
-
-            def piece(index: int = index, before: torch.Tensor | None = before) -> torch.Tensor:
-                return self._piece(size, index, before)
-
-            def warm_up() -> None:
-                self._model.finish(self._attended[:size], self._piece(size, 0, None), None)
-
+            piece = functools.partial(self._piece, size, index, hidden)
             graph, hidden = self._capture_graph(piece, (lambda: None) if index else warm_up)
             self._graphs[size].append(graph)
         assert hidden is not None

@@ -34,7 +34,7 @@ import torch
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.spec import Experts, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class KernelBuildError(OSError):
 
 
 def needed(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
+    model: ModelSpec, config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[Kind]:
     """The modules that an engine with these settings calls on a GPU of this compute capability."""
     if config.attention_backend == "torch" or dtype == torch.float32:
@@ -97,11 +97,11 @@ def needed(
     kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
     if capability[0] == 9:
         kinds.add("fa3")
-    formats = model.weight_formats()["gate_up"]
-    if model.num_experts:  # whose products are Triton's, with the activation
+    formats = {product.format for product in model.products if product.gated}
+    if isinstance(model.mlp, Experts):  # whose products are Triton's, with the activation
         formats = set()
         kinds.remove("silu")
-    if capability == (9, 0) and model.intermediate_size % 64 == 0:
+    if capability == (9, 0) and model.mlp.size % 64 == 0:
         if model.hidden_size % 64 == 0 and "dense" in formats:
             kinds.add("gated_linear")
         if model.hidden_size % 128 == 0 and formats & {"fp8_token", "fp8_on_load", "fp8_static"}:
@@ -115,13 +115,13 @@ def needed(
     return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
 
 
-def _int4_format(model: ModelConfig) -> str | None:
+def _int4_format(model: ModelSpec) -> str | None:
     """That of a checkpoint's weights of 4 bits, or None without. There is one: what else it has is dense."""
-    formats = set().union(*model.weight_formats().values())
+    formats = (product.format for product in model.products)
     return next((format for format in formats if format.startswith("int4")), None)
 
 
-def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
     """Compile what is missing and let FlashInfer load all from one folder; returns how many were compiled.
 
     For GPUs of the architectures that FlashInfer sees, or FLASHINFER_CUDA_ARCH_LIST names.
@@ -201,7 +201,7 @@ def _lowest_capability() -> tuple[int, int]:
     return min(found)
 
 
-def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> Any:
+def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype) -> Any:
     """FlashInfer's description of how the module is built."""
     from flashinfer.jit import gen_act_and_mul_module, norm, sampling
     from flashinfer.jit.xqa import gen_xqa_module
@@ -227,13 +227,14 @@ def _spec(kind: Kind, model: ModelConfig, config: EngineConfig, dtype: torch.dty
         format = FORMATS[_int4_format(model) or ""]
         assert isinstance(format, Int4)
         return int4_linear.spec(dtype, int4_linear.parts_of(format.group), format.zeros)
+    heads = model.attention
     if kind == "xqa":
-        group = model.num_heads // model.num_kv_heads
-        return gen_xqa_module(dtype, dtype, config.tokens_per_block, model.head_dim, group, False, dtype)
+        group = heads.heads // heads.kv_heads
+        return gen_xqa_module(dtype, dtype, config.tokens_per_block, heads.head_dim, group, False, dtype)
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
 
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    return batch_spec(kind, dtype, kv_dtype, model.head_dim)
+    return batch_spec(kind, dtype, kv_dtype, heads.head_dim)
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:

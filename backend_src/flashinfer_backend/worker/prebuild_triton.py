@@ -21,16 +21,14 @@ from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
-from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.models.config import LAYER_ROLES, ModelConfig
-from flashinfer_backend.models.quantization import WeightFormat
+from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
 log = logging.getLogger(__name__)
 
 
-def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
     """Compile what is not in Triton's cache, and load the rest from it, for the current device; returns how
     many variants that were. config has its limits resolved.
 
@@ -46,7 +44,7 @@ def prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int
     return count
 
 
-def _prepare(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, began: float) -> int:
+def _prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype, began: float) -> int:
     variants = collect(lambda: call_operations(config, model, dtype))
     finished = 0
 
@@ -135,7 +133,7 @@ def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
     return [(kernel, data) for (kernel, _), data in found.items()]
 
 
-def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:
+def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> None:
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_inputs import decode_inputs
@@ -148,15 +146,16 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     def words(*shape: int) -> Tensor:
         return empty(*shape, of=torch.int32)
 
-    _call_products(model, dtype, empty)
-    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    _call_products(model, empty)
+    mixer = model.attention
+    heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
-    norm = empty(dim) if model.qk_norm else None
+    norm = empty(dim) if mixer.qk_norm else None
     stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
     cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
     qkv = empty(4, (heads + 2 * kv_heads) * dim)
-    rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.rms_norm_eps, heads, kv_heads)
+    rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.norm_eps, heads, kv_heads)
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
     decode_inputs(words(4), words(4), words(4), last_token, table, block)
@@ -176,29 +175,33 @@ def call_operations(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
             triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)
 
 
-def _call_fp8_product(
-    role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
-) -> None:
+def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:
+    """What is computed with a product of so many tokens, as Triton's kernels are told."""
+    rows, _ = product.shape
+    return {
+        "bias": empty(rows) if product.bias else None,
+        "residual": empty(tokens, rows) if product.adds and model.shard.rank == 0 else None,
+        "gated": product.gated,
+    }
+
+
+def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_fp8 does."""
     from flashinfer_backend.ops import fp8, triton_fp8
     from flashinfer_backend.ops.tilings import choose_blocks
     from flashinfer_backend.ops.triton_linear import linear
 
-    rows, inner = model.shape(role)
-    norm = triton_fp8.Norm(empty(inner), model.rms_norm_eps) if role in ("qkv", "gate_up") else None
-    product, scales = empty(1, rows), empty(rows, of=torch.float32)
+    (rows, inner), role, format = product.shape, product.role, product.format
+    norm = None if product.adds else triton_fp8.Norm(empty(inner), model.norm_eps)
+    result, scales = empty(1, rows), empty(rows, of=torch.float32)
 
     def behind(tokens: int = 1) -> dict[str, Any]:
-        return {
-            "bias": empty(rows) if role == "qkv" and model.qkv_bias else None,
-            "residual": empty(tokens, rows) if role in ("o", "down") and model.shard.rank == 0 else None,
-            "gated": role == "gate_up",
-        }
+        return _around(product, model, tokens, empty)
 
     if not format.startswith("fp8_block"):
         static = 1.0 if format == "fp8_static" else None
         _, x_scales = triton_fp8.quantise_rows(empty(1, inner), static, norm)
-        triton_fp8.finish(product, x_scales, scales, **behind())
+        triton_fp8.finish(result, x_scales, scales, **behind())
         weight = empty(rows, inner, of=torch.float8_e4m3fn)
         for step in device.active().steps(role, (rows, inner), fp8=True):
             tiling = device.active().tiling(role, step.tokens, (rows, inner), fp8=True)
@@ -220,8 +223,8 @@ def _call_fp8_product(
                 linear(elements, weight, tiling, scales=(x_scales, scales), **behind(step.tokens))
         if format == "fp8_static":  # where parts have input scales of their own
             triton_fp8.quantise_rows(empty(1, inner), static)
-            triton_fp8.finish(product, x_scales, scales)
-            triton_fp8.finish(product, **behind())
+            triton_fp8.finish(result, x_scales, scales)
+            triton_fp8.finish(result, **behind())
         return
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
     scales = fp8.empty_block_scales((rows, inner), weight.device)
@@ -232,91 +235,92 @@ def _call_fp8_product(
             triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile, 1), **behind())
         fewest = (tile.tokens or 0) + 1
     if role in device.active().fp8_blocks_by_cublas:
-        triton_fp8.finish(product, **behind())
+        triton_fp8.finish(result, **behind())
 
 
-def _call_int4_product(
-    role: Role, format: WeightFormat, model: ModelConfig, empty: Callable[..., Tensor]
-) -> None:
+def _call_int4_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_int4 does."""
     from flashinfer_backend.ops import triton_int4
     from flashinfer_backend.ops.tilings import variants_int4
     from flashinfer_backend.ops.weight import Weight
 
-    rows, inner = model.shape(role)
-    weight = Weight.empty(role, (rows, inner), format, empty(0).dtype, torch.device("meta"))
+    (rows, inner), role = product.shape, product.role
+    weight = Weight.empty(role, product.shape, product.format, empty(0).dtype, torch.device("meta"))
     stored = weight.data, weight.scale, weight.zero
     triton_int4.dequantise(*stored, weight.scale.dtype)
     for tokens, tiling in variants_int4(role, rows, inner):
+        normed = tiling.fuse_norm and not product.adds
         triton_int4.linear(
             empty(tokens, inner),
             *stored,
             tiling,
-            norm_weight=empty(inner) if tiling.fuse_norm and role in ("qkv", "gate_up") else None,
-            eps=model.rms_norm_eps if tiling.fuse_norm and role in ("qkv", "gate_up") else 0.0,
-            bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
-            residual=empty(tokens, rows) if role in ("o", "down") and model.shard.rank == 0 else None,
-            gated=role == "gate_up",
+            norm_weight=empty(inner) if normed else None,
+            eps=model.norm_eps if normed else 0.0,
+            **_around(product, model, tokens, empty),
         )
 
 
-def _call_experts(model: ModelConfig, empty: Callable[..., Tensor]) -> None:
+def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_experts does, with each tile."""
     from flashinfer_backend.ops import cuda_experts, triton_experts
     from flashinfer_backend.ops.weight import Weight
 
-    def weight(role: Role, format: WeightFormat) -> Weight:
-        return Weight.empty(role, model.shape(role), format, empty(0).dtype, torch.device("meta"))
+    def weight(product: Product) -> Weight:
+        role, dtype = product.role, empty(0).dtype
+        return Weight.empty(role, product.shape, product.format, dtype, torch.device("meta"))
 
-    formats = model.weight_formats()
-    for first, second in sorted(itertools.product(formats["gate_up"], formats["down"])):
+    of_experts = [product for product in model.products if product.experts]
+    pairs_of_products = itertools.product(
+        (product for product in of_experts if product.gated),
+        (product for product in of_experts if not product.gated),
+    )
+    for gate_up, down in pairs_of_products:
         fewest = 0  # tokens an expert that take the next tile
-        weights = weight("gate_up", first), weight("down", second)
+        weights = weight(gate_up), weight(down)
         for tile in device.active().expert_tiles(triton_experts.scales_of(weights[0])):
-            least = max(1, -(-fewest * model.num_experts // model.experts_per_token))
+            least = max(1, -(-fewest * mlp.count // mlp.per_token))
             fewest = (tile.pairs or 0) + 1
             # One token, few and more are routed by different kernels.
             for tokens in sorted({max(least, some) for some in (1, 2, triton_experts.FEW_TOKENS + 1)}):
-                pairs = tokens * model.experts_per_token // model.num_experts
+                pairs = tokens * mlp.per_token // mlp.count
                 if tile.pairs is not None and pairs > tile.pairs:
                     continue
                 normed = empty(tokens, model.hidden_size)
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
-                logits = empty(tokens, model.num_experts, of=torch.float32)
-                routing = model.experts_per_token, model.norm_topk_prob
+                logits = empty(tokens, mlp.count, of=torch.float32)
+                routing = mlp.per_token, mlp.norm_topk
                 cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual)
 
 
-def _call_products(model: ModelConfig, dtype: torch.dtype, empty: Callable[..., Tensor]) -> None:
+def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_ops does."""
+    if isinstance(model.mlp, Experts):
+        _call_experts(model, model.mlp, empty)
+    for product in model.products:
+        if product.experts or not product.role:
+            continue
+        if product.format == "dense":
+            _call_dense_product(product, model, empty)
+        elif product.format.startswith("int4"):
+            _call_int4_product(product, model, empty)
+        else:
+            _call_fp8_product(product, model, empty)
+
+
+def _call_dense_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     from flashinfer_backend.ops.triton_linear import linear
 
-    numbers = device.active()
-    shapes: dict[Role, tuple[int, int]] = {role: model.shape(role) for role in LAYER_ROLES}
-    formats = model.weight_formats() | {"head": {"dense"}}
-    if model.num_experts:
-        _call_experts(model, empty)
-        del shapes["gate_up"], shapes["down"]
-    for role, (rows, inner) in (shapes | {"head": (model.vocab_rows, model.hidden_size)}).items():
-        for format in sorted(formats[role] - {"dense"}):
-            call = _call_int4_product if format.startswith("int4") else _call_fp8_product
-            call(role, format, model, empty)
-        if "dense" not in formats[role]:
+    numbers, weight = device.active(), empty(*product.shape)
+    for step in numbers.steps(product.role, product.shape):
+        tiling = numbers.tiling(product.role, step.tokens, product.shape)
+        if tiling is None:
             continue
-        weight = empty(rows, inner)
-        for step in numbers.steps(role, (rows, inner)):
-            tokens = step.tokens
-            tiling = numbers.tiling(role, tokens, (rows, inner))
-            if tiling is None:
-                continue
-            adds = role in ("o", "down")
-            linear(
-                empty(tokens, inner),
-                weight,
-                tiling,
-                norm_weight=empty(inner) if tiling.fuse_norm and not adds else None,
-                eps=model.rms_norm_eps if tiling.fuse_norm and not adds else 0.0,
-                bias=empty(rows) if role == "qkv" and model.qkv_bias else None,
-                residual=empty(tokens, rows) if adds and model.shard.rank == 0 else None,
-                gated=role == "gate_up",
-            )
+        normed = tiling.fuse_norm and not product.adds
+        linear(
+            empty(step.tokens, product.shape[1]),
+            weight,
+            tiling,
+            norm_weight=empty(product.shape[1]) if normed else None,
+            eps=model.norm_eps if normed else 0.0,
+            **_around(product, model, step.tokens, empty),
+        )

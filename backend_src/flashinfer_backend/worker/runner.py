@@ -71,7 +71,7 @@ class Runner:
         self.state = DeviceState(config, model, ops, kv_cache)
         self.device = self.state.device
         self._readback = ReadbackRing(2 * config.max_num_seqs, self.device)  # tokens, log probabilities
-        vocab, state = model.config.vocab_size, self.state
+        vocab, state = model.spec.vocab_size, self.state
         self.sampler = Sampler(ops, vocab, config, self.device, state.staging, state.last_token)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None

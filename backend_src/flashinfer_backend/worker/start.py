@@ -18,9 +18,10 @@ from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
-from flashinfer_backend.models.config import ModelConfig
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.quantization import BLOCK
-from flashinfer_backend.models.transformer import Layer, Transformer
+from flashinfer_backend.models.spec import Experts, ModelSpec
+from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.worker import prebuild, prebuild_triton
@@ -45,19 +46,19 @@ def start_runner(
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
-    model_config = ModelConfig.from_pretrained(model_dir, tokenizer_dir)
+    spec = read_spec(model_dir, tokenizer_dir)
     if config.quantization == "fp8":
-        model_config = model_config.quantised_on_load()
-    model_config.check_max_seq_len(config.max_seq_len)
-    config = resolve_limits(config, model_config.longest_seq_len)
-    model_config = model_config.local(shard)
+        spec = spec.quantised_on_load()
+    spec.check_max_seq_len(config.max_seq_len)
+    config = resolve_limits(config, spec.longest_seq_len)
+    spec = spec.share(shard)
     device = _device(config, shard)
-    dtype = _dtype(config, model_config, device)
+    dtype = _dtype(config, spec, device)
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
-        check_cuda_formats(config, model_config, dtype)
+        check_cuda_formats(config, spec, dtype)
     if device.type == "cuda":
-        prebuild.prepare(config, model_config, dtype)
+        prebuild.prepare(config, spec, dtype)
     if plain_torch:
         from flashinfer_backend.ops import torch_ops as ops
 
@@ -65,13 +66,13 @@ def start_runner(
     else:
         from flashinfer_backend.ops import cuda_ops as ops  # type: ignore[no-redef]
 
-        prebuild_triton.prepare(config, model_config, dtype)
-    model = Transformer(model_config, ops, dtype, device, config.max_seq_len)
+        prebuild_triton.prepare(config, spec, dtype)
+    model = Transformer(spec, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
-    stored, seconds = _stored(model_config), time.monotonic() - began
+    stored, seconds = _stored(spec), time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
     if shard.size > 1:
-        hidden_size = model_config.hidden_size
+        hidden_size = spec.hidden_size
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
@@ -99,12 +100,11 @@ def start_runner(
     return config, runner
 
 
-def _stored(model_config: ModelConfig) -> str:
+def _stored(spec: ModelSpec) -> str:
     """What the log says of the weights."""
-    format = model_config.quantization.format
-    stored = "not quantised" if format == "dense" else format
-    experts = f", {model_config.num_experts} experts, {model_config.experts_per_token} a token"
-    return stored + (experts if model_config.num_experts else "")
+    stored, mlp = "not quantised" if spec.format == "dense" else spec.format, spec.mlp
+    experts = f", {mlp.count} experts, {mlp.per_token} a token" if isinstance(mlp, Experts) else ""
+    return stored + experts
 
 
 def _device(config: EngineConfig, shard: Shard) -> torch.device:
@@ -148,15 +148,15 @@ def _plain_torch(config: EngineConfig, device: torch.device, dtype: torch.dtype)
     return False
 
 
-def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cpu":
         return torch.float32  # what CPUs compute fast, and exactly enough to compare with
-    return torch.float16 if model_config.dtype == "float16" else torch.bfloat16
+    return torch.float16 if spec.dtype == "float16" else torch.bfloat16
 
 
-def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> None:
+def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ValueError for formats that the CUDA kernels do not compute."""
     slow = "attention_backend=torch computes it, slowly"
     if config.kv_cache_dtype != "auto" and config.attention_backend == "xqa":
@@ -164,35 +164,33 @@ def check_cuda_formats(config: EngineConfig, model_config: ModelConfig, dtype: t
             f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
             f"{config.kv_cache_dtype} set attention_backend=auto"
         )
-    if model_config.num_experts:
-        _check_experts(model_config)
-    for role, formats in model_config.weight_formats().items():
-        if formats == {"dense"}:
+    if isinstance(spec.mlp, Experts):
+        _check_experts(spec)
+    for product in spec.products:
+        if product.format == "dense":
             continue
-        rows, inner = model_config.shape(role)
-        if any(format.startswith("int4") for format in formats):
+        rows, inner = product.shape
+        if product.format.startswith("int4"):
             if inner % BLOCK:
                 raise ValueError(
-                    f"the {role} weights [{rows}, {inner}] of 4 bits should have columns in multiples of"
-                    f" {BLOCK} on a GPU; {slow}"
+                    f"the {product.name} weights [{rows}, {inner}] of 4 bits should have columns in"
+                    f" multiples of {BLOCK} on a GPU; {slow}"
                 )
             continue
         if dtype != torch.bfloat16:
             raise ValueError(f"weights in FP8 need dtype=bfloat16 on a GPU, not {dtype}; set it")
-        grain = BLOCK if any(format.startswith("fp8_block") for format in formats) else 16
+        grain = BLOCK if product.format.startswith("fp8_block") else 16
         if rows % 16 or inner % grain:
             raise ValueError(
-                f"the {role} weights [{rows}, {inner}] in FP8 should have rows in multiples of 16 and columns"
-                f" in multiples of {grain} on a GPU; {slow}"
+                f"the {product.name} weights [{rows}, {inner}] in FP8 should have rows in multiples of"
+                f" 16 and columns in multiples of {grain} on a GPU; {slow}"
             )
 
 
-def _check_experts(model_config: ModelConfig) -> None:
-    hidden, inner = model_config.hidden_size, model_config.intermediate_size
-    sizes = {"hidden_size": hidden, model_config.mlp_names.size: inner}
-    for name, size in sizes.items():
+def _check_experts(spec: ModelSpec) -> None:
+    for name, size in {"hidden_size": spec.hidden_size, spec.mlp.size_key: spec.mlp.size}.items():
         if size % EXPERT_GRAIN:
-            where = f" on each of {model_config.shard.size} GPUs" if model_config.shard.size > 1 else ""
+            where = f" on each of {spec.shard.size} GPUs" if spec.shard.size > 1 else ""
             raise ValueError(
                 f"{name} is {size}{where}; with experts it should be a multiple of {EXPERT_GRAIN} on a GPU;"
                 " attention_backend=torch computes it, slowly"
@@ -200,12 +198,12 @@ def _check_experts(model_config: ModelConfig) -> None:
 
 
 def _cache_format(config: EngineConfig, model: Transformer) -> KVCacheFormat:
-    shape = model.config
+    heads = model.spec.attention
     in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
     return KVCacheFormat(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=len(model.spec.layers),
+        num_kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
         block_size=config.tokens_per_block,
         dtype=torch.float8_e4m3fn if in_fp8 else model.dtype,
         scales=model.kv_scales if in_fp8 else (),
@@ -256,11 +254,9 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()  # loading has peaks of its own
     hidden = torch.zeros(
-        (config.max_num_tokens, model.config.hidden_size), dtype=model.dtype, device=model.device
+        (config.max_num_tokens, model.spec.hidden_size), dtype=model.dtype, device=model.device
     )
-    layer = model.layers[0]
-    assert isinstance(layer, Layer)
-    added = model.mlp(layer, hidden)
+    added = model.layers[0].mlp(hidden)
     logits = model.logits(hidden[: config.max_num_seqs])
     del hidden, added, logits
     torch.cuda.synchronize()

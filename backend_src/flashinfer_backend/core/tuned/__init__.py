@@ -24,10 +24,11 @@ SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
 LINE = 130  # characters of a line in a file, at most, where values share one
 
-# What a product is for: queries, keys and values; attention's output; gate and up projections; down
-# projection; logits.
-Role = Literal["qkv", "o", "gate_up", "down", "head"]
+# Under which name a product finds its numbers: queries, keys and values; attention's output; gate and up
+# projections; down projection; logits. Products of one role and shape share them.
+Role = str
 ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
+GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multiplies
 Shape = tuple[int, int]  # weight [N, K]
 # Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
 Scales = Literal["none", "rows", "blocks"]
@@ -387,6 +388,13 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         by_name: dict[str, Mapping[Role, tuple[Product | Int4Product, ...]]] = {
             "products": self.products, "fp8_products": self.fp8_products, "int4": self.int4
         }  # fmt: skip
+        named = {
+            role
+            for by_role in (*by_name.values(), self.fp8_blocks, self.fp8_blocks_by_cublas)
+            for role in by_role
+        }
+        if unknown := sorted(named - set(ROLES)):
+            raise ValueError(f"roles of products should be {', '.join(ROLES)}, not {', '.join(unknown)}")
         for name, by_role in by_name.items():
             for role, products in by_role.items():
                 shapes = [product.shape for product in products]
@@ -407,7 +415,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         for step in self.steps(role, shape, fp8):
             if tokens <= step.tokens:
                 tiling = step.tiling
-                return tiling if tiling and tiling.fits(shape, role == "gate_up", tokens) else None
+                return tiling if tiling and tiling.fits(shape, role == GATED, tokens) else None
         return None
 
     def block_tiles(self, role: Role) -> tuple[BlockTile, ...]:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint of Hugging Face's format to a ModelSpec: one file a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, read_object_if_there
+from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
+from flashinfer_backend.models.hf.llama import llama
+from flashinfer_backend.models.hf.mistral import mistral
+from flashinfer_backend.models.hf.mixtral import mixtral
+from flashinfer_backend.models.hf.qwen2 import qwen2
+from flashinfer_backend.models.hf.qwen3 import qwen3
+from flashinfer_backend.models.hf.qwen3_moe import qwen3_moe
+from flashinfer_backend.models.spec import ModelSpec
+
+# Each function has the name of its family's model_type.
+ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+}
+
+
+def read_spec(
+    model_dir: str | Path, tokenizer_dir: str | Path | None = None, changes: dict[str, Any] | None = None
+) -> ModelSpec:
+    """Read config.json, of which `changes` win, and, where present, generation_config.json of a checkpoint
+    folder, and which token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
+
+    Raises FileNotFoundError without a config.json, UnsupportedModelError for a kind, architecture, rotary
+    embedding, layer variant or quantisation that is not implemented, and ValueError for a key that is missing
+    or has a wrong value.
+    """
+    model_dir = Path(model_dir)
+    check_folder(model_dir)
+    path = model_dir / "config.json"
+    raw = read_object(path) | (changes or {})
+    generation_path = model_dir / "generation_config.json"
+    generation = read_object_if_there(generation_path)
+    check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
+    hf_quant = read_object_if_there(model_dir / "hf_quant_config.json")
+    end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
+    try:
+        config = Config(raw, generation, hf_quant, end_id)
+        check_config(raw, model_dir)
+        return _family(raw)(config).checked()
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error.args[0]!r}") from None
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path} has a value of a wrong type: {error}") from None
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _family(raw: dict[str, Any]) -> Callable[[Config], ModelSpec]:
+    architectures, model_type = raw.get("architectures") or [], raw.get("model_type")
+    for name in architectures:
+        if name in ARCHITECTURES:
+            family = ARCHITECTURES[name]
+            if model_type not in (None, family.__name__):  # by which transformers chooses
+                raise UnsupportedModelError(
+                    f"model_type {model_type!r} contradicts architecture {name}, whose model_type is"
+                    f" {family.__name__!r}; set the one that the model was trained as"
+                )
+            return family
+    by_type = {family.__name__: family for family in ARCHITECTURES.values()}
+    if not architectures and model_type in by_type:
+        return by_type[model_type]
+    named = ", ".join(architectures) or model_type or "none named"
+    raise UnsupportedModelError(
+        f"architecture {named} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )

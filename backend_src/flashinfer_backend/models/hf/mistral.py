@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistral 7B and its relatives: https://arxiv.org/abs/2310.06825. Llama with a window in every layer."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def mistral(config: Config) -> ModelSpec:
+    config.only(attention_bias=False)
+    config.layer_types()  # which do not change the windows
+    windows = [config.window()] * config.num_layers
+    return config.model(config.attention(kv_heads=8), config.gated(), windows)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2 and Qwen2.5: https://arxiv.org/abs/2407.10671. Llama with a bias of queries, keys and values, and a
+window in the last layers of some checkpoints."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+FULL_LAYERS = 28  # the first ones, where config.json does not say how many
+
+
+def qwen2(config: Config) -> ModelSpec:
+    config.only()
+    return config.model(config.attention(kv_heads=32, bias=True), config.gated(), windows_of(config))
+
+
+def windows_of(config: Config) -> list[int | None]:
+    """Each layer's window."""
+    return config.windows(config.used_window(), config.raw.get("max_window_layers", FULL_LAYERS))

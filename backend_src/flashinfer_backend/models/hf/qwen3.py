@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3, the dense models: https://arxiv.org/abs/2505.09388. Qwen2 with norms of each head's queries and keys
+in place of the bias."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.qwen2 import windows_of
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def qwen3(config: Config) -> ModelSpec:
+    config.only(attention_bias=False)
+    attention = config.attention(kv_heads=32, head_dim=128, qk_norm=True)
+    return config.model(attention, config.gated(), windows_of(config))

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed: a model as a list of layer specs, of the whole checkpoint or of one rank's share.
+
+Read without torch, for build.py. models/hf makes the specs, models/transformer.py computes them, and
+models/weights.py fills their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from flashinfer_backend.core.shard import WHOLE, Part, Shard
+from flashinfer_backend.core.tuned import GATED, Role, Shape
+from flashinfer_backend.core.values import some
+from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.quantization import BLOCK, WeightFormat
+
+VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
+
+
+class Source(NamedTuple):
+    """A module of the checkpoint, by its name within the layer, and the part of its matrix that is stored."""
+
+    module: str
+    part: Part
+
+    @property
+    def rows(self) -> int:
+        return self.part.rows.stop - self.part.rows.start
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product, x[T, K] @ weight[N, K].T.
+
+    name: what the layer calls the weight. sources: whose rows the weight has, one source below the other.
+    cut: what ranks divide: the rows of each source, in multiples of `grain`; its columns, so that the ranks'
+    products are summed; or nothing. role: of its numbers in core.tuned; "" for a product that is not tuned
+    and never quantised. bias: each source has one. experts: how many matrices of equal size the weight has,
+    each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
+    format: one of ops.weight.FORMATS.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+    cut: Literal["rows", "columns"] | None
+    role: Role
+    grain: int = 1
+    bias: bool = False
+    experts: int = 0
+    padding: int = 0
+    format: WeightFormat = "dense"
+
+    @cached_property
+    def shape(self) -> Shape:
+        """[N, K] of the weight; of experts, all of them below each other."""
+        columns = self.sources[0].part.columns
+        return sum(source.rows for source in self.sources) + self.padding, columns.stop - columns.start
+
+    @property
+    def gated(self) -> bool:
+        """Whether the rows are a gate's and as many of what it multiplies."""
+        return self.role == GATED
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is added to the residual stream, of which one rank has the sum so far."""
+        return self.cut == "columns"
+
+    @property
+    def modules(self) -> list[str]:
+        return [source.module for source in self.sources]
+
+    def share(self, shard: Shard) -> Product:
+        """One rank's share. Where there are fewer grains than ranks, several ranks have the same."""
+        if self.cut is None or shard.size == 1:
+            return self
+        return replace(self, sources=tuple(self._share(source, shard) for source in self.sources))
+
+    def _share(self, source: Source, shard: Shard) -> Source:
+        whole = source.part.whole
+        length = whole[0] if self.cut == "rows" else whole[1]
+        first = shard.rank * length // shard.size // self.grain * self.grain
+        own = slice(first, first + max(self.grain, length // shard.size))
+        part = source.part
+        part = part._replace(rows=own) if self.cut == "rows" else part._replace(columns=own)
+        return source._replace(part=part)
+
+    def check_format(self, shard: Shard) -> None:
+        """Raise UnsupportedModelError where the sources cannot be stored as one weight of the format."""
+        where = f" on each of {shard.size} ranks" if shard.size > 1 else ""
+        if self.format.startswith("int4"):
+            self._check_int4(where)
+        if self.format.startswith("fp8_block"):
+            self._check_blocks(where)
+
+    def _check_int4(self, where: str) -> None:
+        columns, size = self.shape[1], self.format.rpartition("_")[2]
+        for source in self.sources:
+            if source.rows % 8:
+                raise UnsupportedModelError(
+                    f"{source.module} has {source.rows} rows{where}; with 4-bit weights they should be a"
+                    " multiple of 8"
+                )
+        grain = int(size) if size.isdigit() else 8
+        if columns % grain:
+            raise UnsupportedModelError(
+                f"{', '.join(self.modules)} have {columns} columns{where}; in format {self.format} they"
+                f" should be a multiple of {grain}"
+            )
+
+    def _check_blocks(self, where: str) -> None:
+        begins_within = len(self.sources) > 1 or (where and self.cut == "rows")
+        for source in self.sources:
+            if source.rows % BLOCK and begins_within:
+                cure = ": set a smaller tensor_parallel_size" if where else ""
+                raise UnsupportedModelError(
+                    f"{source.module} has {source.rows} rows{where}; with FP8 scales of {BLOCK}x{BLOCK}"
+                    f" blocks the parts of one product should have multiples of {BLOCK}{cure}"
+                )
+        columns = self.shape[1]
+        if where and self.cut == "columns" and columns % BLOCK:
+            raise UnsupportedModelError(
+                f"{some(self.modules)} would have {columns} columns{where}; with FP8 scales of"
+                f" {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a smaller"
+                " tensor_parallel_size"
+            )
+
+
+class Norm(NamedTuple):
+    """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer, its length."""
+
+    name: str
+    module: str
+    size: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Rotary frequencies divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths stretched by the factor, short ones kept, those between interpolated. original: the
+    positions that the model was first trained with."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original: int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of heads of `dim` values: https://arxiv.org/abs/2104.09864."""
+
+    theta: float
+    dim: int
+    scaling: LinearScaling | Llama3Scaling | None = None
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Causal attention with grouped queries. qkv holds the rows of Q, K and V in this order. qk_norm: each
+    head's queries and keys are normed before they are rotated. window: the latest tokens that a token sees,
+    itself included; longer sequences are not computed. None: all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qkv: Product
+    o: Product
+    qk_norm: bool = False
+    window: int | None = None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.o
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        if not self.qk_norm:
+            return ()
+        return tuple(Norm(name, f"self_attn.{name}", self.head_dim) for name in ("q_norm", "k_norm"))
+
+    def share(self, shard: Shard) -> FullAttention:
+        """Whole heads. Fewer key/value heads than ranks are held by several ranks each."""
+        size, where = shard.size, f"tensor_parallel_size={shard.size}"
+        _check_divides(size, self.heads, "num_attention_heads")
+        if self.kv_heads > size:
+            _check_divides(size, self.kv_heads, "num_key_value_heads")
+        elif size % self.kv_heads:
+            raise UnsupportedModelError(
+                f"{where} should be a multiple of num_key_value_heads, which is {self.kv_heads}, or divide it"
+            )
+        return replace(
+            self.map(lambda product: product.share(shard)),
+            heads=self.heads // size,
+            kv_heads=max(1, self.kv_heads // size),
+        )
+
+    def map(self, change: Callable[[Product], Product]) -> FullAttention:
+        """The same with other products."""
+        return replace(self, qkv=change(self.qkv), o=change(self.o))
+
+
+@dataclass(frozen=True)
+class Gated:
+    """down(silu(gate(x)) * up(x)): https://arxiv.org/abs/2002.05202. size: rows of the gate. size_key: what
+    config.json calls it."""
+
+    size: int
+    size_key: str
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.gate_up, self.down
+
+    def share(self, shard: Shard) -> Gated:
+        """An equal part of the gate's rows."""
+        _check_divides(shard.size, self.size, self.size_key)
+        return replace(self.map(lambda product: product.share(shard)), size=self.size // shard.size)
+
+    def map(self, change: Callable[[Product], Product]) -> Gated:
+        """The same with other products."""
+        return replace(self, gate_up=change(self.gate_up), down=change(self.down))
+
+
+@dataclass(frozen=True)
+class Experts(Gated):
+    """The weighted sum of `per_token` of `count` gated MLPs, which a router chooses for each token by the
+    softmax of its logits: https://arxiv.org/abs/2101.03961. norm_topk: a token's weights are divided by their
+    sum. gate_up and down hold those of the first expert, then of the second and so on."""
+
+    router: Product
+    count: int
+    per_token: int
+    norm_topk: bool
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.router, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """hidden + mixer(norm(hidden)), and to that + mlp(norm of it). prefix: of the checkpoint's modules."""
+
+    prefix: str
+    mixer: FullAttention
+    mlp: Gated
+    norms: tuple[Norm, ...]
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return *self.mixer.products, *self.mlp.products
+
+    def map(self, change: Callable[[Product], Product]) -> LayerSpec:
+        """The same with other products, of those that can be quantised."""
+        return replace(self, mixer=self.mixer.map(change), mlp=self.mlp.map(change))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder: embedding, layers, final norm, head. Of a rank's share (`share`), layers have its heads and
+    rows alone, and vocab_size is the whole's.
+
+    norm_eps: of every RMSNorm. format: of the layers' products, as the checkpoint says; those that it leaves
+    out are dense. dtype: the checkpoint's. initializer_range: the standard deviation of random weights.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    hidden_size: int
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    initializer_range: float
+    format: WeightFormat = "dense"
+    shard: Shard = WHOLE
+
+    def share(self, shard: Shard) -> ModelSpec:
+        """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
+        the vocabulary.
+
+        Raises UnsupportedModelError where the model cannot be cut into so many.
+        """
+        if shard.size == 1:
+            return self
+        layers = tuple(
+            replace(layer, mixer=layer.mixer.share(shard), mlp=layer.mlp.share(shard))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, shard=shard).checked()
+
+    def with_format(self, format: WeightFormat) -> ModelSpec:
+        """The same with all products of its layers in this format. Raises as checked()."""
+        layers = tuple(layer.map(lambda product: replace(product, format=format)) for layer in self.layers)
+        return replace(self, layers=layers, format=format).checked()
+
+    def quantised_on_load(self) -> ModelSpec:
+        """The same with its layers' products in FP8, made from 16-bit weights while they load.
+
+        Raises UnsupportedModelError for a checkpoint that is quantised already.
+        """
+        if self.format != "dense":
+            raise UnsupportedModelError(
+                f"quantization=fp8 is for checkpoints of 16 or 32 bits, and this one is quantised already"
+                f" ({self.format}); it is served as it is with quantization=auto"
+            )
+        return self.with_format("fp8_on_load")
+
+    def checked(self) -> ModelSpec:
+        """Itself. Raises UnsupportedModelError where a product cannot be stored in its format, and where
+        experts have a format that is not computed."""
+        for product in self.products:
+            if product.experts:
+                _check_experts_format(product.format)
+        for product in self.products:
+            product.check_format(self.shard)
+        return self
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Those of all layers that differ in name, shape or format, and the head."""
+        every = (product for layer in self.layers for product in layer.products)
+        found = {(product.name, product.shape, product.format): product for product in every}
+        return *found.values(), self.head
+
+    @property
+    def embedding(self) -> Product:
+        """The rank's rows of the embedding, which are looked up."""
+        return self._vocabulary("embed_tokens", "model.embed_tokens", "")
+
+    @property
+    def head(self) -> Product:
+        """The rank's columns of the logits."""
+        return self._vocabulary("lm_head", "lm_head", "head")
+
+    def _vocabulary(self, name: str, module: str, role: Role) -> Product:
+        size, columns = self.shard.size, slice(0, self.hidden_size)
+        grain = VOCAB_GRAIN if size > 1 else 1
+        count = -(-self.vocab_size // (size * grain)) * grain
+        first, last = (min(rank * count, self.vocab_size) for rank in (self.shard.rank, self.shard.rank + 1))
+        part = Part((self.vocab_size, self.hidden_size), slice(first, last), columns)
+        return Product(name, (Source(module, part),), "rows", role, padding=count - (last - first))
+
+    @property
+    def attention(self) -> FullAttention:
+        """That of every layer: caches and kernels have one shape of heads."""
+        return self.layers[0].mixer
+
+    @property
+    def mlp(self) -> Gated:
+        """That of every layer."""
+        return self.layers[0].mlp
+
+    @cached_property
+    def window(self) -> int | None:
+        """The shortest of all layers' windows."""
+        return min(
+            (layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None
+        )
+
+    @property
+    def longest_seq_len(self) -> int:
+        """The longest sequence, in tokens, that check_max_seq_len lets pass."""
+        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
+
+    def check_max_seq_len(self, max_seq_len: int) -> None:
+        """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
+        if max_seq_len > self.max_position_embeddings:
+            raise ValueError(
+                f"max_seq_len {max_seq_len} is above the checkpoint's max_position_embeddings "
+                f"{self.max_position_embeddings}; choose at most that"
+            )
+        if self.window is not None and max_seq_len > self.window:
+            raise UnsupportedModelError(
+                f"max_seq_len {max_seq_len} is above the checkpoint's sliding_window {self.window}; "
+                "sliding-window attention is not implemented, so set max_seq_len to at most "
+                f"{self.window}, or take the key out of config.json if the model was trained without"
+            )
+
+
+def _check_divides(size: int, count: int, name: str) -> None:
+    if count % size:
+        raise UnsupportedModelError(f"tensor_parallel_size={size} should divide {name}, which is {count}")
+
+
+def _check_experts_format(format: WeightFormat) -> None:
+    if format.startswith("int4"):
+        found, other = "with weights of 4 bits", ""
+    elif format == "fp8_static":
+        found, other = "in FP8 with stored scales of activations", " one with dynamic scales, or"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"experts {found} are not supported; take{other} the 16-bit checkpoint, with the knob"
+        " quantization=fp8 if it should be FP8"
+    )

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs of models that need no checkpoint of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.spec import ModelSpec
+
+# Keys that make experts of the bundled model's MLPs.
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 768}
+
+
+def bundled(**changes: Any) -> ModelSpec:
+    """The bundled model with other values in its config.json."""
+    return read_spec(resolve_model_dir("bundled"), changes=changes)
