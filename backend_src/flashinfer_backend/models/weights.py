@@ -100,13 +100,14 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     spec = model.spec
     targets = _of_product(spec.embedding, Weight("", model.embed_tokens))
-    targets["model.norm.weight"] = Stored.into(model.final_norm)
+    targets["model.norm.weight"] = Stored.into(model.final_norm)._replace(fills="final_norm")
     if not spec.tie_word_embeddings:
         targets |= _of_product(spec.head, model.lm_head)
     for layer in model.layers:
         prefix = f"{layer.spec.prefix}."
         for norm in layer.spec.norms:
-            targets[f"{prefix}{norm.module}.weight"] = Stored.into(getattr(layer, norm.name))
+            stored = Stored.into(getattr(layer, norm.name))._replace(fills=f"{prefix}{norm.name}")
+            targets[f"{prefix}{norm.module}.weight"] = stored
         for product in layer.spec.products:
             targets |= _of_product(product, getattr(layer, product.name), prefix)
     return targets
@@ -117,11 +118,12 @@ def _of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str,
     targets, start = {}, 0
     for module, part in product.sources:
         own = slice(start, start := start + part.rows.stop - part.rows.start)
+        fills = f"{prefix}{product.name}, rows {own.start}:{own.stop}"
         for name, stored in weight.format.reads(weight, own, part).items():
-            targets[f"{prefix}{module}.{name}"] = stored
+            targets[f"{prefix}{module}.{name}"] = stored._replace(fills=fills)
         if weight.bias is not None:
-            bias = weight.bias[own]
-            targets[f"{prefix}{module}.bias"] = Stored(((part.whole[0],),), FLOATS, bias.copy_, part.rows)
+            stored = Stored(((part.whole[0],),), FLOATS, weight.bias[own].copy_, part.rows, fills=fills)
+            targets[f"{prefix}{module}.bias"] = stored
     if product.padding:
         weight.data[start:] = 0
     return targets

@@ -33,6 +33,7 @@ class Stored(NamedTuple):
     rows and columns of it (of dimensions of size 1: all).
 
     `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
+    fills: what of the model, for readers.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -41,6 +42,7 @@ class Stored(NamedTuple):
     rows: slice = ALL
     columns: slice = ALL
     optional: bool = False
+    fills: str = ""
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints which weight each tensor of a checkpoint fills, and which part of it each rank reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from flashinfer_backend.core.arguments import whole
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import destinations
+from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.weight import ALL, Stored
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 2 with wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.models.where", description=__doc__)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its folder; config.json suffices")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="", help="part of tensors' names; default: all"
+    )
+    parser.add_argument("--tensor-parallel-size", type=whole(1), default=1, metavar="RANKS")
+    options = parser.parse_args(argv)
+    size = options.tensor_parallel_size
+    try:
+        spec = read_spec(resolve_model_dir(options.checkpoint))
+        shares = [spec.share(Shard(rank, size)) for rank in range(size)]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    by_rank = [destinations(Transformer(share, torch_ops, spec.dtype, "meta", 1)) for share in shares]
+    names = [name for name in by_rank[0] if options.name in name]
+    if not names:
+        parser.error(f"no tensor that config.json asks for has {options.name!r} in its name")
+    for name in names:
+        stored = [targets[name] for targets in by_rank]
+        shapes = " or ".join(str(list(shape)) for shape in stored[0].shapes)
+        optional = " (can be missing)" if stored[0].optional else ""
+        print(f"{name} {shapes}{optional}" + ("" if size > 1 else f" -> {stored[0].fills}"))
+        for rank, each in enumerate(stored if size > 1 else []):
+            print(f"  rank {rank}: {_part(each)} -> {each.fills}")
+    return 0
+
+
+def _part(stored: Stored) -> str:
+    """What a rank reads of a tensor, where its last shape is that of a matrix or a vector."""
+    whole = [slice(0, length) for length in stored.shapes[-1]]
+    cuts = zip(("rows", "columns"), (stored.rows, stored.columns), whole, strict=False)
+    parts = [f"{name} {cut.start}:{cut.stop}" for name, cut, every in cuts if cut not in (ALL, every)]
+    return ", ".join(parts) or "all"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
