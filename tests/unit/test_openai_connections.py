@@ -30,6 +30,7 @@ class Running:
     def __init__(self, receive_s: float, connections: int) -> None:
         self.errors: list[int] = []
         self.release = threading.Event()
+        self.left = threading.Event()  # the client of a request to /leave
         protocol = limited(ConnectionLimits(receive_s, connections), self.errors.append)
         config = uvicorn.Config(
             self._app,
@@ -53,6 +54,11 @@ class Running:
             if message["type"] == "http.disconnect":
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
+        if scope["path"] == "/leave":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            return
         while scope["path"] == "/wait" and not self.release.is_set():
             await asyncio.sleep(0.01)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
@@ -134,6 +140,32 @@ def test_an_answer_may_take_longer_than_its_request() -> None:
             assert two.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_client_that_ends_its_side_behind_its_requests_is_answered(requests: int) -> None:
+    waits = WHOLE.replace(b"/ ", b"/wait ", 1)
+    with running() as server, server.connect(waits * requests) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        wait_until(lambda: server.server.server_state.connections)
+        time.sleep(0.3)
+        server.release.set()
+        lines = answer(sock).split(b"\r\n")
+        assert lines.count(b"HTTP/1.1 200 OK") == requests and lines[-1] == b"done"
+        assert lines[0] == b"HTTP/1.1 100 Continue" or requests > 1
+        wait_until(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.parametrize("half_first", [False, True])
+def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
+    """Also one that has ended its own side before."""
+    with running() as server, server.connect(WHOLE.replace(b"/ ", b"/leave ", 1)) as sock:
+        wait_until(lambda: server.server.server_state.tasks)
+        if half_first:
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 100 Continue") and not server.left.is_set()
+        sock.close()
+        wait_until(server.left.is_set)
+
+
 def test_silent_connections_make_room_for_those_that_ask() -> None:
     with running(connections=8) as server, contextlib.ExitStack() as opened:
         silent = [opened.enter_context(server.connect(b"POST"[: n % 5])) for n in range(30)]
@@ -182,7 +214,8 @@ def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:
             return {"type": "http.request", "body": b"x" * size, "more_body": len(sent) == 1}
 
         sent: list[int] = []
-        return await bodies.read(Request({"type": "http", "headers": []}, receive))
+        async with bodies.arriving(Request({"type": "http", "headers": []}, receive)) as body:
+            return body
 
     async def main() -> None:
         bodies, go_on = Bodies(1000), asyncio.Event()

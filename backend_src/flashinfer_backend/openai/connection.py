@@ -20,6 +20,8 @@ MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, beside what came
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05
+# Between two looks whether a client that sends nothing more still reads.
+FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._began = self._in_headers = False  # of the request that is arriving
         self._header_bytes = 0
+        self._ended = False  # the client sends nothing more
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +94,25 @@ class Connection(HttpToolsProtocol):
         else:
             self._stop_waiting()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client may end its own side once its request is whole, and read on. It says the same where it has
+        left; then its system refuses what is sent next."""
+        cycle = self.cycle
+        whole = not self._began and cycle is not None and not cycle.more_body
+        answered = cycle is None or (cycle.response_complete and not self.pipeline)
+        if not whole or answered or self.scope["http_version"] != "1.1":
+            return False
+        self._ended = True
+        self._look(FIRST_LOOK_S)
+        return True
+
+    def _look(self, again_s: float) -> None:
+        """Sends what clients ignore until there is an answer to send."""
+        if self.transport.is_closing() or self.pipeline or self.cycle.response_started:
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(again_s, self._look, LOOK_S)
+
     def on_message_begin(self) -> None:
         self._began, self._in_headers, self._header_bytes = True, True, 0
         super().on_message_begin()
@@ -105,6 +127,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._ended:
+            if self.cycle.response_complete:
+                self.transport.close()
+            else:  # it sent several requests, of which another one is answered now
+                self._look(LOOK_S)
         if not self.transport.is_closing() and not self.pipeline:
             self.waiting.setdefault(self)
 
