@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import Usage
+from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.errors import ApiError
@@ -25,7 +29,7 @@ from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, decode
-from flashinfer_backend.openai.sampling import Defaults, Limits, sampling_params
+from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
@@ -45,6 +49,65 @@ def write(folder: Path, **files: Any) -> Path:
         file.parent.mkdir(exist_ok=True)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
+
+
+def test_what_large_bodies_need_is_done_in_threads() -> None:
+    """Streams of other clients go on meanwhile."""
+    folder = resolve_model_dir("bundled")
+    metrics: Any = SimpleNamespace(error=lambda status: None)
+    door = Door(Model(folder, folder, ("m",), 0), metrics)
+    status = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
+    link: Any = SimpleNamespace(engines=SimpleNamespace(status=status))
+    door.link = link
+    seen: list[bool] = []  # whether a body was read in the loop's thread
+    render, decoder = door.render, door.decoder
+
+    def watched(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments, **named)
+
+        return call
+
+    door.render, door.decoder = watched(render), watched(decoder)  # type: ignore[method-assign]
+    app = make_app(door, Access())
+
+    async def post(path: str, body: Any) -> dict[str, Any]:
+        sent: list[Any] = []
+        content = json.dumps(body).encode()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": content}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+        return json.loads(b"".join(message.get("body", b"") for message in sent))
+
+    for size, in_loop in ((8, True), (LARGE_BODY, False)):
+        chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
+        found = asyncio.run(post("/tokenize", chat))
+        assert found["count"] > size // 4
+        text = asyncio.run(post("/detokenize", {"tokens": found["tokens"][:5] + [300] * (size // 4)}))
+        assert text["prompt"]
+        assert seen == [in_loop, in_loop]
+        seen.clear()
+
+
+def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
+    """They are text of the body, which its bounds of values do not see."""
+
+    def messages(arguments: str) -> list[dict[str, Any]]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return [{"role": "assistant", "tool_calls": [call, call]}]
+
+    half = CONVERSATION.values // 2
+    assert len(plain_messages(messages(json.dumps([0] * half)))) == 1
+    assert len(plain_messages(messages(json.dumps(["a,b"] * half)))) == 1
+    with pytest.raises(ApiError, match="the arguments of all calls in messages have more than 65536 values"):
+        plain_messages(messages(json.dumps([0] * (half + 1))))
 
 
 def test_the_first_chat_imports_nothing() -> None:
@@ -234,13 +297,15 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     )
     defaults = Defaults.load(tmp_path)
     silent = decode(ChatRequest, json.dumps({"messages": ASK}).encode())
-    params = sampling_params(silent, defaults, LIMITS, 2, 10, None)
+    params = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, 10, None)
     assert (params.temperature, params.top_k, params.top_p, params.end_id) == (0.6, 20, 1.0, 2)
     assert params.max_tokens == 90, "all that there is room for"
     body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True}
-    said = sampling_params(decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, 2, 10, 5)
+    said = sampling_params(
+        decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, NO_TOKENS, 2, 10, 5
+    )
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
-    other = sampling_params(silent, defaults, LIMITS, 2, 10, None)
+    other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, 10, None)
     assert other.seed != params.seed
     for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"repetition_penalty": 0}):
         write(tmp_path, generation_config_json=wrong)

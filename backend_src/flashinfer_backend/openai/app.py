@@ -8,7 +8,9 @@ import hashlib
 import hmac
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +23,21 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
-from flashinfer_backend.openai import requests
-from flashinfer_backend.openai.chat import chat
-from flashinfer_backend.openai.completions import completions
+from flashinfer_backend.openai.chat import chat, read_chat
+from flashinfer_backend.openai.completions import completions, read_completion
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.request_ids import RequestIds
-from flashinfer_backend.openai.responses import responses
-from flashinfer_backend.openai.tokens import detokenize, tokenize
+from flashinfer_backend.openai.responses import read_responses, responses
+from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
 READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
+LARGE_BODY = 1 << 16  # bytes from which a body is read in a thread, so that streams go on
+READERS = 2  # threads for them; further large bodies wait
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -51,20 +54,30 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     app = FastAPI(openapi_url=None)
     bodies = Bodies(access.max_body_bytes)
 
-    def post(path: str, kind: type[Any], handle: Callable[[Door, Any], Awaitable[Any]]) -> None:
+    readers = ThreadPoolExecutor(READERS, "large bodies")
+
+    def post(
+        path: str, read: Callable[[Door, bytes], Any], handle: Callable[[Door, Any], Awaitable[Any]]
+    ) -> None:
+        """read: does all the work that grows with the body, but for tokenizing."""
+
         async def endpoint(request: Request) -> Response:
-            body = requests.decode(kind, await bodies.read(request))
-            answer = await handle(door, body)
+            async with bodies.arriving(request) as body:
+                if len(body) < LARGE_BODY:
+                    asked = read(door, body)
+                else:
+                    asked = await asyncio.get_running_loop().run_in_executor(readers, read, door, body)
+            answer = await handle(door, asked)
             return answer if isinstance(answer, Response) else _json(answer)
 
         for prefix in ("/v1", ""):
             app.add_api_route(prefix + path, endpoint, methods=["POST"], response_model=None)
 
-    post("/chat/completions", requests.ChatRequest, chat)
-    post("/completions", requests.CompletionRequest, completions)
-    post("/responses", requests.ResponsesRequest, responses)
-    post("/tokenize", requests.TokenizeRequest, tokenize)
-    post("/detokenize", requests.DetokenizeRequest, detokenize)
+    post("/chat/completions", read_chat, chat)
+    post("/completions", read_completion, completions)
+    post("/responses", read_responses, responses)
+    post("/tokenize", read_tokenize, tokenize)
+    post("/detokenize", read_detokenize, shown_text)
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model(door, name) for name in door.model.names]})
@@ -181,15 +194,16 @@ def _digest(key: bytes) -> bytes:
 
 
 class Bodies:
-    """Bodies of requests that are arriving at one process, and what they hold together."""
+    """Bodies that arrive at one process, or wait to be read, and what they hold together."""
 
     def __init__(self, most: int) -> None:
         """most: bytes of one body; together they may have MANY_BODIES times as many."""
         self._most, self._held = most, 0
 
-    async def read(self, request: Request) -> bytes:
+    @asynccontextmanager
+    async def arriving(self, request: Request) -> AsyncIterator[bytes]:
         """A request's body. Raises ApiError where it is too large, or too much with the others, before all of
-        it is read."""
+        it has arrived."""
         parts, size = [], 0
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > self._most:
@@ -203,7 +217,7 @@ class Bodies:
                 if self._held > MANY_BODIES * self._most:
                     raise ApiError("too many large requests are arriving at the same time; try again", 503)
                 parts.append(part)
-            return b"".join(parts)
+            yield b"".join(parts)
         finally:
             self._held -= size
 

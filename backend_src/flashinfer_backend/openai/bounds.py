@@ -29,7 +29,7 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
         bound = FIELDS.get(name, NUMBER)
         try:
             check(name, len(raw), bound.size, "bytes of JSON")
-            if len(raw) > bound.values:
+            if raw.count(b",") >= bound.values:
                 check(name, values(raw, bound.values), bound.values, bound.of)
         except ValueError as error:
             raise ApiError(str(error), param=name) from None
@@ -38,10 +38,8 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 
 def values(raw: bytes, most: int) -> int:
-    """How many values JSON has, elements and members, however deep. Exact where they are more than `most`."""
-    count = raw.count(b",")
-    if count < most or b'"' not in raw:
-        return count + 1
+    """How many values JSON has, elements and members, however deep; some number beyond `most` where its texts
+    alone are too many."""
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     texts = plain.count(b'"') // 2
     if texts > 4 * most:  # a value has a name and a text, and what holds it a name

@@ -41,8 +41,15 @@ from flashinfer_backend.openai.formats.events import (
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import OPEN
 from flashinfer_backend.openai.link import Stream, Streams
-from flashinfer_backend.openai.requests import ChatRequest, Sampling
-from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, guide_of, sampling_params
+from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
+from flashinfer_backend.openai.sampling import (
+    NO_GUIDE,
+    NO_TOKENS,
+    Guide,
+    guide_of,
+    named_tokens,
+    sampling_params,
+)
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
@@ -98,18 +105,18 @@ class Turn:
             self.bound = self.tools.bound or dict.fromkeys(self.tools.schemas)
         elif self.guide != NO_GUIDE and conversation.guide_is_for_content:
             self.tool_format = "none"  # all of it is content, also what looks like Harmony's marks
+        self.text = ""  # of the prompt
         self.prompt: list[int] = []
+        self.tokens = NO_TOKENS
         self.inside = False  # the prompt opens the reasoning
         self.streams: Streams
         self.skip_special_tokens = True
 
-    async def submit(
-        self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
-    ) -> None:
-        """Renders the prompt and hands it to the engine. Raises ApiError."""
+    def prepare(self, request: Sampling) -> None:
+        """Renders the prompt, and makes what takes time by the request's size. Raises ApiError."""
         conversation, door = self.conversation, self.door
         limits = door.limits
-        text = render(door, conversation)
+        self.text = text = render(door, conversation)
         if self.tools.choice == AUTO and door.tool_format == "none":
             known = ", ".join(name for name in formats.TOOL_FORMATS if name != "none")
             raise ApiError(
@@ -117,9 +124,6 @@ class Turn:
                 f" --tool-format ({known}), or force calls by tool_choice",
                 param="tools",
             )
-        (self.prompt,) = await door.encode([text], conversation.add_special_tokens)
-        if not self.prompt:
-            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
         self.inside = self.reasoning_format == "think" and text.rstrip().endswith(OPEN)
         if self.bound:
             if not limits.guided_decoding and not self.calls_or_json:
@@ -135,10 +139,21 @@ class Turn:
         marks = formats.WITH_SPECIAL_TOKENS
         special = self.tool_format in marks or self.reasoning_format in marks
         self.skip_special_tokens = request.skip_special_tokens and not special
+        self.tokens = named_tokens(request, limits)
+
+    async def submit(
+        self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
+    ) -> None:
+        """Hands what was prepared to the engine. Raises ApiError."""
+        door = self.door
+        (self.prompt,) = await door.encode([self.text], self.conversation.add_special_tokens)
+        if not self.prompt:
+            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
         params = sampling_params(
             request,
             door.defaults,
-            limits,
+            door.limits,
+            self.tokens,
             door.tokenizer.eos_id,
             len(self.prompt),
             max_tokens,
@@ -255,16 +270,14 @@ class Answer:
         }
 
 
-async def chat(door: Door, request: ChatRequest) -> Response:
-    """Raises ApiError."""
+def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
+    """A request, its model, and its turn, prepared. Raises ApiError."""
+    request = decode(ChatRequest, body)
     model = door.check_model(request.model)
-    limit = request.max_completion_tokens
-    if request.max_tokens is not None:
-        if limit not in (None, request.max_tokens):
-            raise ApiError(
-                "max_tokens is an older name of max_completion_tokens; give one of them", param="max_tokens"
-            )
-        limit = request.max_tokens
+    if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
+        raise ApiError(
+            "max_tokens is an older name of max_completion_tokens; give one of them", param="max_tokens"
+        )
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         add_effort(variables, request.reasoning_effort, "reasoning_effort")
@@ -280,6 +293,14 @@ async def chat(door: Door, request: ChatRequest) -> Response:
         request.add_special_tokens,
     )
     turn = Turn(door, conversation, bool(request.stream))
+    turn.prepare(request)
+    return request, model, turn
+
+
+async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
+    """asked: of read_chat. Raises ApiError."""
+    request, model, turn = asked
+    limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     await turn.submit(request, request.n or 1, limit, bool(request.logprobs), request.top_logprobs or 0)
     reply = _Reply(turn, request, model)
     if request.stream:

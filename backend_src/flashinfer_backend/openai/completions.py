@@ -6,15 +6,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import MOST_CHOICES
-from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     DONE,
     EventResponse,
@@ -27,8 +26,15 @@ from flashinfer_backend.openai.answer import (
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
-from flashinfer_backend.openai.requests import CompletionRequest
-from flashinfer_backend.openai.sampling import Limits, guide_of, sampling_params
+from flashinfer_backend.openai.requests import CompletionRequest, decode
+from flashinfer_backend.openai.sampling import (
+    Guide,
+    Limits,
+    NamedTokens,
+    guide_of,
+    named_tokens,
+    sampling_params,
+)
 from flashinfer_backend.openai.token_lists import TokenLists, prompt_lists
 from flashinfer_backend.serving.generation import Chunk
 
@@ -38,13 +44,22 @@ MOST_PROMPT_LOGITS = 1 << 28  # bytes
 MANY_LOG_PROBS = 2000
 
 
-async def completions(door: Door, request: CompletionRequest) -> Response:
+class Asked(NamedTuple):
+    """A request, the model's name, and what is made of the rest of it."""
+
+    request: CompletionRequest
+    model: str
+    prompts: list[str] | list[list[int]]
+    guide: Guide
+    tokens: NamedTokens
+
+
+def read_completion(door: Door, body: bytes) -> Asked:
     """Raises ApiError."""
-    model = door.check_model(request.model)
-    limits = door.limits
-    prompts = await _prompts(door, request, limits)
-    n = request.n or 1
-    count = request.best_of or n
+    request = decode(CompletionRequest, body)
+    model, limits = door.check_model(request.model), door.limits
+    prompts = _prompts(request.prompt, limits)
+    count = request.best_of or request.n or 1
     if count * len(prompts) > MOST_CHOICES:
         raise ApiError(
             f"{len(prompts)} prompts with {count} completions each are more than {MOST_CHOICES}; send them in"
@@ -52,6 +67,18 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
             param="prompt",
         )
     guide = guide_of(request.response_format, request.structured_outputs)
+    return Asked(request, model, prompts, guide, named_tokens(request, limits))
+
+
+async def completions(door: Door, asked: Asked) -> Response:
+    """Raises ApiError."""
+    request, model, limits = asked.request, asked.model, door.limits
+    prompts: Sequence[Any] = asked.prompts
+    if isinstance(prompts[0], str):
+        prompts = await door.encode(prompts, request.add_special_tokens)
+        _check_ids(prompts, limits)
+    n = request.n or 1
+    count = request.best_of or n
     wants_prompt = bool(request.echo) and request.logprobs is not None
     if wants_prompt:
         _check_prompt_log_probs(request, prompts, limits)
@@ -61,10 +88,11 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
             request,
             door.defaults,
             limits,
+            asked.tokens,
             door.tokenizer.eos_id,
             len(prompt),
             1 if request.max_tokens == 0 else request.max_tokens,
-            guide,
+            asked.guide,
             request.logprobs is not None or count > n,
             request.logprobs or 0,
         )
@@ -82,34 +110,41 @@ async def completions(door: Door, request: CompletionRequest) -> Response:
     return JsonResponse(door, streams, reply.body, reply.id)
 
 
-async def _prompts(door: Door, request: CompletionRequest, limits: Limits) -> list[list[int]]:
-    """Ids of each prompt: text or ids, one or several."""
-    given: Any = request.prompt
+def _prompts(given: str | list[Any], limits: Limits) -> list[Any]:
+    """Texts, or ids within the vocabulary."""
     if isinstance(given, str):
-        given = [given]
-    if not given:
-        raise ApiError("prompt is empty; it should be text or token ids", param="prompt")
-    if all(isinstance(text, str) for text in given):
-        prompts = await door.encode(given, request.add_special_tokens)
-    else:
-        prompts = [given] if all(type(i) is int for i in given) else given
-    for prompt in prompts:
-        if not isinstance(prompt, list) or not prompt:
-            raise ApiError(
-                "prompt should be a text, a list of texts, a list of token ids or a list of those lists, none"
-                " of them empty",
-                param="prompt",
-            )
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < limits.vocab_size:
-                raise ApiError(
-                    f"prompt holds {shown(token)}; token ids should lie in 0..{limits.vocab_size - 1}",
-                    param="prompt",
-                )
+        return [given]
+    kinds = set(map(type, given))
+    if len(kinds) != 1:
+        raise _not_prompts()
+    if kinds == {str}:
+        return given
+    prompts = [given] if kinds == {int} else given
+    _check_ids(prompts, limits)
     return prompts
 
 
-def _check_prompt_log_probs(request: CompletionRequest, prompts: list[list[int]], limits: Limits) -> None:
+def _check_ids(prompts: Sequence[list[int]], limits: Limits) -> None:
+    for prompt in prompts:
+        if not prompt:
+            raise _not_prompts()
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < limits.vocab_size:
+                raise ApiError(
+                    f"prompt holds {token}; token ids should lie in 0..{limits.vocab_size - 1}",
+                    param="prompt",
+                )
+
+
+def _not_prompts() -> ApiError:
+    return ApiError(
+        "prompt should be a text, a list of texts, a list of token ids or a list of those lists, none of them"
+        " empty",
+        param="prompt",
+    )
+
+
+def _check_prompt_log_probs(request: CompletionRequest, prompts: Sequence[list[int]], limits: Limits) -> None:
     if request.stream:
         raise ApiError("echo with logprobs cannot be streamed; set stream to false", param="echo")
     most = MOST_PROMPT_LOGITS // (4 * limits.vocab_size)

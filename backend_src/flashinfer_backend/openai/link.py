@@ -120,7 +120,7 @@ class EngineLink:
         for number, stream in enumerate(group):
             params: SamplingParams = row.params
             if stream.follows_text:
-                params = stream.match_stop_words(decoder, group[0] if number else None)
+                params = stream.match_stop_words(decoder, group[0] if number else stream.streams.all[0])
             if number:
                 seed = (params.seed + number) % 2**64
                 params = msgspec.structs.replace(params, seed=seed, context_logits=False)

@@ -88,20 +88,33 @@ def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
+        own: dict[Any, list[dict[str, Any]]] = {call["id"]: [] for call in calls if _is_id(call.get("id"))}
+        others: list[dict[str, Any]] = []
+        for result in results:
+            given = result.get("tool_call_id")
+            (own[given] if _is_id(given) and given in own else others).append(result)
         for n, call in enumerate(calls):
-            own = [r for r in results if "id" in call and r.get("tool_call_id") == call["id"]]
             changed.append({**message, "content": message["content"] if n == 0 else "", "tool_calls": [call]})
-            changed += own
-            results = [result for result in results if result not in own]
-        changed += results
+            if _is_id(call.get("id")):
+                changed += own.pop(call["id"], [])
+        changed += others
     return changed
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int)
 
 
 def leaves_out(messages: list[dict[str, Any]], text: str) -> bool:
     """Whether one of several messages of the system at the beginning is not shown: DeepSeek-R1's template
     shows the last one only, others the first."""
     said = [m["content"].strip() for m in itertools.takewhile(lambda m: m["role"] == "system", messages)]
-    return len(said) > 1 and any(each not in text for each in said)
+    at = 0
+    for each in said if len(said) > 1 else ():  # each one's search goes on where the one before was found
+        at = text.find(each, at)
+        if at < 0:
+            return True
+    return False
 
 
 def with_joined_neighbours(
@@ -109,16 +122,17 @@ def with_joined_neighbours(
 ) -> list[dict[str, Any]]:
     """Several turns of the user as one, for templates that want user and assistant by turns, as Mistral's;
     and those of the system at the beginning."""
-    changed: list[dict[str, Any]] = []
+    runs: list[list[dict[str, Any]]] = []
     for message in messages:
-        before = changed[-1] if changed else {}
-        role = message["role"]
-        alike = role in roles and role == before.get("role") and (role == "user" or len(changed) == 1)
-        if alike:
-            changed[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        role, before = message["role"], runs[-1][0]["role"] if runs else ""
+        if role in roles and role == before and (role == "user" or len(runs) == 1):
+            runs[-1].append(message)
         else:
-            changed.append(message)
-    return changed
+            runs.append([message])
+    return [
+        {**run[0], "content": "\n\n".join(m["content"] for m in run)} if len(run) > 1 else run[0]
+        for run in runs
+    ]
 
 
 def whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

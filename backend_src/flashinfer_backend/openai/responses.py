@@ -17,14 +17,20 @@ from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effor
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
-from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest
+from flashinfer_backend.openai.requests import (
+    ENCRYPTED_REASONING,
+    ResponseFormat,
+    ResponsesRequest,
+    decode,
+)
 from flashinfer_backend.openai.sampling import Guide, guide_of
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
 
 
-async def responses(door: Door, request: ResponsesRequest) -> Response:
-    """Raises ApiError."""
+def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn]:
+    """A request, its model, and its turn, prepared. Raises ApiError."""
+    request = decode(ResponsesRequest, body)
     model = door.check_model(request.model)
     variables = dict(request.chat_template_kwargs or {})
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
@@ -44,6 +50,13 @@ async def responses(door: Door, request: ResponsesRequest) -> Response:
         variables,
     )
     turn = Turn(door, conversation, bool(request.stream))
+    turn.prepare(request)
+    return request, model, turn
+
+
+async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn]) -> Response:
+    """asked: of read_responses. Raises ApiError."""
+    request, model, turn = asked
     await turn.submit(request, 1, request.max_output_tokens)
     reply = _Reply(turn, request, model)
     if request.stream:

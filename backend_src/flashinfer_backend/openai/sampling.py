@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,10 +63,33 @@ class Limits:
     guided_decoding: bool = True
 
 
+class NamedTokens(NamedTuple):
+    """Tokens that a request names."""
+
+    bias_ids: list[int]
+    bias_values: list[float]
+    stop_ids: list[int]
+
+
+NO_TOKENS = NamedTokens([], [], [])
+
+
+def named_tokens(request: Sampling, limits: Limits) -> NamedTokens:
+    """Those of logit_bias and stop_token_ids. Raises ApiError for what are none."""
+    given = request.logit_bias or {}
+    for value in given.values():
+        if not -100.0 <= value <= 100.0:
+            raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
+    bias_ids = [_token(i, limits, "logit_bias") for i in given]
+    stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
+    return NamedTokens(bias_ids, list(given.values()), stop_ids)
+
+
 def sampling_params(
     request: Sampling,
     defaults: Defaults,
     limits: Limits,
+    tokens: NamedTokens,
     end_id: int | None,
     prompt_len: int,
     max_tokens: int | None,
@@ -74,15 +97,12 @@ def sampling_params(
     log_probs: bool = False,
     top_logprobs: int = 0,
 ) -> SamplingParams:
-    """max_tokens: None for all that there is room for. Raises ApiError for what does not fit."""
+    """tokens: of named_tokens. max_tokens: None for all that there is room for. Raises ApiError for what does
+    not fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
         raise ApiError("structured outputs are switched off on this server (guided_decoding_backend none)")
     temperature = _given(request.temperature, defaults.temperature)
     top_k = _given(request.top_k, defaults.top_k)
-    bias = [(_token(i, limits, "logit_bias"), value) for i, value in (request.logit_bias or {}).items()]
-    for _, value in bias:
-        if not -100.0 <= value <= 100.0:
-            raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
     room = _room(prompt_len, max_tokens, limits)
     if request.min_tokens > room:
         raise ApiError(
@@ -90,7 +110,6 @@ def sampling_params(
             param="min_tokens",
         )
     seed = request.seed
-    stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
     return SamplingParams(
         max_tokens=room,
         min_tokens=request.min_tokens,
@@ -103,10 +122,10 @@ def sampling_params(
         repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        late_ids=stop_ids if request.min_tokens else [],
-        stop_sequences=[[i] for i in stop_ids],
-        bias_ids=[i for i, _ in bias],
-        bias_values=[value for _, value in bias],
+        late_ids=tokens.stop_ids if request.min_tokens else [],
+        stop_sequences=[[i] for i in tokens.stop_ids],
+        bias_ids=tokens.bias_ids,
+        bias_values=tokens.bias_values,
         grammar_type=guide[0],
         grammar=guide[1],
         log_probs=log_probs,

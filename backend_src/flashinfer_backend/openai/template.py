@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.checkpoint_json import read_object_if_there
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai import message_forms
+from flashinfer_backend.openai.bounds import values
 from flashinfer_backend.openai.errors import ApiError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -101,7 +103,25 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
     """Messages as templates take them: text as one string, arguments of calls as objects. Raises ApiError."""
     if not messages:
         raise ApiError("messages is empty; it should have at least one message", param="messages")
+    left = CONVERSATION.values
+    for arguments in _written_arguments(messages):  # JSON in texts of a body, which nothing has counted
+        left -= values(arguments.encode(errors="replace"), CONVERSATION.values)
+        if left < 0:
+            raise ApiError(
+                f"the arguments of all calls in messages have more than {CONVERSATION.values} values; they"
+                " should have at most as many",
+                param="messages",
+            )
     return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _written_arguments(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield function["arguments"]
 
 
 def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -8,31 +8,34 @@ from typing import Any
 from flashinfer_backend.openai.chat import Conversation, render
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest
+from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest, decode
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import read_tools
 
 
-async def tokenize(door: Door, request: TokenizeRequest) -> dict[str, Any]:
-    """Ids of a prompt, or of what messages become. Raises ApiError."""
+def read_tokenize(door: Door, body: bytes) -> tuple[TokenizeRequest, str]:
+    """A request, and the text that it asks for. Raises ApiError."""
+    request = decode(TokenizeRequest, body)
     door.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("either prompt or messages should be there", param="prompt")
+    if request.messages is None:
+        return request, request.prompt or ""
+    conversation = Conversation(
+        plain_messages(request.messages),
+        read_tools(request.tools, None, None),
+        variables=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+    return request, render(door, conversation)
+
+
+async def tokenize(door: Door, asked: tuple[TokenizeRequest, str]) -> dict[str, Any]:
+    """Ids of a prompt, or of what messages become. Raises ApiError."""
+    request, text = asked
     special = request.add_special_tokens
-    if request.messages is not None:
-        text = render(
-            door,
-            Conversation(
-                plain_messages(request.messages),
-                read_tools(request.tools, None, None),
-                variables=request.chat_template_kwargs,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-            ),
-        )
-        special = bool(special)
-    else:
-        text, special = request.prompt or "", special is not False
+    special = special is not False if request.messages is None else bool(special)
     (ids,) = await door.encode([text], special)
     body: dict[str, Any] = {"count": len(ids), "max_model_len": door.limits.max_seq_len, "tokens": ids}
     if request.return_token_strs:
@@ -40,9 +43,16 @@ async def tokenize(door: Door, request: TokenizeRequest) -> dict[str, Any]:
     return body
 
 
-async def detokenize(door: Door, request: DetokenizeRequest) -> dict[str, Any]:
+def read_detokenize(door: Door, body: bytes) -> str:
     """The text of ids, special tokens included. Raises ApiError."""
+    request = decode(DetokenizeRequest, body)
     door.check_model(request.model)
-    if any(not 0 <= token < door.limits.vocab_size for token in request.tokens):
-        raise ApiError(f"token ids should lie in 0..{door.limits.vocab_size - 1}", param="tokens")
-    return {"prompt": door.decoder(skip_special_tokens=False).decode(request.tokens)}
+    ids, size = request.tokens, door.limits.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise ApiError(f"token ids should lie in 0..{size - 1}", param="tokens")
+    return door.decoder(skip_special_tokens=False).decode(ids)
+
+
+async def shown_text(door: Door, text: str) -> dict[str, Any]:
+    """The answer of /detokenize."""
+    return {"prompt": text}

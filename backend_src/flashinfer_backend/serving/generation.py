@@ -47,6 +47,11 @@ class GenerationRequest:
     timeout_us: int = 0
     free_of_stops: int = 0
 
+    @property
+    def stops(self) -> tuple[list[str], list[list[int]], bool]:
+        """What says where its text stops."""
+        return self.stop_words, self.params.stop_sequences, self.exclude_stop_words
+
 
 @dataclass
 class Chunk:
@@ -73,19 +78,24 @@ class _Followed(NamedTuple):
     prompt_chars: int
 
 
-def _follow(row: GenerationRequest, decoder: DeltaDecoder) -> _Followed:
+def _follow(row: GenerationRequest, decoder: DeltaDecoder, sibling: Generation | None) -> _Followed:
     stops = row.params.stop_sequences
+    prompt = row.prompt.tolist() if not row.streaming and not row.exclude_input else []
+    prompt_chars = len(decoder.delta([], prompt, last=False))
+    if sibling is not None and sibling._followed is not None and sibling.row.stops == row.stops:
+        ids = sibling._followed.params.stop_sequences
+        params = msgspec.structs.replace(row.params, stop_sequences=ids)
+        return _Followed(params, sibling._followed.words, prompt, prompt_chars)
     followed = set(row.stop_words)
     pairs = zip(stops, stop_word_texts(stops, decoder), strict=True)
     ids = [word for word, text in pairs if text not in followed or not text]
     # The engine says that a word ended the sequence, not where in the text it begins.
     cut_at = ids if row.exclude_stop_words else []
-    prompt = row.prompt.tolist() if not row.streaming and not row.exclude_input else []
     return _Followed(
         msgspec.structs.replace(row.params, stop_sequences=ids),
         StopWords(row.stop_words, row.exclude_stop_words, cut_at),
         prompt,
-        len(decoder.delta([], prompt, last=False)),
+        prompt_chars,
     )
 
 
@@ -130,10 +140,12 @@ class Generation:
         Words whose text is not among those that are followed stay with the engine, which finds their
         ids: words with special tokens that are left out of the text, and words given as ids alone.
         `decoder`: as the one that writes the text, which is cut at a number of its characters. `sibling`: a
-        sequence of the same row that has done this; thousands of words take a part of a second.
+        sequence of the same request that has done this; thousands of words take a part of a second.
         """
-        followed = sibling._followed if sibling is not None else None
-        self._followed = followed = followed or _follow(self.row, decoder)
+        if sibling is not None and sibling.row is self.row and sibling._followed is not None:
+            self._followed = followed = sibling._followed
+        else:
+            self._followed = followed = _follow(self.row, decoder, sibling)
         self._matcher = StopWordMatcher(followed.words, decoder, followed.prompt, self.row.free_of_stops)
         return followed.params
 

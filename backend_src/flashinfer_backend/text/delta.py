@@ -60,7 +60,9 @@ class DeltaDecoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a whole sequence. Raises ValueError for a negative id."""
         _refuse_negative(ids)
-        return self._tokenizer.decode(list(ids), skip_special_tokens=self._skip_special_tokens)
+        # As a batch other threads run meanwhile.
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=self._skip_special_tokens)
+        return str(text)
 
     def delta(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
         """Text that `new_ids` add after `context_ids`, the last ids before them (all, if fewer than 8).
