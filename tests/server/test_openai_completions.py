@@ -149,7 +149,7 @@ def test_the_best_of_several(client: openai.OpenAI) -> None:
         ({"prompt": [[]]}, "empty"),
         ({"prompt": [1, "x"]}, "prompt should be"),
         ({"prompt": [1, 99999]}, "0..2047"),
-        ({"prompt": [[1, True]]}, "0..2047"),
+        ({"prompt": [[1, True]]}, "prompt[0][1]: Expected `int`"),
         ({"logprobs": 21}, "logprobs"),
         ({"n": 100, "prompt": ["a", "b"]}, "several requests"),
     ],
