@@ -4,6 +4,9 @@
 #                       foreground, and the OpenAI API beside it
 # make serve MODEL=DIR  the same with a checkpoint folder
 #   KNOBS="name=value ..."      knobs (settings) of build.py --list-knobs
+#   PROFILE=FILE                a TOML file of knobs
+#   LLM_NAME                    name of the llm model (llm); clients of
+#                               TensorRT-LLM's own model use tensorrt_llm
 #   HOST                        address to listen on (127.0.0.1)
 #   HTTP_PORT, GRPC_PORT,       ports of tritonserver (8000, 8001, 8002)
 #   METRICS_PORT
@@ -22,14 +25,18 @@
 #                       each kind
 # make clean            remove .venv and served/
 #
-# Each but clean makes .venv first where it is missing, with PYTHON (python3) and
-# pip, or UV (uv, where it is on PATH); PIP_ARGS="..." are arguments of pip. On a
-# machine with an NVIDIA GPU CUDA's packages go in, too.
+# Each but clean makes .venv first where it is missing or unusable, with PYTHON (a
+# Python 3.10 to 3.12 on PATH) and pip, or UV (uv, where it is on PATH). PIP_ARGS are
+# arguments of pip. CUDA's packages go in on a machine with an NVIDIA GPU; without
+# one TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build,
+# which saves 3 GB.
 
-variables := PYTHON MODEL KNOBS HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
-PYTHON ?= python3
+variables := PYTHON TORCH_INDEX MODEL KNOBS PROFILE LLM_NAME HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
+TORCH_INDEX ?=
 MODEL ?= bundled
 KNOBS ?=
+PROFILE ?=
+LLM_NAME ?=
 HOST ?= 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
@@ -43,6 +50,11 @@ MINUTES ?= 30
 REQUESTS ?= 100000
 # What pip was told about indexes uv does not read.
 UV ?= $(if $(PIP_ARGS)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(PIP_FIND_LINKS),,$(shell command -v uv))
+
+# The versions that pyproject.toml takes.
+usable = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
+found := $(shell for python in python3 python3.12 python3.11 python3.10; do $$python $(usable) && echo $$python && break; done)
+PYTHON ?= $(found)
 
 given := $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))
 unknown := $(filter-out $(variables) -%,$(given))
@@ -61,24 +73,31 @@ else
 serve_extras := server,openai,cuda
 endif
 development_extras := $(serve_extras),client,test,lint
-# Errors and warnings alone; PIP_ARGS=-v brings pip's lines back.
+torch_index = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Of pip's lines those about large downloads and the end; PIP_ARGS=-v shows all. uv shows its progress itself.
 ifneq ($(UV),)
-pip = $(UV) pip install -q --python $(BIN)/python --only-binary :all:
+pip = $(UV) pip install --python $(BIN)/python --only-binary :all: $(if $(TORCH_INDEX),$(torch_index) --index-strategy unsafe-best-match)
 else
-pip = $(BIN)/python -m pip install -q --disable-pip-version-check --only-binary :all: $(PIP_ARGS)
+pip = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --only-binary :all: $(torch_index) $(PIP_ARGS)
+progress = $(if $(filter -v%,$(PIP_ARGS)),,| sed -un '/Downloading.*[0-9][0-9.]* [MG]B/p; s/^Installing collected.*/  Installing, another minute or two/p')
 endif
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 # xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
 # Tests have one: their kernels run in its interpreter.
 ifeq ($(GPU),0)
-guided = && $(pip) --no-deps -r requirements/guided-cpu.txt
-kernels = && $(pip) --no-deps -r requirements/kernels-cpu.txt
+guided = && $(pip) --no-deps -r requirements/guided-cpu.txt $(progress)
+kernels = && $(pip) --no-deps -r requirements/kernels-cpu.txt $(progress)
 endif
-install = $(pip) $(constraints) --editable '.[$(1)]' $(guided)
-size = $(if $(filter 0,$(GPU)),$(1) GB; 3 GB where torch brings CUDA,4 GB)
+install = $(pip) $(constraints) --editable '.[$(1)]' $(progress) $(guided)
+hint = 3 GB if PyTorch comes with CUDA, which TORCH_INDEX=https://download.pytorch.org/whl/cpu leaves out
+size = $(if $(filter 0,$(GPU)),$(1) GB$(if $(TORCH_INDEX),,; $(hint)),4 GB)
 announcement = installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)
 listen := --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 listen += $(if $(OPENAI_PORT),--openai-port $(OPENAI_PORT)) $(SERVE_ARGS)
+
+build_options := $(if $(PROFILE),--profile '$(PROFILE)') $(if $(LLM_NAME),--llm-name '$(LLM_NAME)') $(if $(KNOBS),--set $(KNOBS))
 
 .PHONY: help serve test lint bench attack soak fuzz clean
 
@@ -87,7 +106,7 @@ help:
 
 serve: $(VENV)/for-serve
 	@$(BIN)/python -m flashinfer_backend.serve --check --model-repository served $(listen)
-	@$(BIN)/python build.py --output served --model '$(MODEL)' $(if $(KNOBS),--set $(KNOBS))
+	@$(BIN)/python build.py --output served --model '$(MODEL)' $(build_options)
 	@exec $(BIN)/python -m flashinfer_backend.serve --model-repository served $(listen)
 
 # Tests of whole servers begin: they take longest. Without a limit of restarts a worker that crashes leaves the others
@@ -115,8 +134,26 @@ lint: $(VENV)/for-development
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# A .venv is made anew where its Python is missing or of another version, and where it lacks pip.
+version = -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+wanted := $(if $(filter-out file default undefined,$(origin PYTHON)),$(shell $(PYTHON) $(version)),any)
+there := $(shell $(BIN)/python $(usable) && $(if $(UV),true,$(BIN)/python -c 'import pip' 2>/dev/null) && $(BIN)/python $(version))
+ifeq ($(if $(filter any,$(wanted)),$(there),$(filter $(wanted),$(there))),)
+.PHONY: $(BIN)/python
+endif
+needed := Python 3.10 to 3.12 is needed
+
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+ifneq ($(PYTHON),)
+	@$(PYTHON) $(usable) || { echo "$(needed), and PYTHON=$(PYTHON) is none: name another" >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+else ifneq ($(UV),)
+	rm -rf $(VENV)
+	$(UV) venv --seed --python '>=3.10,<3.13' $(VENV) || { rm -rf $(VENV); exit 1; }
+else
+	@echo "$(needed), and none is on PATH: install one and name it by PYTHON=..., or install uv, which fetches one" >&2; exit 1
+endif
 
 $(VENV)/for-serve: $(BIN)/python $(pinned)
 	@echo "$(call announcement,0.4)"
