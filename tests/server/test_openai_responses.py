@@ -127,7 +127,7 @@ def test_reasoning_that_the_client_keeps(client: openai.OpenAI, door: OpenAiServ
         )
     sent = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": item.encrypted_content}
     request = ResponsesRequest(input=[{"role": "user", "content": ASK}, sent])
-    assert messages_of(request)[1]["reasoning_content"] == item.content[0].text
+    assert messages_of(request)[0][1]["reasoning_content"] == item.content[0].text
     assert respond(client, input=[*request.input, {"role": "user", "content": ASK}]).output_text
     assert not hasattr(respond(client).output[0], "encrypted_content")
     for foreign in ("gAAAA?", "/w==", 5):

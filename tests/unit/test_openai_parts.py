@@ -28,7 +28,8 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
-from flashinfer_backend.openai.requests import ChatRequest, decode
+from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
+from flashinfer_backend.openai.responses import messages_of
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
@@ -557,3 +558,24 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
         usage.note(stream, Chunk([5], reports=[protocol.RowReport(1, perf=perf)]))
     details = usage.body()
     assert (details["prompt_tokens"], details["prompt_tokens_details"]) == (40, {"cached_tokens": 16})
+
+
+@pytest.mark.parametrize(("items", "place"), [
+    ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
+     "input[0].content[1] is of type \"input_image\""),
+    ([{"role": "user", "content": "a"}, {"type": "reasoning", "content": []}, {"role": "user"}],
+     "input[2].content is missing"),
+    ([{"role": "user", "content": "a"}, {"type": "function_call", "name": "f", "call_id": "1"},
+      {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}],
+     "input[2].output[0] is of type \"input_file\""),
+    ([{"type": "function_call", "call_id": "1"}], "input[0].name is null; it should be the function's"),
+    ([{"role": "oracle", "content": "a"}], "input[0].role is \"oracle\"; it should be one of"),
+    ([], "input is empty; it should have at least one item"),
+])  # fmt: skip
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+def test_errors_name_the_place_in_the_request(items, place, instructions):
+    """Not in the messages that the input becomes."""
+    body = {"model": "m", "input": items, "instructions": instructions}
+    with pytest.raises(ApiError) as error:
+        plain_messages(*messages_of(decode(ResponsesRequest, json.dumps(body).encode())))
+    assert place in str(error.value)

@@ -24,7 +24,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import Guide, guide_of
-from flashinfer_backend.openai.template import plain_messages
+from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
 
 
@@ -39,7 +39,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     conversation = Conversation(
-        plain_messages(messages_of(request)),
+        plain_messages(*messages_of(request)),
         read_tools(
             [_tool(tool) for tool in request.tools or []],
             _tool_choice(request.tool_choice),
@@ -64,18 +64,25 @@ async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn]) -> Re
     return JsonResponse(door, turn.streams, reply.body, reply.id)
 
 
-def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as messages of a chat. Raises ApiError."""
+def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[Place]]:
+    """The input as messages of a chat, and the place of each in the request. Raises ApiError."""
     messages: list[dict[str, Any]] = []
+    places: list[Place] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
+        places.append(Place("instructions", "instructions"))
     if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
+        return [*messages, {"role": "user", "content": request.input}], [*places, Place("input", "input")]
+    if not request.input:
+        raise ApiError("input is empty; it should have at least one item", param="input")
     for n, item in enumerate(request.input):
         kind = item.get("type", "message")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
+            if not isinstance(item.get("name"), str):
+                told = shown(item.get("name"))
+                raise ApiError(f"input[{n}].name is {told}; it should be the function's", param="input")
             call = {
                 "id": item.get("call_id"),
                 "type": "function",
@@ -92,14 +99,21 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
             raise ApiError(f"input[{n}] is of type {shown(kind)}, which is not supported", param="input")
+        content = "output" if kind == "function_call_output" else "content"
+        if len(messages) > len(places) or kind == "function_call":
+            places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
     merged: list[dict[str, Any]] = []
-    for message in messages:  # reasoning belongs to the answer that follows it
+    merged_places: list[Place] = []
+    # Reasoning belongs to the answer that follows it.
+    for message, place in zip(messages, places, strict=True):
         before = merged[-1] if merged else {}
         if message["role"] == "assistant" == before.get("role") and before.get("content") is None:
             before.update({key: value for key, value in message.items() if value is not None})
+            merged_places[-1] = place
         else:
             merged.append(message)
-    return merged
+            merged_places.append(place)
+    return merged, merged_places
 
 
 def _thought(content: Any, place: str) -> str:

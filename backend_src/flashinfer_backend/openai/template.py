@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.checkpoint_json import read_object_if_there
@@ -99,8 +99,16 @@ class ChatTemplate:
         ) from errors[0]
 
 
-def plain_messages(messages: Messages) -> list[dict[str, Any]]:
-    """Messages as templates take them: text as one string, arguments of calls as objects. Raises ApiError."""
+class Place(NamedTuple):
+    """Where a message and its content are in the request, for errors."""
+
+    message: str
+    content: str
+
+
+def plain_messages(messages: Messages, places: Sequence[Place] | None = None) -> list[dict[str, Any]]:
+    """Messages as templates take them: text as one string, arguments of calls as objects. places: of each
+    message (default: in `messages`). Raises ApiError."""
     if not messages:
         raise ApiError("messages is empty; it should have at least one message", param="messages")
     left = CONVERSATION.values
@@ -112,7 +120,9 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
                 " should have at most as many",
                 param="messages",
             )
-    return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    if places is None:
+        places = [Place(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
+    return [_plain_message(message, *place) for message, place in zip(messages, places, strict=True)]
 
 
 def _written_arguments(messages: Messages) -> Iterator[str]:
@@ -124,15 +134,15 @@ def _written_arguments(messages: Messages) -> Iterator[str]:
                 yield function["arguments"]
 
 
-def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ApiError(f"{place}.role is {shown(role)}; it should be one of {', '.join(ROLES)}", param=place)
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if content is None and role != "assistant":
-        raise ApiError(f"{place}.content is missing", param=f"{place}.content")
-    plain["content"] = _text(content, f"{place}.content")
+        raise ApiError(f"{content_place} is missing", param=content_place)
+    plain["content"] = _text(content, content_place)
     for name in ("audio", "function_call"):
         if plain.pop(name, None):
             raise ApiError(f"{place}.{name} is not supported", param=f"{place}.{name}")
