@@ -239,8 +239,9 @@ def test_other_peoples_folders_are_left_alone(build, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.txt").write_text("keep")
-    status, _, err = build(output=folder)
-    assert status == 2 and "was not made by build.py" in err
+    for force in ((), ("--force",)):
+        status, _, err = build(*force, output=folder)
+        assert status == 2 and "was not made by build.py" in err
     assert snapshot(folder) == {"notes.txt": b"keep"}
     status, _, err = build(output=folder / "notes.txt")
     assert status == 2 and "is not a folder" in err
@@ -294,7 +295,9 @@ def test_edited_output_is_left_alone(build, tmp_path, name):
     before = snapshot(tmp_path / "repo")
     status, _, err = build("--set", "max_num_seqs=8")
     assert status == 2 and f"changed or added since it was built: {name};" in err
-    assert snapshot(tmp_path / "repo") == before
+    assert "with --force" in err and snapshot(tmp_path / "repo") == before
+    assert build("--set", "max_num_seqs=8", "--force")[0] == 0
+    assert (path.read_text() if path.exists() else "").count("# edited") == 0
 
 
 def test_model_repo_itself_is_no_output(build):

@@ -136,6 +136,29 @@ def test_servers_that_swap_answers_take_one_postprocessing(version, swaps, tmp_p
         preflight.check_ordering(server, tmp_path / "2")
 
 
+@pytest.mark.parametrize("model", ["llm", "postprocessing", "*"])
+def test_sizes_of_batches_changed_by_hand(model, tmp_path):
+    """As benchmark scripts do, with sed on max_batch_size."""
+    repository = tmp_path / "repo"
+    assert cli.main(MODEL_REPO, ["--output", str(repository), "--set", "preferred_batch_size=256"]) == 0
+    preflight.check_batch_sizes(repository)
+    for file in repository.glob(f"{model}/config.pbtxt"):
+        file.write_text(file.read_text().replace("max_batch_size: 256", "max_batch_size: 64"))
+    with pytest.raises(ServeError) as error:
+        preflight.check_batch_sizes(repository)
+    assert "config.pbtxt: max_batch_size is" in str(error.value)
+    assert "build again with triton_max_batch_size=64" in str(error.value)
+
+
+def test_a_step_of_an_ensemble_takes_its_batches(tmp_path):
+    repository = tmp_path / "repo"
+    assert cli.main(MODEL_REPO, ["--output", str(repository), "--set", "triton_max_batch_size=32"]) == 0
+    file = repository / "ensemble" / "config.pbtxt"
+    file.write_text(file.read_text().replace("max_batch_size: 32", "max_batch_size: 64"))
+    with pytest.raises(ServeError, match=r"a step of it, has 32; .* triton_max_batch_size=32"):
+        preflight.check_batch_sizes(repository)
+
+
 def test_the_version_of_an_image(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_SERVER_VERSION", raising=False)
     assert preflight.image_version(tmp_path) is None

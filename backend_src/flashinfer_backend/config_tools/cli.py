@@ -40,7 +40,7 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     notes: list[str] = []
     try:
         values = _values(args, problems, notes)
-        _check_places(args.llm_name, args.output, model_repo, problems)
+        _check_places(args.llm_name, args.output, model_repo, args.force, problems)
     except OSError as error:
         problems.append(f"cannot read {error.filename}: {error.strerror}")
     if problems:
@@ -85,6 +85,7 @@ def _interpreter() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="build.py",
         usage="build.py --output DIR [--model DIR] [--set KNOB=VALUE ...] [options]\n"
         "       build.py --list-knobs",
@@ -110,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         help="name of the llm model (default: that of the last build of --output, else llm); clients of"
         " TensorRT-LLM's own model use tensorrt_llm",
     )  # fmt: skip
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite files of --output that were changed since its build"
+    )
     parser.add_argument(
         "--diff", action="store_true", help="show what would change in --output, write nothing"
     )
@@ -202,7 +206,7 @@ def _checkpoint(before: dict[str, str]) -> dict[str, str]:
     return {knob: value for knob, value in kept.items() if value != BY_NAME[knob].default}
 
 
-def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[str]) -> None:
+def _check_places(llm_name: str, target: Path, model_repo: Path, force: bool, problems: list[str]) -> None:
     taken = [model for model in MODELS if model != LLM] + [BLS, output.RECORD]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", llm_name) or llm_name in taken:
         problems.append(
@@ -210,7 +214,7 @@ def _check_places(llm_name: str, target: Path, model_repo: Path, problems: list[
         )
     if model_repo.resolve() in (target.resolve(), *target.resolve().parents):
         problems.append(f"--output {target}: lies in the defaults' own folder {model_repo}; name another")
-    elif reason := output.obstacle(target):
+    elif reason := output.obstacle(target, force):
         problems.append(f"--output {reason}")
 
 

@@ -27,8 +27,8 @@ def with_record(files: dict[str, bytes], command: str, llm_name: str) -> dict[st
     return files | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
-def obstacle(output: Path) -> str | None:
-    """Why `output` must not be replaced, or None."""
+def obstacle(output: Path, force: bool = False) -> str | None:
+    """Why `output` must not be replaced, or None. force: files that were changed by hand may be lost."""
     if not output.exists() and not output.is_symlink():
         return None
     if output.is_symlink() or not output.is_dir():
@@ -47,10 +47,10 @@ def obstacle(output: Path) -> str | None:
         for name in found
         if name != RECORD and digests.get(name) != hashlib.sha256((output / name).read_bytes()).hexdigest()
     ]
-    if changed:
+    if changed and not force:
         return (
             f"{output} holds files changed or added since it was built: {', '.join(changed)}; turn "
-            "the changes into knobs and remove these files, or name another folder"
+            "the changes into knobs and overwrite these files with --force, or name another folder"
         )
     return None
 

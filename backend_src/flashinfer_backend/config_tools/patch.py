@@ -28,7 +28,7 @@ _ANSWER_OUTPUTS = (
     *("num_input_tokens", "num_output_tokens"),
 )
 HEADER = """\
-# Generated; edit the knobs, not this file: the next build refuses to overwrite a changed one.
+# Generated; edit the knobs, not this file: the next build overwrites a changed one only with --force.
 #   {command}
 """
 COMMAND = ".venv/bin/python build.py"  # as README.md has it

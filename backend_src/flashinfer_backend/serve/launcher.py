@@ -25,6 +25,7 @@ from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
 from flashinfer_backend.serve.preflight import (
     Installation,
     ServeError,
+    check_batch_sizes,
     check_numpy,
     check_open_files,
     check_ordering,
@@ -226,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         env = environment(server)
         if options.check:
             return 0
+        check_batch_sizes(repository)
         check_ordering(server, repository)
         args = command(
             server,

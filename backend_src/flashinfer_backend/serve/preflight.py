@@ -206,6 +206,29 @@ def check_ordering(server: Installation, repository: Path) -> None:
             )
 
 
+def check_batch_sizes(repository: Path) -> None:
+    """Raises ServeError for sizes of batches, changed by hand, with which tritonserver loads no model."""
+    try:
+        models = {file: model_config.read(file) for file in sorted(repository.glob("*/config.pbtxt"))}
+    except ValueError as error:
+        raise ServeError(str(error)) from None
+    sizes = {model.name or file.parent.name: model.max_batch_size for file, model in models.items()}
+    for file, model in models.items():
+        size = model.max_batch_size
+        cure = "build again with triton_max_batch_size="
+        if (preferred := max(model.dynamic_batching.preferred_batch_size, default=0)) > size:
+            raise ServeError(
+                f"{file}: max_batch_size is {size}, and preferred_batch_size {preferred} is above it;"
+                f" {cure}{size}, which sets all of them"
+            )
+        for step in model.ensemble_scheduling.step:
+            if (least := sizes.get(step.model_name, size)) < size:
+                raise ServeError(
+                    f"{file}: max_batch_size is {size}, and {step.model_name}, a step of it, has {least};"
+                    f" {cure}{least}, which sets all of them"
+                )
+
+
 def ordered_instances(model: Any) -> int:
     """Instances of a model whose answers have to keep their order; 0 where they need not. `model`: its
     ModelConfig."""
