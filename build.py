@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a deployable Triton model repository: `.venv/bin/python build.py --help`, and docs/knobs.md."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -18,4 +19,5 @@ except ModuleNotFoundError as missing:
     )
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     sys.exit(main(ROOT / "model_repo"))

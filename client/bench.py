@@ -365,18 +365,12 @@ def _lengths(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     return {name: getattr(args, options[name]) for name in taken if name in options}
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    prog: str = "python -m client bench",
-    ready_seconds: float = 60.0,
-    warm_up: int | None = None,
-) -> int:
-    """ready_seconds and warm_up: the defaults of those options."""
+def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(__doc__, prog, ready_seconds, warm_up)
+    parser = make_parser(__doc__)
     args = parser.parse_args(argv)
     try:
-        bench = plan(args, given_options(parser, argv), f"{prog} {shlex.join(argv)}")
+        bench = plan(args, given_options(parser, argv), f"{parser.prog} {shlex.join(argv)}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     failed = 0

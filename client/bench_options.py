@@ -27,17 +27,19 @@ OF_SCENARIO = {
 }
 
 
-def make_parser(
-    description: str | None, prog: str, ready_seconds: float, warm_up: int | None
-) -> argparse.ArgumentParser:
+PROG = "python -m client bench"
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Checks each option alone; what shows only with others or in files, bench.plan finds out."""
     p = argparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} --tokenizer FOLDER [options]",
+        allow_abbrev=False,
+        prog=PROG,
+        usage=f"{PROG} --tokenizer FOLDER [options]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _server(p.add_argument_group("server"), ready_seconds, warm_up)
+    _server(p.add_argument_group("server"))
     _prompts(p.add_argument_group("prompts"))
     _load(p.add_argument_group("load"))
     _requests(
@@ -56,7 +58,7 @@ def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[s
     return {name for name, value in parsed.items() if value is not unset[name]}
 
 
-def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
+def _server(group: Any) -> None:
     add = group.add_argument
     add("--backend", choices=BACKENDS, default="triton", help="API of the server (default: %(default)s)")
     add("--url", type=arguments.http_url,
@@ -66,12 +68,10 @@ def _server(group: Any, ready_seconds: float, warm_up: int | None) -> None:
         help="the server's model (default: ensemble, or the first that an OpenAI server lists; model where"
         " --ready-timeout 0 asks nothing)")  # fmt: skip
     add("--api-key-env", metavar="NAME", help="environment variable with the API's key")
-    add("--ready-timeout", type=arguments.zero_or_more, default=ready_seconds, metavar="S",
-        help="wait so many seconds for the server; 0: do not check whether it is ready"
-        f" (default: {ready_seconds:g})")  # fmt: skip
-    add("--warm-up", type=integer(0), default=warm_up, metavar="N",
-        help="requests before the measurement (default: "
-        + ("1, or the scenario's)" if warm_up is None else f"{warm_up})"))  # fmt: skip
+    add("--ready-timeout", type=arguments.zero_or_more, default=60.0, metavar="S",
+        help="wait up to S seconds for the server; 0: do not ask (default: 60)")  # fmt: skip
+    add("--warm-up", type=integer(0), metavar="N",
+        help="requests before the measurement (default: 1, or the scenario's)")  # fmt: skip
 
 
 def _prompts(group: Any) -> None:

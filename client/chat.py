@@ -325,6 +325,7 @@ class Terminal:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m client chat",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -37,6 +37,7 @@ NUMBERS = {
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m client generate",
         usage="python -m client generate [options] PROMPT",
         description="Generate text, streamed.",

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -280,14 +279,3 @@ def _receive(pipe: Any, deadline: float, what: str) -> Any:
         return pipe.recv()
     except (EOFError, ConnectionResetError):  # the second where it had not read what it was told
         raise RuntimeError("a worker process died; its error is printed above") from None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m client.load`: `client bench` without its check and warm-up before the run."""
-    from client import bench
-
-    return bench.main(argv, prog="python -m client.load", ready_seconds=0.0, warm_up=0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

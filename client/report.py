@@ -251,6 +251,7 @@ def page(runs: Sequence[Measured], title: str) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m client report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

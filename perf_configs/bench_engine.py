@@ -223,6 +223,7 @@ def at_once(core: Core, load: Load) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m perf_configs.bench_engine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -209,6 +209,7 @@ def rates(text: str) -> list[float]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m perf_configs.bench_openai",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -113,7 +113,7 @@ def bytes_of_a_step(config_file: Path, rows: int, context: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
-    parser = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(allow_abbrev=False,
         prog="python -m perf_configs.floor", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

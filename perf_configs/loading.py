@@ -131,7 +131,9 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m perf_configs.loading", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m perf_configs.loading", description=__doc__
+    )
     parser.add_argument(
         "--model", type=named_folder, help="a checkpoint of one file, instead of a random one"
     )

@@ -205,7 +205,7 @@ def chosen(base: Scheduling, assignments: Sequence[str]) -> Scheduling:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--result", required=True, type=Path, metavar="FILE", help="of perf_configs.run")
     parser.add_argument("--row", required=True, help="which of its rows")

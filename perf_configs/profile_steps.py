@@ -123,6 +123,7 @@ def fitting_shapes(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m perf_configs.profile_steps",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -108,7 +108,7 @@ def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", type=integer(1), default=4)
     parser.add_argument("--processes", type=integer(1), default=6, help="that send requests")

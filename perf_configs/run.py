@@ -61,7 +61,9 @@ STOP_RESERVE = 40.0  # seconds kept back for stopping a server and writing resul
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0])
+    p = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0]
+    )
     p.add_argument(
         "--model-dir",
         type=named_folder,

@@ -21,6 +21,7 @@ from flashinfer_backend.models.hf import read_spec
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m flashinfer_backend.prebuild",
         description="Compile the GPU kernels that an engine needs, so that its first start does not. A second"
         " run compiles nothing.",

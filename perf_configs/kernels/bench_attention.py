@@ -133,7 +133,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num-seqs", type=integers(1), default="1,2,4,8,16,32,64,128,256")
     parser.add_argument(

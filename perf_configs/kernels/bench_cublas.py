@@ -24,7 +24,7 @@ SIZES = [*FULL.interface_tokens, 1280, 1536, 1792, 2048]
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=SHAPES, help="NxK of the weights, separated by commas")
     options = parser.parse_args()

@@ -281,7 +281,7 @@ def print_table(format: str, shape: Shape, found: dict[int, Measured]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experts", type=integer(1), default=128)
     parser.add_argument("--per-token", type=integer(1), default=8)

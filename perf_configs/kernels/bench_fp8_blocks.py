@@ -352,7 +352,7 @@ def parse_shapes(text: str) -> dict[Role, Shape]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=SHAPES, help="role=NxK of the weights, separated by commas")
     parser.add_argument("--tokens", default=TOKENS, help="separated by commas")

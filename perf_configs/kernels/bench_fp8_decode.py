@@ -379,7 +379,7 @@ def kinds_of(text: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=numbers_of, default=ROWS, help=f"default {ROWS}")
     parser.add_argument("--contexts", type=numbers_of, default=CONTEXTS, help=f"default {CONTEXTS}")

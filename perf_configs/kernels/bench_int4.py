@@ -230,7 +230,7 @@ def line(tokens: int, row: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=SHAPES, help="role=NxK of the weights, separated by commas")
     parser.add_argument("--group", default="128", choices=["32", "64", "128", "row"])

@@ -198,7 +198,7 @@ def lengths(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=named_folder)
     parser.add_argument("--batches", type=integers(1), default="1,4,16,64,128,256")

@@ -400,7 +400,7 @@ def report(attack: Attack, minutes: float, before: dict[str, int], after: dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--minutes", type=positive, default=30.0)
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--streams", type=integer(1), default=50)

@@ -173,7 +173,7 @@ def run(server: BothDoors, kind: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("kinds", nargs="+", choices=["http", "llm-http", "openai", "grpc", "llm"])
     parser.add_argument("--requests", type=integer(1), default=1)
     parser.add_argument("--tokens", type=integer(1), default=480)

@@ -651,7 +651,7 @@ def fuzz(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random requests to real servers.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Random requests to real servers.")
     parser.add_argument("--requests", type=integer(1), default=100_000, help="to each")
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--first", type=integer(0), default=0, help="number of the first request")

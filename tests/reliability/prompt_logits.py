@@ -116,7 +116,7 @@ def ask(server: OpenAiServer, prompts: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--prompts", type=integer(1), default=8)
     parser.add_argument("--tokens", type=integer(1), default=480)

@@ -550,7 +550,9 @@ def walk(steps: int, seed: int, episodes: int | None = None, length: int = 400) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random walks over the scheduler, every step checked.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Random walks over the scheduler, every step checked."
+    )
     parser.add_argument("--steps", type=integer(1), default=1_000_000)
     parser.add_argument("--seed", type=integer(0), default=1, help="of the first episode")
     parser.add_argument("--episodes", type=integer(1), help="so many, instead of steps")

@@ -336,7 +336,7 @@ def report(soak: Soak) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Mixed traffic, every answer compared.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Mixed traffic, every answer compared.")
     parser.add_argument("--minutes", type=positive, default=30.0)
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--cases", type=integer(1), default=500, help="different requests")

@@ -155,7 +155,7 @@ def run(server: Server, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--requests", type=integer(1), default=8)
     parser.add_argument("--tokens", type=integer(1), default=250)
     parser.add_argument(

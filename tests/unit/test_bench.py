@@ -196,7 +196,7 @@ def test_a_scenario_of_known_lengths_tells_them_by_priority(server, tokenizer_fo
             read_scenario(path)
     path.write_text(text.replace("[load]", "[load]\npriority_per_output_token = -2"))
     arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1"]
-    parser = make_parser("", "", 0.0, None)
+    parser = make_parser("")
     loads = {}
     for backend in BACKENDS:
         args = parser.parse_args([*arguments, "--backend", backend, "--scenario", str(path)])
@@ -399,7 +399,7 @@ def test_what_is_printed_fits_80_columns():
 
 
 def test_every_data_set_is_in_the_help():
-    text = bench.make_parser(None, "x", 1.0, None).format_help()
+    text = bench.make_parser(None).format_help()
     assert all(name.partition(":")[0] in text for name in DATASETS)
 
 

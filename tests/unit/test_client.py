@@ -10,7 +10,7 @@ import pytest
 import small_tokenizers
 from streaming_server import StreamingServer
 
-from client import generate, load, wire
+from client import bench, generate, wire
 from client.datasets import Prompt, arrival_times, fingerprint, load_sharegpt, random_prompts
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, request_columns, summarise
@@ -279,9 +279,10 @@ def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
     outputs = []
     for backend in BACKENDS:
         outputs.append(tmp_path / f"{backend}.json")
-        status = load.main(
+        status = bench.main(
             ["--backend", backend, "--url", server.url, "--tokenizer", str(tmp_path), "--num-prompts", "6"]
             + ["--input-len", "4:9", "--output-len", "2:5", "--request-rate", "200", "--workers", "1"]
+            + ["--ready-timeout", "0", "--warm-up", "0"]
             + ["--retokenize", "--save-itl", "--output", str(outputs[-1])]
         )
         assert status == 0
@@ -300,7 +301,7 @@ def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
 def test_failed_requests_set_the_exit_status(tmp_path):
     small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
     arguments = ["--url", "http://127.0.0.1:9", "--tokenizer", str(tmp_path), "--num-prompts", "1"]
-    assert load.main(arguments) == 1
+    assert bench.main([*arguments, "--ready-timeout", "0", "--warm-up", "0"]) == 1
 
 
 def test_generate_prints_the_stream_and_reports_errors(server, capsys):

@@ -16,7 +16,7 @@ import pytest
 import small_tokenizers
 from streaming_server import StreamingServer
 
-from client import generate, load, wire
+from client import bench, generate, load, wire
 from client.datasets import Prompt, arrival_times, load_sharegpt
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, request_columns
@@ -124,14 +124,16 @@ def load_arguments(server, tokenizer_folder, *more):
         "1",
         "--workers",
         "1",
+        *("--ready-timeout", "0"),
+        *("--warm-up", "0"),
         *more,
     ]
 
 
 def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_path):
     output = tmp_path / "out.json"
-    assert load.main(load_arguments(server, tokenizer_folder, "--output", str(output))) == 0
-    assert load.main(load_arguments(server, tokenizer_folder, "--no-check-tokens")) == 0
+    assert bench.main(load_arguments(server, tokenizer_folder, "--output", str(output))) == 0
+    assert bench.main(load_arguments(server, tokenizer_folder, "--no-check-tokens")) == 0
     assert ["return_num_output_tokens" in body for body in server.bodies] == [True, False]
     text = output.read_text()
     assert json.loads(text)["arguments"]["request_rate"] is None
@@ -172,7 +174,7 @@ WRONG_LOAD = [
 @pytest.mark.parametrize("arguments, message", WRONG_LOAD)
 def test_wrong_arguments_of_the_load_generator(server, tokenizer_folder, capsys, arguments, message):
     with pytest.raises(SystemExit) as end:
-        load.main(load_arguments(server, tokenizer_folder, *arguments))
+        bench.main(load_arguments(server, tokenizer_folder, *arguments))
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert server.bodies == []
@@ -187,7 +189,7 @@ def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_pa
     ):
         bad.write_text(content)
         with pytest.raises(SystemExit) as end:
-            load.main(load_arguments(server, tokenizer_folder, *arguments))
+            bench.main(load_arguments(server, tokenizer_folder, *arguments))
         assert end.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -278,7 +280,8 @@ def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
     server = StreamingServer(chunk_seconds=60.0)
     workers = []
     arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--num-prompts", "2", "--workers", "2"]
-    process = python("-m", "client.load", *arguments, stdout=subprocess.DEVNULL)
+    at_once = ["--ready-timeout", "0", "--warm-up", "0"]
+    process = python("-m", "client", "bench", *arguments, *at_once, stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: server.in_flight == 2)
         workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]

@@ -45,7 +45,7 @@ def documents(seed: int, count: int, with_paragraphs: bool = True, reading: int 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--documents", type=integer(1), default=20)
     parser.add_argument("--seed", type=integer(0), default=1)
     args = parser.parse_args()

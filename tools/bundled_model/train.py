@@ -208,7 +208,9 @@ class Folder:
 
 def parse_args() -> argparse.Namespace:
     default_folder = Path(__file__).parents[2] / "backend_src/flashinfer_backend/bundled_model"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=default_folder)
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--steps", type=integer(1), default=1700)

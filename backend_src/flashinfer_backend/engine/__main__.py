@@ -40,7 +40,9 @@ GRACE_S = 3.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.engine", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashinfer_backend.engine", description=__doc__
+    )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for the socket")
     parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")

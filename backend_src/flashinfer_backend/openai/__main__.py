@@ -26,7 +26,7 @@ from flashinfer_backend.transport.restarts import RESTARTS
 def main(argv: list[str] | None = None) -> int:
     program = "python -m flashinfer_backend.openai"
     parser = argparse.ArgumentParser(
-        prog=program, usage=f"{program} --model DIR [options]", description=__doc__
+        allow_abbrev=False, prog=program, usage=f"{program} --model DIR [options]", description=__doc__
     )
     engine = parser.add_mutually_exclusive_group()
     engine.add_argument(

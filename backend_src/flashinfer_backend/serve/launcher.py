@@ -88,6 +88,7 @@ def command(
 def _parser() -> argparse.ArgumentParser:
     program = "python -m flashinfer_backend.serve"
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=program,
         usage=f"{program} --model-repository DIR [options]",
         description=__doc__,

@@ -40,7 +40,9 @@ def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.serve.probe", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashinfer_backend.serve.probe", description=__doc__
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", default="ensemble", help="default: %(default)s")
     parser.add_argument(

@@ -31,6 +31,7 @@ QUICK_LAYERS = 4  # enough for their weights not to fit the cache
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 without a GPU, 2 with wrong arguments."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m flashinfer_backend.tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

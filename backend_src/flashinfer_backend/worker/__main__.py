@@ -27,7 +27,9 @@ from flashinfer_backend.worker.start import start_runner
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.worker", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m flashinfer_backend.worker", description=__doc__
+    )
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
     parser.add_argument("--name", default="engine", help="of the engine, for the log")
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the socket to rank 0")
