@@ -218,7 +218,7 @@ def at_once(core: Core, load: Load) -> int:
     """How many sequences of such lengths the engine runs at once."""
     config = core.config
     blocks = -(-(load.prompt + load.output) // config.tokens_per_block)
-    return min(config.max_num_seqs, core.scheduler.kv_manager.num_blocks // blocks)
+    return min(config.max_num_seqs, core.scheduler.kv_manager.pools[0].num_blocks // blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

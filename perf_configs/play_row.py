@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from client.arguments import integer, positive
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
@@ -85,7 +86,7 @@ class Engine:
             enable_kv_cache_reuse=False,
         )
         self.row, self.times, self.now, self.came = row, times, 0.0, 0
-        self.scheduler = Scheduler(config, KVCacheManager(BLOCKS, BLOCK, False), numbers=numbers)
+        self.scheduler = Scheduler(config, KVCacheManager([BlockPool(BLOCKS)], BLOCK, False), numbers=numbers)
         self.pacer, self.rng = Pacer(), np.random.default_rng(seed)
         self.running: tuple[StepPlan, float] | None = None  # and when it ends
         self.first, self.last = np.zeros(len(row.arrivals)), np.zeros(len(row.arrivals))

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     core = start_on_gpu(parser, parameters_from(parser, options))
     config, context = core.config, options.context or CONTEXT
-    num_blocks = core.scheduler.kv_manager.num_blocks
+    num_blocks = core.scheduler.kv_manager.pools[0].num_blocks
     shapes = fitting_shapes(wanted, config, num_blocks, context)
     if len(shapes) < len(wanted):
         limits = f"max_seq_len {config.max_seq_len}, max_num_seqs {config.max_num_seqs} and a KV cache of"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from client.arguments import integer, positive
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.serving.router import Router
 from flashinfer_backend.transport.protocol import Status
@@ -37,18 +38,19 @@ class Engine:
 
     def __init__(self, number: int, blocks: int) -> None:
         self.status = Status(number + 1, "none", VOCABULARY, 32768, 32767, PLACES, BLOCK, blocks)
-        self.cache = KVCacheManager(blocks + 1, BLOCK, reuse=True)
+        self.pool = BlockPool(blocks + 1)
+        self.cache = KVCacheManager([self.pool], BLOCK, reuse=True)
         self.open, self.free_at = 0, 0.0
 
     def begin(self, prompt: np.ndarray, answer: int, now: float) -> tuple[float, float, list[int]]:
         """When the first token and the last one come, and the blocks that are held until then."""
         keys = self.cache.prefix_keys(prompt[:-1])
-        held = self.cache.match(keys)
+        held = self.pool.match(keys)
         cached = len(held) * BLOCK
-        more = self.cache.allocate(-(-(len(prompt) + answer) // BLOCK) - len(held))
+        more = self.pool.allocate(-(-(len(prompt) + answer) // BLOCK) - len(held))
         assert more is not None, "the sequences that are open need more blocks than there are"
         for block, key in zip(more, keys[len(held) :], strict=False):
-            self.cache.register(block, key)
+            self.pool.register(block, key)
         self.status.prompt_tokens += len(prompt)
         self.status.prompt_tokens_reused += cached
         self.status.generated_tokens += answer
@@ -84,7 +86,7 @@ def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
         if ended is not None:
             engine, blocks = ended
             engine.open -= 1
-            engine.cache.release(blocks)
+            engine.pool.release(blocks)
             if turn < options.turns:
                 heapq.heappush(events, (now + rng.exponential(THINKING_S), next(count), None, turn, text))
             continue

@@ -22,9 +22,9 @@ import torch
 
 from client.arguments import integers, positive
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.paths import named_folder
-from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from client.wire import EventSplitter, read_stream
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
         model_dir="", max_num_seqs=rows, max_seq_len=4096, max_input_len=4095, max_num_tokens=rows * PROMPT,
         enable_kv_cache_reuse=False,
     )  # fmt: skip
-    scheduler = Scheduler(config, KVCacheManager(rows * 256, 16, reuse=False))
+    scheduler = Scheduler(config, KVCacheManager([BlockPool(rows * 256)], 16, reuse=False))
     rng = np.random.default_rng(0)
     for local_id in range(rows):
         prompt = rng.integers(0, 32000, PROMPT, dtype=np.int32)

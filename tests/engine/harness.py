@@ -143,8 +143,8 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
         socket.close()
     assert not errors, errors
     # Only now: the loop forgets a request before it frees what that held.
-    kv_manager, table = core.scheduler.kv_manager, core.scheduler.table
-    assert kv_manager.available == kv_manager.num_blocks, "blocks leaked"
+    pools, table = core.scheduler.kv_manager.pools, core.scheduler.table
+    assert all(pool.available == pool.num_blocks and not pool.committed for pool in pools), "blocks leaked"
     assert table.free == core.config.max_num_seqs, "slots leaked"
     assert core.scheduler.reserved_blocks == 0, "reservations leaked"
 

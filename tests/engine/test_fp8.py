@@ -80,7 +80,7 @@ def test_a_cache_in_fp8_holds_more_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "CPU_KV_BYTES", 1 << 20)
     folder = make_quantised("dense", "llama", tmp_path).folder
     tokens = [
-        start_core(folder, **options).scheduler.kv_manager.num_blocks * 16
+        start_core(folder, **options).scheduler.kv_manager.pools[0].num_blocks * 16
         for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16"} | IN_FP8)
     ]
     # K and V of 2 layers and 2 heads of 64, two bytes or one each

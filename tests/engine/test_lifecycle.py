@@ -165,7 +165,7 @@ def test_status_counts_blocks_and_requests(checkpoint, tmp_path):
 @pytest.mark.parametrize(("tokens", "blocks"), [(320, 20), (321, 21), (335, 21)])
 def test_the_bound_of_the_cache_is_rounded_up_to_whole_blocks(checkpoint, tokens, blocks):
     core = start_core(checkpoint, tokens_per_block=16, max_tokens_in_paged_kv_cache=tokens)
-    assert core.scheduler.kv_manager.num_blocks == blocks
+    assert core.scheduler.kv_manager.pools[0].num_blocks == blocks
     core.close()
 
 

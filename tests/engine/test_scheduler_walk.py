@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scheduler_walk import STUBS, Settings, World, walk
 
 from engine.test_waiting import Engine
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
@@ -37,7 +38,7 @@ def no_log() -> Iterator[None]:
 
 
 def test_ten_thousand_random_steps() -> None:
-    counts = walk(10_000, seed=1)
+    counts = walk(10_000, seed=100)
     happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
     happened += ("waits for room", "waits for a turn", "links that were made anew")
     assert all(counts[name] >= 10 for name in happened), counts
@@ -66,13 +67,18 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
         ("key", "reads what is not its own|key of other tokens"),
         ("release", "holders, and|in one place|released more often"),
         ("forget", "reads what is not its own|key of other tokens"),
+        ("too early", "which were given back|and reads those from"),
+        ("never", "of a window, and was promised"),
+        ("tail", "has less than it counted"),
+        ("promise", "blocks were promised, and"),
+        ("one table", "but the device is told"),
     ],
 )
 def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the walks are for: each of these would give one client's answer the context of another's."""
-    release = KVCacheManager.release
+    release, leave, take = BlockPool.release, KVCacheManager.leave_behind, KVCacheManager.take
 
-    def leaves_names(self: KVCacheManager, count: int) -> list[int] | None:
+    def leaves_names(self: BlockPool, count: int) -> list[int] | None:
         if count > self.available:
             return None
         blocks = [self._free.pop() if self._free else self._lru.popitem(last=False)[0] for _ in range(count)]
@@ -86,15 +92,24 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
         size = self.block_size
         return [tokens[i * size : (i + 1) * size].tobytes() for i in range(start, len(tokens) // size)]
 
-    broken: dict[str, tuple[str, Any]] = {
-        "eviction": ("allocate", leaves_names),
-        "key": ("prefix_keys", of_the_block_alone),
-        "release": ("release", lambda self, blocks: release(self, blocks[:-1])),
-        "forget": ("forget", lambda self, block: None),
+    broken: dict[str, tuple[type, str, Any]] = {
+        "eviction": (BlockPool, "allocate", leaves_names),
+        "key": (KVCacheManager, "prefix_keys", of_the_block_alone),
+        "release": (BlockPool, "release", lambda self, blocks: release(self, blocks[:-1])),
+        "forget": (BlockPool, "forget", lambda self, block: None),
+        "too early": (
+            KVCacheManager,
+            "leave_behind",
+            lambda self, r, at: leave(self, r, at + self.block_size),
+        ),
+        "never": (KVCacheManager, "leave_behind", lambda self, request, position: None),
+        "tail": (BlockPool, "serves", lambda self, keys, most: most),
+        "promise": (KVCacheManager, "fit_chunk", lambda self, request, start, length: length),
+        "one table": (KVCacheManager, "take", lambda *args: [(0, *update[1:]) for update in take(*args)]),
     }
-    monkeypatch.setattr(KVCacheManager, *broken[mutated])
+    monkeypatch.setattr(*broken[mutated])
     with pytest.raises(AssertionError, match=found):
-        walk(4000, seed=1)
+        walk(40_000, seed=1)
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=11)
@@ -197,26 +212,26 @@ def test_a_mixed_load_on_a_real_engine_keeps_every_invariant() -> None:
 
 
 def _twice(engine: Engine) -> None:
-    manager = engine.loop.scheduler.kv_manager
-    manager._free.append(next(iter(engine.loop.scheduler.running.values())).blocks[0])
+    pool = engine.loop.scheduler.kv_manager.pools[0]
+    pool._free.append(next(iter(engine.loop.scheduler.running.values())).held[0].blocks[0])
 
 
 def _shared(engine: Engine) -> None:
     first, second = list(engine.loop.scheduler.running.values())[:2]
-    first.blocks[0] = second.blocks[0]
+    first.held[0].blocks[0] = second.held[0].blocks[0]
 
 
 def _lost(engine: Engine) -> None:
-    engine.loop.scheduler.kv_manager._free.pop()
+    engine.loop.scheduler.kv_manager.pools[0]._free.pop()
 
 
 def _renamed(engine: Engine) -> None:
-    manager = engine.loop.scheduler.kv_manager
+    pool = engine.loop.scheduler.kv_manager.pools[0]
     first, second = list(engine.loop.scheduler.running.values())[:2]
-    blocks = first.blocks[0], second.blocks[0]
-    keys = [manager._key_of[block] for block in blocks]
+    blocks = first.held[0].blocks[0], second.held[0].blocks[0]
+    keys = [pool._key_of[block] for block in blocks]
     for block, key in zip(blocks, reversed(keys), strict=True):
-        manager._key_of[block], manager._block_of[key] = key, block
+        pool._key_of[block], pool._block_of[key] = key, block
 
 
 def _forgotten(engine: Engine) -> None:
@@ -268,10 +283,10 @@ def test_without_the_knob_nothing_is_checked() -> None:
 
 
 LEAKY = """
-from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.cache.pool import BlockPool
 
-release = KVCacheManager.release
-KVCacheManager.release = lambda self, blocks: release(self, blocks[1:])
+release = BlockPool.release
+BlockPool.release = lambda self, blocks: release(self, blocks[1:])
 from flashinfer_backend.engine import __main__
 raise SystemExit(__main__.main())
 """

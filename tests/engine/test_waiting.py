@@ -79,7 +79,7 @@ class Engine:
             self.step()
         assert not scheduler.queue and not scheduler.running
         assert scheduler.table.free == self.loop.config.max_num_seqs
-        assert scheduler.kv_manager.available == scheduler.kv_manager.num_blocks
+        assert all(pool.available == pool.num_blocks for pool in scheduler.kv_manager.pools)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.cache.device import KVCache
 
 pytestmark = [
     pytest.mark.gpu,

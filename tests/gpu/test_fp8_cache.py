@@ -19,8 +19,8 @@ from engine.harness import serve, start_core
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import has_fa3
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.ops import fp8, torch_ops
 from quantised import make_quantised
 

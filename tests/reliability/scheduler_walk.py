@@ -31,6 +31,8 @@ import msgspec
 import numpy as np
 
 from client.arguments import integer
+from flashinfer_backend.cache.groups import tail_blocks
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import Feeds, StepOutput, StepPlan, Wants
@@ -65,6 +67,9 @@ class Settings:
     block: int
     blocks: int
     longest: int  # max_seq_len
+    # Of groups with windows: tokens and blocks of each. full: there is a group without.
+    windows: tuple[tuple[int, int], ...] = ()
+    full: bool = True
     step_tokens: int
     busy_step_tokens: int
     reuse: bool = True
@@ -122,6 +127,12 @@ class Settings:
             pause_rows=rng.choice([1, 3]),
         )
         settings.slow_steps = 3 if settings.short_steps == 1 else 1
+        settings.full = rng.random() < 0.8
+        for _ in range(rng.choice([0, 0, 1, 1, 2]) if settings.full else 1):
+            window = rng.choice([1, 2, 3, 5, 8, 9, 17, 33])
+            enough = tail_blocks(window, block) + 2 + settings.step_tokens // block  # of one sequence
+            few = min(settings.blocks, enough)
+            settings.windows += ((window, rng.choice([few, few + 1, 2 * few, max(few, settings.blocks)])),)
         return settings
 
 
@@ -173,7 +184,9 @@ class World:
         self.settings = settings
         self.rng = random.Random(seed)
         config = settings.config()
-        manager = KVCacheManager(settings.blocks + 1, settings.block, settings.reuse)
+        pools = [BlockPool(settings.blocks + 1)] if settings.full else []
+        pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
+        manager = KVCacheManager(pools, settings.block, settings.reuse)
         numbers = Scheduling(
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
@@ -213,9 +226,10 @@ class World:
         self.wrong: list[str] = []  # that the device found; raised there, it would be one more failing step
         self.counts: Counter[str] = Counter()
         columns = -(-settings.longest // settings.block) + 1
-        self.block_table = np.zeros((settings.slots, columns), np.int64)
+        self.windows = [*[settings.longest] * settings.full, *(window for window, _ in settings.windows)]
+        self.block_tables = np.zeros((len(pools), settings.slots, columns), np.int64)
         self.last_token = np.zeros(settings.slots, np.int32)
-        self.cache = np.zeros((settings.blocks + 1, settings.block), np.uint64)
+        self.caches = [np.zeros((pool.num_blocks + 1, settings.block), np.uint64) for pool in pools]
 
     # The clients.
 
@@ -282,15 +296,15 @@ class World:
 
     def step(self) -> None:
         """One turn of the loop; the engine's own check of all invariants is part of it."""
-        manager = self.scheduler.kv_manager
         assert self.loop.step()
         assert not self.wrong, self.wrong
         self._check_room()
-        used = manager.num_blocks - manager.available
-        assert used + manager.cached + len(manager._free) == manager.num_blocks
-        for block, key in manager._key_of.items():
-            found = self.named.get(key) == self.cache[block, -1]
-            assert found, f"block {block} can be found by a key of other tokens than it holds"
+        for pool, cache in zip(self.scheduler.kv_manager.pools, self.caches, strict=True):
+            used = pool.num_blocks - pool.available
+            assert used + pool.cached + len(pool._free) == pool.num_blocks
+            for block, key in pool._key_of.items():
+                found = self.named.get(key) == cache[block, -1]
+                assert found, f"block {block} can be found by a key of other tokens than it holds"
         self.counts["steps"] += 1
 
     def _check_room(self) -> None:
@@ -330,10 +344,12 @@ class World:
                 break
             self.step()
         assert not self.asked, f"without an end after {QUIET} steps: {list(self.asked)}"
-        scheduler, manager = self.scheduler, self.scheduler.kv_manager
+        scheduler = self.scheduler
         assert not scheduler.requests and not scheduler.running and not len(scheduler.queue)
         assert not scheduler.prefilling and not len(scheduler.decoding) and not scheduler.queue.tokens
-        assert manager.available == manager.num_blocks and not scheduler.reserved_blocks
+        for pool in scheduler.kv_manager.pools:
+            assert pool.available == pool.num_blocks and not pool.committed
+        assert not scheduler.reserved_blocks
         assert scheduler.table.free == self.settings.slots and not self.loop.logits.stages
         assert not self.loop.logits.held
         self.counts["preemptions"] += scheduler.preemptions
@@ -413,8 +429,8 @@ class World:
         if failing == "before":
             self.counts["failed steps"] += 1
             raise RuntimeError("the step fails as it was told to")
-        slot, column, block = plan.block_updates.T
-        self.block_table[slot, column] = block
+        group, slot, column, block = plan.block_updates.T
+        self.block_tables[group, slot, column] = block
         # Some may turn out to have ended while the step is launched.
         owners = [self.scheduler.table.requests[slot] for slot in plan.slots.tolist()]
         asked = [self.asked[request.handle] for request in owners if request is not None]
@@ -456,15 +472,16 @@ class World:
         if not np.array_equal(tokens, asked.tokens[start:end]):
             self.wrong.append(f"slot {slot} is fed {tokens} at {start}, not {asked.tokens[start:end]}")
         places = np.arange(start, end)
-        blocks = self.block_table[slot]
         size = self.settings.block
-        if not blocks[places // size].all():
-            self.wrong.append(f"slot {slot} writes to block 0")
-        self.cache[blocks[places // size], places % size] = asked.content[start:end]
-        read = self.cache[blocks[: -(-end // size)]].reshape(-1)[:end]
-        wrong = (read != asked.content[:end]).nonzero()[0]
-        if len(wrong):
-            self.wrong.append(f"slot {slot} reads what is not its own at {wrong.tolist()}")
+        for cache, blocks, window in zip(self.caches, self.block_tables[:, slot], self.windows, strict=True):
+            if not blocks[places // size].all():
+                self.wrong.append(f"slot {slot} writes to block 0")
+            cache[blocks[places // size], places % size] = asked.content[start:end]
+            seen = np.arange(max(0, start - window + 1), end)
+            read = cache[blocks[seen // size], seen % size]
+            wrong = seen[read != asked.content[seen]]
+            if len(wrong):
+                self.wrong.append(f"slot {slot} reads what is not its own at {wrong.tolist()}")
         if plan.wants[row] & Wants.NEXT:
             self.last_token[slot] = asked.tokens[end]
 

@@ -23,8 +23,8 @@ from checkpoints import KINDS, make_checkpoint, make_model
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models import upload, weights
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header

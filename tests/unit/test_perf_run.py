@@ -23,6 +23,7 @@ from client.device_log import NO_GPU, Devices
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
 from client.scenarios import Point, read_scenarios
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import start
@@ -860,7 +861,7 @@ def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
         return SimpleNamespace(
             config=config,
             runner=SimpleNamespace(graphs=()),
-            scheduler=SimpleNamespace(kv_manager=SimpleNamespace(num_blocks=1 << 20)),
+            scheduler=SimpleNamespace(kv_manager=SimpleNamespace(pools=[BlockPool(1 << 20)])),
             model_config=SimpleNamespace(vocab_size=9),
             close=lambda: None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ def request(handle: int, max_new: int = 8, prompt_tokens: int = 4, **fields: Any
 
 def scheduler(**settings: Any) -> Scheduler:
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, **settings)
-    return Scheduler(config, KVCacheManager(64, 16, reuse=False))
+    return Scheduler(config, KVCacheManager([BlockPool(64)], 16, reuse=False))
 
 
 def order(queue: RequestQueue) -> list[int]:
@@ -95,7 +96,7 @@ def test_late_requests_leave_and_never_had_a_block():
     waiting = scheduler(max_num_seqs=1)
     for handle, deadline_ns in enumerate([0, 300, 200, 0, 100, 300], 1):
         waiting.submit(request(handle, deadline_ns=deadline_ns))
-    free = waiting.kv_manager.available
+    free = waiting.kv_manager.pools[0].available
     assert waiting.drop_late(99) == []
     assert [each.handle for each in waiting.drop_late(200)] == [5, 3]
     assert order(waiting.queue) == [1, 2, 4, 6] and sorted(waiting.requests) == [1, 2, 4, 6]
@@ -103,7 +104,7 @@ def test_late_requests_leave_and_never_had_a_block():
     waiting.release(waiting.requests[6])  # cancelled
     assert [each.handle for each in waiting.drop_late(10**20)] == [2]
     assert waiting.drop_late(10**20) == []
-    assert waiting.kv_manager.available == free and waiting.table.free == 1
+    assert waiting.kv_manager.pools[0].available == free and waiting.table.free == 1
 
 
 def test_what_has_had_a_slot_is_never_late():

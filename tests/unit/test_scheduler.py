@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
@@ -26,7 +27,7 @@ def scheduler(*lengths: int, reuse: bool = False, **numbers: int) -> Scheduler:
     """numbers: fields of Scheduling."""
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
     scheduling = msgspec.structs.replace(tuned.fallback().scheduling, **numbers)
-    result = Scheduler(config, KVCacheManager(4096, 16, reuse), numbers=scheduling)
+    result = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, reuse), numbers=scheduling)
     for handle, length in enumerate(lengths, 1):
         result.submit(of_length(length, handle))
     return result
@@ -39,11 +40,12 @@ def of_length(length: int, handle: int, max_new: int = 8) -> Request:
 
 def enter_blocks(block_table: np.ndarray, plan: StepPlan, running: dict[int, Request]) -> None:
     """What the device does with a plan's blocks: then every running sequence's are in its slot's row."""
-    slot, column, block = plan.block_updates.T
+    _, slot, column, block = plan.block_updates.T
     block_table[slot, column] = block
     assert (block_table[plan.slots, (plan.starts + plan.lengths - 1) // 16] > 0).all()
     for request in running.values():
-        assert block_table[request.slot, : len(request.blocks)].tolist() == request.blocks
+        blocks = request.held[0].blocks
+        assert block_table[request.slot, : len(blocks)].tolist() == blocks
 
 
 def prompt_lengths(plan: StepPlan) -> list[int]:
@@ -93,7 +95,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         max_num_tokens_while_decoding=64,
         enable_chunked_context=False,
     )
-    running = Scheduler(config, KVCacheManager(17, 16, reuse=False))
+    running = Scheduler(config, KVCacheManager([BlockPool(17)], 16, reuse=False))
     for handle in (1, 2):
         params = SamplingParams(max_tokens=200)
         prompt = np.full(30, handle, np.int32)
@@ -118,7 +120,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
 def tokens_of_steps(lengths: list[tuple[int, int]], **settings: Any) -> list[int]:
     """Tokens of each step, decode rows and prompts, until all is done. lengths: of prompt and answer."""
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, **settings)
-    result = Scheduler(config, KVCacheManager(8192, 16, reuse=False))
+    result = Scheduler(config, KVCacheManager([BlockPool(8192)], 16, reuse=False))
     for handle, (prompt, output) in enumerate(lengths, 1):
         params = SamplingParams(max_tokens=output)
         ids = np.zeros(prompt, np.int32)
@@ -159,7 +161,7 @@ def test_a_spread_backlog_has_no_step_with_less_than_fills_the_device():
 def test_steady_arrivals_are_not_spread_but_take_every_slot():
     slots, clients = 320, 330
     config = EngineConfig(model_dir="", max_seq_len=4096, max_num_seqs=slots, schedule_policy="lof")
-    result = Scheduler(config, KVCacheManager(65536, 16, reuse=False))
+    result = Scheduler(config, KVCacheManager([BlockPool(65536)], 16, reuse=False))
     random = np.random.default_rng(0)
     sent = 0
 
@@ -423,7 +425,8 @@ def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     running.prompt = np.arange(4000, dtype=np.int32)
     result.submit(running)
     result.schedule(in_flight=False)
-    result.kv_manager.allocate(result.kv_manager.available - 10)  # none are left for the next one
+    pool = result.kv_manager.pools[0]
+    pool.allocate(pool.available - 10)  # none are left for the next one
     hashed = []
     keys = KVCacheManager.prefix_keys
     monkeypatch.setattr(
@@ -457,8 +460,8 @@ def test_prompts_that_share_a_step_are_chosen_without_a_look_at_those_behind_the
 
 def test_who_waits_for_blocks_holds_none_and_keeps_the_cached_ones(monkeypatch: pytest.MonkeyPatch):
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
-    result = Scheduler(config, KVCacheManager(101, 16, reuse=True))
-    manager = result.kv_manager
+    result = Scheduler(config, KVCacheManager([BlockPool(101)], 16, reuse=True))
+    manager, pool = result.kv_manager, result.kv_manager.pools[0]
 
     def submit(handle: int, first: int, tokens: int, max_new: int) -> Request:
         params = SamplingParams(max_tokens=max_new, temperature=0.0)
@@ -480,8 +483,8 @@ def test_who_waits_for_blocks_holds_none_and_keeps_the_cached_ones(monkeypatch: 
     stream = submit(3, 20_000, 1, max_new=2000)
     step()
     submit(4, 0, 100 * 16, max_new=1)
-    monkeypatch.setattr(manager, "match", lambda keys: pytest.fail("blocks are held without a place"))
-    while len(manager._free):
+    monkeypatch.setattr(pool, "match", lambda keys: pytest.fail("blocks are held without a place"))
+    while len(pool._free):
         step()
     evicted = 0
     while evicted < 25:
@@ -528,7 +531,9 @@ def test_a_step_that_was_not_launched_is_undone():
     assert plan is not None and plan.num_rows == 3
     assert result.abandon(plan, [failing.slot]) == [failing]
     assert list(result.requests) == [1, 2] and [r.handle for r in result.queue] == [1, 2]
-    assert not result.running and result.kv_manager.available == result.kv_manager.num_blocks
+    assert (
+        not result.running and result.kv_manager.pools[0].available == result.kv_manager.pools[0].num_blocks
+    )
     assert not any(result.kv_manager.count(result.kv_manager.prefix_keys(failing.prompt)))
     assert stream.generated.tolist() == [5, 5, 5]
     plan = result.schedule(in_flight=False)
@@ -547,8 +552,8 @@ def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_n
     accept(result.table, first, np.array([5], np.int32))
     result.release(ending)
     assert result.abandon(second, []) == []
-    assert result.kv_manager.cached == 0, "position 15 was never written"
-    assert result.kv_manager.available == result.kv_manager.num_blocks
+    assert result.kv_manager.pools[0].cached == 0, "position 15 was never written"
+    assert result.kv_manager.pools[0].available == result.kv_manager.pools[0].num_blocks
 
 
 def test_stop_sequences_end_with_the_token_that_completes_them_and_none_before_the_prompts_end() -> None:

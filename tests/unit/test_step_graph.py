@@ -17,10 +17,10 @@ from msgspec.structs import replace
 import flashinfer_backend.attention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import DecodeAttention
-from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker.device_state import DeviceState
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flashinfer_backend.attention import copies
+from flashinfer_backend.cache.device import KVCacheFormat
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.kv_cache.cache import KVCacheFormat
 from flashinfer_backend.worker import start
 
 BLOCK_SIZE = 16

@@ -43,7 +43,7 @@ def check(
     from flashinfer_backend.attention import split, triton_decode
     from flashinfer_backend.attention.batch import AttentionBatch
     from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-    from flashinfer_backend.kv_cache.cache import KVCache
+    from flashinfer_backend.cache.device import KVCache
     from flashinfer_backend.ops import device, fp8
 
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer_backend.kv_cache.cache import KVCacheFormat
+from flashinfer_backend.cache.device import KVCacheFormat
 from flashinfer_backend.ops.fp8 import E4M3
 
 MAX_PROMPTS = 16  # of a step that is a graph; those that a step has fewer of read a block each

@@ -24,7 +24,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import MAX_PROMPTS, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
-from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 

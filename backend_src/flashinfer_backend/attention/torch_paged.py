@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.kv_cache.cache import KVCache
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops.fp8 import E4M3
 
 # Prefill rows attended at a time, so that a mask holds at most this many rows of a long prompt.

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashinfer_backend.attention.copies import MAX_PROMPTS, copies_format
-from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
+from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.ops import device
 
 _PIECE = 4096  # elements of a block that a program copies at a time

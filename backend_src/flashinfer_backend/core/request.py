@@ -11,6 +11,15 @@ import numpy as np
 from flashinfer_backend.core.sampling_params import SamplingParams
 
 
+@dataclass
+class Held:
+    """A running sequence's blocks in one cache group."""
+
+    blocks: list[int]  # by column of its block table; 0 for those behind
+    behind: int = 0  # how many were given back, since no later token reads them
+    committed: int = 0  # of a group with a window: blocks of it that are held or promised
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence from submission to release. `slot` is -1 while it waits."""
@@ -26,8 +35,8 @@ class Request:
     slot: int = -1
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # kept over preemption
     block_keys: list[bytes] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    reserved_blocks: int = 0  # promised under guaranteed_no_evict, not yet allocated
+    held: list[Held] = field(default_factory=list)  # by cache group; empty while it waits
+    reserved_blocks: int = 0  # of the group that keeps all, promised under guaranteed_no_evict
     registered_blocks: int = 0
     found_blocks: int = 0  # in the cache when it last came to a slot
     cached_tokens: int = 0  # of its prompt, in the cache when it first came to a slot

@@ -58,8 +58,8 @@ class StepPlan:
     feeds: np.ndarray  # int8 [rows], Feeds
     wants: np.ndarray  # int8 [rows], Wants
     tokens: np.ndarray  # int32 [t], of the rows that feed given ones, one row behind the other
-    # int32 [n, 3]: (slot, column of its block table, block), to be entered before the step reads the table
-    block_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
+    # int32 [n, 4]: (cache group, slot, column, block), entered in the group's block table before it is read
+    block_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 4))
     # Of the sampling rows, [s] each.
     epochs: np.ndarray  # int64, owner of the slot when the step was planned
     temperature: np.ndarray  # float32

@@ -374,7 +374,8 @@ class EngineLoop:
 
     def status(self) -> protocol.Status:
         """The engine's state as the metrics show it."""
-        scheduler, kv_manager = self.scheduler, self.scheduler.kv_manager
+        scheduler = self.scheduler
+        pool = scheduler.kv_manager.pools[0]  # the group that holds the most tokens
         prefill_rows, decode_rows, prefill_tokens = self.last_plan if scheduler.running else (0, 0, 0)
         cuda = self.runner.device.type == "cuda"
         # memory_reserved() would flatten and sort all statistics to give this one.
@@ -387,10 +388,10 @@ class EngineLoop:
             max_input_len=self.config.max_input_len,
             max_num_seqs=self.config.max_num_seqs,
             block_size=self.config.tokens_per_block,
-            blocks_total=kv_manager.num_blocks,
+            blocks_total=pool.num_blocks,
             longest_seq_len=self.longest_seq_len,
-            blocks_used=kv_manager.num_blocks - kv_manager.available,
-            blocks_cached=kv_manager.cached,
+            blocks_used=pool.num_blocks - pool.available,
+            blocks_cached=pool.cached,
             requests_active=len(scheduler.requests) + len(self.grammars) + len(self.logits),
             requests_waiting=len(scheduler.queue) + len(self.grammars) + len(self.logits),
             requests_running=len(scheduler.running),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.logits_room import step_tokens
@@ -70,9 +71,8 @@ def start(
         if others is not None:
             others.kill()  # they cannot leave in order: they load, or wait for this rank
         raise
-    manager = KVCacheManager(
-        runner.state.kv_cache.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse
-    )
+    pools = [BlockPool(runner.state.kv_cache.num_blocks)]
+    manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse)
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashinfer_backend.core.request import Request
+from flashinfer_backend.cache.pool import BlockPool
+from flashinfer_backend.core.request import Held, Request
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.scheduler.scheduler import Scheduler
 
@@ -32,7 +33,8 @@ class InvariantChecker:
         config, slots = scheduler.config, scheduler.config.max_num_seqs
         # As on the device, which is only told of differences.
         columns = -(-config.max_seq_len // config.tokens_per_block) + 1
-        self._block_table = np.zeros((slots, columns), np.int32)
+        groups = len(scheduler.kv_manager.pools)
+        self._block_tables = np.zeros((groups, slots, columns), np.int32)
         self._verified: dict[int, int] = {}  # by handle: block keys that were found right
         # As the last check left them.
         self._owners = list(scheduler.table.requests)
@@ -106,28 +108,37 @@ class InvariantChecker:
             _require(handle not in scheduler.requests, f"request {handle} is open, and told to be gone")
 
     def _enter_blocks(self, plan: StepPlan) -> None:
-        slot, column, block = plan.block_updates.T
-        in_table = (column >= 0) & (column < self._block_table.shape[1]) & (block > 0)
+        group, slot, column, block = plan.block_updates.T
+        in_table = (column >= 0) & (column < self._block_tables.shape[2]) & (block > 0)
         _require(bool(in_table.all()), "a plan enters a block outside of the block table, or block 0")
-        self._block_table[slot, column] = block
+        self._block_tables[group, slot, column] = block
         for request in self._scheduler.running.values():
-            told = self._block_table[request.slot, : len(request.blocks)].tolist()
-            _require(
-                told == request.blocks,
-                f"request {request.handle} has blocks {request.blocks}, but the device is told {told}",
-            )
+            for table, held in zip(self._block_tables, request.held, strict=True):
+                told = table[request.slot, held.behind : len(held.blocks)].tolist()
+                blocks = held.blocks[held.behind :]
+                _require(
+                    told == blocks,
+                    f"request {request.handle} has blocks {blocks}, but the device is told {told}",
+                )
 
     def _check_row(self, request: Request, start: int, end: int) -> None:
-        """A row goes on where the last one ended, and has blocks for what it writes."""
+        """A row goes on where the last one ended, and has blocks for what it reads and writes."""
         slot, table = request.slot, self._scheduler.table
         size = self._scheduler.config.tokens_per_block
         old = self._owners[slot] is request and self._epoch[slot] == table.epoch[slot]
         begin = int(self._computed[slot]) if old else request.found_blocks * size
         _require(start == begin, f"request {request.handle}: a row starts at {start}, {begin} are computed")
-        _require(
-            end <= len(request.blocks) * size,
-            f"request {request.handle}: a row writes {end} tokens to {len(request.blocks)} blocks",
-        )
+        for pool, held in zip(self._scheduler.kv_manager.pools, request.held, strict=True):
+            columns = len(held.blocks)
+            _require(
+                end <= columns * size,
+                f"request {request.handle}: a row writes {end} tokens to {columns} blocks",
+            )
+            _require(
+                held.behind <= pool.behind(start // size),
+                f"request {request.handle}: a row that starts at {start} reads blocks before column "
+                f"{held.behind}, which were given back",
+            )
 
     def _check_requests(self) -> None:
         """Each open request waits or runs, not both; a slot belongs to one sequence or is free."""
@@ -147,7 +158,7 @@ class InvariantChecker:
             queue.longest == longest, f"the longest is {queue.longest}, and of those that wait {longest}"
         )
         for request in waiting:
-            holds = request.slot >= 0 or request.blocks or request.reserved_blocks
+            holds = request.slot >= 0 or request.held or request.reserved_blocks
             _require(not holds, f"request {request.handle} waits, and still holds a slot or blocks")
         # What has run before goes first; priorities are for the others.
         order = [(not r.first_scheduled_ns, 0 if r.first_scheduled_ns else r.priority) for r in waiting]
@@ -177,52 +188,64 @@ class InvariantChecker:
         """Every block is free, cached, or held by exactly the sequences whose tables name it."""
         scheduler, manager = self._scheduler, self._scheduler.kv_manager
         running = scheduler.running.values()
-        total = manager.num_blocks + 1
-        held = np.zeros(total, np.int64)
-        for request in running:
-            blocks = np.array(request.blocks, np.int64)
+        for group, pool in enumerate(manager.pools):
+            held = self._holders(group, pool)
+            for block in (held != pool._references).nonzero()[0].tolist():
+                count = int(pool._references[block])
+                raise BrokenInvariantError(
+                    f"block {block} counts {count} holders, and {int(held[block])} sequences have it"
+                )
+            free = np.bincount(np.array(pool._free, np.int64), minlength=len(held))
+            cached = np.zeros(len(held), np.int64)
+            cached[list(pool._lru)] = 1
+            places = free + cached + (held > 0)
+            for block in (places[1:] != 1).nonzero()[0].tolist():
+                raise BrokenInvariantError(
+                    f"block {block + 1} is free {free[block + 1]} times, cached {cached[block + 1]} times "
+                    f"and held by {held[block + 1]} sequences; it should be in one place"
+                )
+            _require(not places[0], "block 0, which padding writes to, was given away")
+            self._check_names(group, pool, free)
+            committed = sum(request.held[group].committed for request in running)
+            _require(
+                committed == pool.committed <= pool.num_blocks,
+                f"{committed} blocks are promised to sequences, {pool.committed} of {pool.num_blocks} in all",
+            )
+        reserved = sum(request.reserved_blocks for request in running)
+        available = manager.full.available if manager.full else 0
+        _require(
+            reserved == scheduler.reserved_blocks <= available,
+            f"{reserved} blocks are reserved by sequences, {scheduler.reserved_blocks} in all, "
+            f"{available} are there",
+        )
+
+    def _holders(self, group: int, pool: BlockPool) -> np.ndarray:
+        """How many sequences have each block."""
+        total = pool.num_blocks + 1
+        count = np.zeros(total, np.int64)
+        for request in self._scheduler.running.values():
+            held = request.held[group]
+            blocks = np.array(held.blocks[held.behind :], np.int64)
             inside = bool(((blocks > 0) & (blocks < total)).all())
             _require(inside, f"request {request.handle} has block 0, or one that does not exist")
             _require(
                 len(np.unique(blocks)) == len(blocks), f"request {request.handle} has a block twice: {blocks}"
             )
-            held[blocks] += 1
-        for block in (held != manager._references).nonzero()[0].tolist():
-            count = int(manager._references[block])
-            raise BrokenInvariantError(
-                f"block {block} counts {count} holders, and {int(held[block])} sequences have it"
-            )
-        free = np.bincount(np.array(manager._free, np.int64), minlength=total)
-        cached = np.zeros(total, np.int64)
-        cached[list(manager._lru)] = 1
-        places = free + cached + (held > 0)
-        for block in (places[1:] != 1).nonzero()[0].tolist():
-            raise BrokenInvariantError(
-                f"block {block + 1} is free {free[block + 1]} times, cached {cached[block + 1]} times and "
-                f"held by {held[block + 1]} sequences; it should be in one place"
-            )
-        _require(not places[0], "block 0, which padding writes to, was given away")
-        self._check_names(free)
-        reserved = sum(request.reserved_blocks for request in running)
-        _require(
-            reserved == scheduler.reserved_blocks <= manager.available,
-            f"{reserved} blocks are reserved by sequences, {scheduler.reserved_blocks} in all, "
-            f"{manager.available} are there",
-        )
+            count[blocks] += 1
+        return count
 
-    def _check_names(self, free: np.ndarray) -> None:
-        manager = self._scheduler.kv_manager
-        block_of, key_of = manager._block_of, manager._key_of
+    def _check_names(self, group: int, pool: BlockPool, free: np.ndarray) -> None:
+        block_of, key_of = pool._block_of, pool._key_of
         _require(len(block_of) == len(key_of), f"{len(block_of)} keys name {len(key_of)} blocks")
         for block, key in key_of.items():
             _require(block_of.get(key) == block, f"block {block} has a key that finds {block_of.get(key)}")
             _require(not free[block], f"block {block} is free, and can still be found by its key")
-        for block in manager._lru:
+        for block in pool._lru:
             _require(block in key_of, f"block {block} is cached without a key: nobody can find it")
         for request in self._scheduler.running.values():
-            named, keys = request.registered_blocks, request.block_keys
-            for index, block in enumerate(request.blocks):
-                name = key_of.get(block)
+            named, keys, held = request.registered_blocks, request.block_keys, request.held[group]
+            for index, block in enumerate(held.blocks):
+                name = key_of.get(block) if index >= held.behind else None
                 right = name is None or (index < min(named, len(keys)) and name == keys[index])
                 _require(right, f"block {block} has not the key of what request {request.handle} has in it")
 
@@ -242,12 +265,15 @@ class InvariantChecker:
             prompt, max_new = len(request.prompt), request.max_new
             known, computed = int(table.known[slot]), int(table.computed[slot])
             planned, read = int(table.planned_outputs[slot]), known - prompt
-            blocks = len(request.blocks)
-            _require(table.num_blocks[slot] == blocks, f"{name}: {table.num_blocks[slot]} of {blocks} blocks")
             needed = -(-max(request.num_tokens, computed) // size)
-            _require(blocks == needed, f"{name} has {blocks} blocks for {computed} tokens, not {needed}")
+            _require(table.num_blocks[slot] == needed, f"{name}: {table.num_blocks[slot]} of {needed} blocks")
+            for pool, held in zip(scheduler.kv_manager.pools, request.held, strict=True):
+                right = needed if pool.tail is None else -(-computed // size)
+                blocks = len(held.blocks)
+                _require(blocks == right, f"{name} has {blocks} blocks for {computed} tokens, not {right}")
+                self._check_window(request, pool, held, computed, known)
             total = -(-(prompt + max_new) // size)
-            promised = max(0, total - blocks) if reserves else 0
+            promised = max(0, total - needed) if reserves and scheduler.kv_manager.full else 0
             _require(request.reserved_blocks == promised, f"{name} has a reservation that is not its own")
             _require(
                 request.registered_blocks <= computed // size,
@@ -266,6 +292,30 @@ class InvariantChecker:
             if planned < max_new:
                 expected.add(slot)
         _require(set(decoding) == expected, f"slots {decoding} are decoded, and {sorted(expected)} should be")
+
+    def _check_window(self, request: Request, pool: BlockPool, held: Held, computed: int, known: int) -> None:
+        """What is behind a window was given back, and nothing else."""
+        name, size = f"request {request.handle}", self._scheduler.config.tokens_per_block
+        if pool.tail is None:
+            whole = held.behind == 0 == held.committed
+            _require(whole, f"{name} has given back {held.behind} blocks that it still reads")
+            return
+        behind, columns = held.behind, len(held.blocks)
+        most = pool.behind(min(computed, known - 1) // size)
+        _require(
+            behind <= most and not any(held.blocks[:behind]),
+            f"{name} has given back the blocks before column {behind}, and reads those from {most} on",
+        )
+        promise = min(pool.tail + 2, -(-(len(request.prompt) + request.max_new) // size))
+        right = max(promise, columns - behind)
+        _require(
+            held.committed == right, f"{name} counts {held.committed} blocks as its own, which are {right}"
+        )
+        late = request in self._scheduler._last_prompts
+        _require(
+            late or columns - behind <= promise,
+            f"{name} holds {columns - behind} blocks of a window, and was promised {promise}",
+        )
 
     def _check_keys(self, request: Request) -> None:
         """A request's keys are those of its tokens: what is found by them is what was computed of them."""

@@ -1,43 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the KV cache: who holds them, which hold a reusable prefix, which go next.
+"""Which blocks each sequence has in every cache group, and which prefixes all groups have.
 
-A block is in exactly one place: held (reference count > 0), in `_free` (nothing of use in it),
-or in `_lru` (no holder, but registered content). Content is named by a digest over the whole
-prefix up to and including the block, so a key never depends on another block's fate.
+The first group may keep whole sequences: the scheduler's policy says how far their blocks are promised, and
+they can run out. A group with a window is bounded, as it keeps only what later tokens read. There a sequence
+is promised the most that its decode steps can hold, and prompts' chunks get what else is left. So no sequence
+is preempted for the sake of a window.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 
+from flashinfer_backend.cache.pool import BlockPool
+from flashinfer_backend.core.request import Held, Request
+
+Update = tuple[int, int, int, int]  # group, slot, column of the slot's block table, block
+
 
 class KVCacheManager:
-    """Allocates blocks 1..num_blocks-1; block 0 is the dummy that padded rows write to."""
+    """Gives sequences blocks of each group's pool. All groups have blocks of `block_size` tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, reuse: bool) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"a KV cache needs at least 2 blocks, got {num_blocks}")
+    def __init__(self, pools: Sequence[BlockPool], block_size: int, reuse: bool) -> None:
+        """pools: by group, with that of the group without a window, if there is one, before the others."""
+        if not pools or any(pool.tail is None for pool in pools[1:]):
+            raise ValueError("a KV cache has one group without a window at most, which is its first")
+        self.pools = list(pools)
         self.block_size = block_size
-        self.num_blocks = num_blocks - 1
         self.reuse = reuse
-        self._references = [0] * num_blocks  # a numpy array takes 15 times as long, one by one
-        self._free = list(range(num_blocks - 1, 0, -1))
-        self._lru: OrderedDict[int, None] = OrderedDict()
-        self._block_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-
-    @property
-    def available(self) -> int:
-        """Blocks that an allocation can have, cached ones included."""
-        return len(self._free) + len(self._lru)
-
-    @property
-    def cached(self) -> int:
-        """Blocks without a holder whose content can be reused."""
-        return len(self._lru)
+        self.full = pools[0] if pools[0].tail is None else None
+        self.windows = [(group, pool) for group, pool in enumerate(pools) if pool.tail is not None]
 
     def prefix_keys(self, tokens: np.ndarray, start: int = 0, parent: bytes = b"") -> list[bytes]:
         """Keys of the full blocks of `tokens` (int32 [n]) from block `start` on; `parent` is the
@@ -51,77 +45,122 @@ class KVCacheManager:
             keys.append(parent)
         return keys
 
-    def match(self, keys: list[bytes]) -> list[int]:
-        """Blocks that hold the longest known prefix of `keys`. The caller now holds each."""
-        blocks = []
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            if self._references[block] == 0:
-                del self._lru[block]
-            self._references[block] += 1
-            blocks.append(block)
-        return blocks
-
     def count(self, keys: list[bytes]) -> tuple[int, int]:
-        """How many blocks match(keys) would give, and how many of these are available now; holds none."""
-        known = unheld = 0
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            known += 1
-            unheld += block in self._lru
-        return known, unheld
+        """The length in blocks of the longest prefix of `keys` that every group can serve, and how many of
+        its blocks are available now in the group that keeps all."""
+        known, unheld = (len(keys), 0) if self.full is None else self.full.count(keys)
+        longest, before = known, -1
+        while self.windows and longest != before:  # a shorter one may end where another window lacks a block
+            before = longest
+            for _, pool in self.windows:
+                longest = pool.serves(keys, longest)
+        if longest < known and self.full is not None:
+            unheld = self.full.count(keys[:longest])[1]
+        return longest, unheld
 
     def keep(self, keys: list[bytes]) -> None:
-        """Have the blocks of `keys`, all of which are known, evicted last: somebody waits who wants them."""
-        for key in reversed(keys):
-            block = self._block_of[key]
-            if block in self._lru:
-                self._lru.move_to_end(block)
+        """Have what serves the prefix `keys`, which count() found, evicted last."""
+        for pool in self.pools:
+            pool.keep(keys[pool.behind(len(keys)) :])
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with undefined content, or None (and no change) if there are too few."""
-        if count > self.available:
-            return None
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
+    def can_promise(self, request: Request, found: int, whole: bool) -> bool:
+        """Whether the groups with windows have room for one more sequence, of which `found` blocks are in the
+        cache. whole: and for all its known tokens in one step."""
+        columns = -(-request.num_tokens // self.block_size)
+        for _, pool in self.windows:
+            needed = columns - pool.behind(found) if whole else 0
+            if pool.committed + max(self._promise(request, pool), needed) > pool.num_blocks:
+                return False
+        return True
+
+    def take(self, request: Request, keys: list[bytes], slot: int) -> list[Update]:
+        """Give a request that comes to `slot` the blocks of `keys`, which count() found, and, in the group
+        that keeps all, those of its other known tokens."""
+        columns = -(-request.num_tokens // self.block_size)
+        updates: list[Update] = []
+        for group, pool in enumerate(self.pools):
+            behind = pool.behind(len(keys))
+            blocks = [0] * behind + pool.match(keys[behind:])
+            assert len(blocks) == len(keys), "the prefix cache has less than it counted"
+            request.held.append(Held(blocks, behind))
+            if pool.tail is None:
+                blocks += _allocate(pool, columns - len(keys))
             else:
-                block, _ = self._lru.popitem(last=False)
-                del self._block_of[self._key_of.pop(block)]
-            self._references[block] = 1
-            blocks.append(block)
-        return blocks
+                self._commit(request, group, len(blocks))
+            updates += [(group, slot, column, blocks[column]) for column in range(behind, len(blocks))]
+        return updates
 
-    def register(self, block: int, key: bytes) -> None:
-        """Name a held block's content. A key that another block already has is left with it."""
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def fit_chunk(self, request: Request, start: int, length: int) -> int:
+        """How many of `length` tokens of a prompt from `start` on the groups with windows have room for, at
+        least one; and promise it."""
+        size = self.block_size
+        for group, pool in self.windows:
+            held = request.held[group]
+            free = pool.num_blocks - pool.committed + held.committed
+            length = min(length, (held.behind + free) * size - start)
+        assert length > 0, f"request {request.handle} is short of blocks which it was promised"
+        for group, _ in self.windows:
+            self._commit(request, group, -(-(start + length) // size))
+        return length
 
-    def forget(self, block: int) -> None:
-        """Take a block's name away: its content was never written. Without a holder it is free then."""
-        key = self._key_of.pop(block, None)
-        if key is None:
-            return
-        del self._block_of[key]
-        if block in self._lru:
-            del self._lru[block]
-            self._free.append(block)
+    def open_windows(self, request: Request, end: int, slot: int) -> list[Update]:
+        """Give a sequence blocks for its tokens up to `end`, in the groups with windows: those of a chunk
+        that fit_chunk promised, or of its next token."""
+        updates: list[Update] = []
+        for group, pool in self.windows:
+            blocks = request.held[group].blocks
+            first = len(blocks)
+            blocks += _allocate(pool, max(0, -(-end // self.block_size) - first))
+            self._commit(request, group, len(blocks))
+            updates += [(group, slot, column, blocks[column]) for column in range(first, len(blocks))]
+        return updates
 
-    def release(self, blocks: list[int]) -> None:
-        """Give blocks of one sequence back, in sequence order. The last block becomes the oldest,
-        so that the end of a prefix is evicted before its beginning."""
-        for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] > 0:
-                continue
-            assert self._references[block] == 0, f"block {block} was released more often than it was held"
-            if block in self._key_of:
-                self._lru[block] = None
-            else:
-                self._free.append(block)
+    def leave_behind(self, request: Request, position: int) -> None:
+        """Give back the blocks that no token from `position` on reads, nor any from its block's start on:
+        there the cached prefix ends when the sequence does. Steps in flight may still read them. Whatever
+        writes to them next runs behind those in the device's stream."""
+        for group, pool in self.windows:
+            held = request.held[group]
+            behind = min(pool.behind(position // self.block_size), len(held.blocks))
+            if behind > held.behind:
+                pool.release(held.blocks[held.behind : behind])
+                held.blocks[held.behind : behind] = [0] * (behind - held.behind)
+                held.behind = behind
+            self._commit(request, group, len(held.blocks))
+
+    def release(self, request: Request) -> None:
+        """Give back all that a sequence has."""
+        for pool, held in zip(self.pools, request.held, strict=True):
+            pool.release(held.blocks[held.behind :])
+            pool.committed -= held.committed
+        request.held = []
+
+    def register(self, request: Request, blocks: Iterable[int]) -> list[tuple[BlockPool, int]]:
+        """Name the content of a sequence's `blocks`, given by their columns, by the request's keys, where it
+        has not left them behind. Returns the pools and blocks."""
+        named = []
+        for column in blocks:
+            for pool, held in zip(self.pools, request.held, strict=True):
+                if column >= held.behind:
+                    pool.register(held.blocks[column], request.block_keys[column])
+                    named.append((pool, held.blocks[column]))
+        return named
+
+    def _promise(self, request: Request, pool: BlockPool) -> int:
+        """The most blocks that the sequence's decode steps can hold of a group with a window: the tail, the
+        block that is written, and a next one while the step before is in flight."""
+        assert pool.tail is not None
+        return min(pool.tail + 2, -(-(len(request.prompt) + request.max_new) // self.block_size))
+
+    def _commit(self, request: Request, group: int, columns: int) -> None:
+        """Count what the sequence will have of a group with a window, with so many `columns`."""
+        pool, held = self.pools[group], request.held[group]
+        committed = max(self._promise(request, pool), columns - held.behind)
+        pool.committed += committed - held.committed
+        held.committed = committed
+
+
+def _allocate(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None, f"{count} blocks were promised, and {pool.available} are left"
+    return blocks

@@ -15,16 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
 from flashinfer_backend.scheduler.budget import StepBudget
-from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager, Update
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
-NO_UPDATES = NONE.reshape(0, 3)
+NO_UPDATES = NONE.reshape(0, 4)
 # How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
 # 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
@@ -67,7 +68,10 @@ class Scheduler:
         self.prompt_tokens_reused = 0
         self.blocks_reused = 0  # by every sequence, each time it came to a slot
         self._logits_tokens = logits_tokens if config.enable_chunked_context else None
-        self._named: list[int] = []  # blocks that were registered since the last plan was begun
+        # Blocks that were registered since the last plan was begun.
+        self._named: list[tuple[BlockPool, int]] = []
+        # Of the last plan: they may have left blocks behind their windows.
+        self._last_prompts: list[Request] = []
         # What the next plan tells the sampler.
         self._new: list[NewSequence] = []
         self._freed: list[int] = []
@@ -107,39 +111,50 @@ class Scheduler:
 
         decode_s: how long a step without prompts takes on the device, in seconds; None where not known."""
         self._named.clear()
+        for request in self._last_prompts:
+            if request.slot >= 0:
+                self._leave_behind(request)
         # What the prefix cache has only matters beside streams, and when something can be admitted.
         looks = len(self.decoding) > 0 and self.table.free > 0
         waiting_tokens = self._waiting_tokens() if looks else self.queue.known_tokens
         limit = self._budget.tokens(
             self.table, self.decoding, self.prefilling, self.queue, waiting_tokens, decode_s
         )
-        updates: list[tuple[int, int, int]] = []
+        updates: list[Update] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
         chunks = self._plan_prompts(limit - len(self.decoding), updates)
         pause = self._budget.pauses(sum(chunk.length for chunk in chunks))
-        opened = self._grow_decodes(NONE if pause else self.decoding, in_flight)
+        opened = self._grow_decodes(NONE if pause else self.decoding, in_flight, updates)
         if opened is None:
             assert not updates, "a sequence was admitted although blocks had run out"
+            for chunk in chunks:
+                self._leave_behind(chunk.request)  # nor keeps what it was promised
             return None
         decoding = NONE if pause else self.decoding
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # not what was preempted just now
+        if self.kv_manager.windows:
+            for request, start, length in chunks:
+                updates += self.kv_manager.open_windows(request, start + length, request.slot)
+            self._last_prompts = [chunk.request for chunk in chunks]
         if not len(decoding) and not chunks:
             return None
         if updates:
             opened = np.concatenate([opened, np.array(updates, np.int32)])
         return self._assemble(decoding, chunks, opened)
 
-    def _grow_decodes(self, decoding: np.ndarray, in_flight: bool) -> np.ndarray | None:
-        """Give every decode the block that its next token needs: int32 [n, 3] of (slot, column, block). None
-        if results must be read first."""
-        table, size = self.table, self.config.tokens_per_block
+    def _grow_decodes(
+        self, decoding: np.ndarray, in_flight: bool, updates: list[Update]
+    ) -> np.ndarray | None:
+        """Give every decode the blocks that its next token needs: int32 [n, 4] of StepPlan.block_updates, and
+        those of windows in `updates`. None if results must be read first."""
+        table, manager, size = self.table, self.kv_manager, self.config.tokens_per_block
         while True:
             slots = decoding.astype(np.intp)
             rows = (table.computed[slots] >= table.num_blocks[slots] * size).nonzero()[0]
             if not len(rows):
                 return NO_UPDATES
-            blocks = self.kv_manager.allocate(len(rows))
+            blocks = [] if manager.full is None else manager.full.allocate(len(rows))
             if blocks is not None:
                 break
             if in_flight:
@@ -147,18 +162,35 @@ class Scheduler:
             self._preempt_newest()
             decoding = self.decoding
         needy = slots[rows]
-        opened = np.stack([needy, table.num_blocks[needy], np.array(blocks)], axis=1).astype(np.int32)
+        columns = table.num_blocks[needy]
         table.num_blocks[needy] += 1
-        for slot, block in zip(needy.tolist(), blocks, strict=True):
+        for slot, block in zip(needy.tolist(), blocks, strict=False):
             request = table.requests[slot]
             assert request is not None
-            request.blocks.append(block)
+            request.held[0].blocks.append(block)
             if request.reserved_blocks:
                 request.reserved_blocks -= 1
                 self.reserved_blocks -= 1
+        if manager.windows:
+            for slot in needy.tolist():
+                request = table.requests[slot]
+                assert request is not None
+                self._leave_behind(request)
+                updates += manager.open_windows(request, int(table.computed[slot]) + 1, slot)
+            if manager.full is None:
+                return NO_UPDATES
+        opened = np.zeros((len(needy), 4), np.int32)
+        opened[:, 1], opened[:, 2], opened[:, 3] = needy, columns, blocks
         return opened
 
-    def _plan_prompts(self, budget: int, updates: list[tuple[int, int, int]]) -> list[Chunk]:
+    def _leave_behind(self, request: Request) -> None:
+        """Give back what no row of a running request reads from now on, whatever the unread steps yield: its
+        next token stands behind those that have been read, or behind those that a planned chunk computes."""
+        table, slot = self.table, request.slot
+        position = min(table.computed[slot], table.known[slot] - 1)
+        self.kv_manager.leave_behind(request, int(position))
+
+    def _plan_prompts(self, budget: int, updates: list[Update]) -> list[Chunk]:
         """Chunks within `budget` tokens; admits waiting requests."""
         chunks: list[Chunk] = []
         table = self.table
@@ -176,11 +208,13 @@ class Scheduler:
             length = min(int(table.known[request.slot]) - start, budget)
             if request.params.context_logits and self._logits_tokens is not None:
                 length = min(length, self._logits_tokens)
+            if self.kv_manager.windows:
+                length = self.kv_manager.fit_chunk(request, start, length)
             chunks.append(Chunk(request, start, length))
             budget -= length
         return chunks
 
-    def _admit(self, budget: int, together: int, updates: list[tuple[int, int, int]]) -> Request | None:
+    def _admit(self, budget: int, together: int, updates: list[Update]) -> Request | None:
         """Move the head of the queue to a slot if slot, blocks, `budget` and the tokens that are
         `together` in the step already allow."""
         if not self.queue or not self.table.free:
@@ -196,24 +230,25 @@ class Scheduler:
             return None
         if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
             return None  # most of it is being computed for another prompt
-        needed = -(-num_tokens // size) - found
+        columns = -(-num_tokens // size)
+        needed = columns - found
+        full, pool = self.kv_manager.full, self.kv_manager.pools[0]
         reserve = 0
-        if self.config.batch_scheduler_policy == "guaranteed_no_evict":
+        if self.config.batch_scheduler_policy == "guaranteed_no_evict" and full is not None:
             total = -(-(len(request.prompt) + request.max_new) // size)
             reserve = max(0, total - found - needed)
             headroom = reserve + self.reserved_blocks
         else:
             headroom = len(self.running)  # each may ask for a block soon
-        if needed + headroom > self.kv_manager.available - unheld:
-            if unheld:
+        short = full is not None and needed + headroom > full.available - unheld
+        if short or not self.kv_manager.can_promise(request, found, whole=not chunked):
+            if unheld or self.kv_manager.windows:
                 self.kv_manager.keep(reusable[:found])
             return None
-        reused = self.kv_manager.match(reusable[:found])
-        new = min(needed, self.kv_manager.available - self.kv_manager.cached)
-        blocks = self.kv_manager.allocate(needed)
-        assert blocks is not None
+        new = min(needed, pool.available - pool.cached)
         self.queue.pop()
-        request.blocks = reused + blocks
+        slot = self.table.occupy(request, columns, found * size)
+        updates += self.kv_manager.take(request, reusable[:found], slot)
         request.registered_blocks = found
         request.found_blocks = found
         request.reused_blocks += found
@@ -227,8 +262,6 @@ class Scheduler:
             request.cached_tokens = found * size
             self.prompt_tokens += num_tokens
             self.prompt_tokens_reused += found * size
-        slot = self.table.occupy(request, len(request.blocks), found * size)
-        updates.extend((slot, column, block) for column, block in enumerate(request.blocks))
         self.running[request.handle] = request
         self.prefilling.append(request)
         if request.params.stateful:
@@ -349,8 +382,8 @@ class Scheduler:
         that it should have written, releases the requests in slots `failed` and returns them; the others'
         go back to the queue's head, in their order, to be computed again."""
         # Also of sequences that ended since: a step that was read meanwhile may have been their last one.
-        for block in self._named:
-            self.kv_manager.forget(block)
+        for pool, block in self._named:
+            pool.forget(block)
         size = self.config.tokens_per_block
         for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
             request = self.table.requests[slot]
@@ -375,9 +408,8 @@ class Scheduler:
             self.prefilling.remove(request)
 
     def _register(self, request: Request, blocks: int) -> None:
-        for index in range(request.registered_blocks, min(blocks, len(request.block_keys))):
-            self.kv_manager.register(request.blocks[index], request.block_keys[index])
-            self._named.append(request.blocks[index])
+        new = range(request.registered_blocks, min(blocks, len(request.block_keys)))
+        self._named += self.kv_manager.register(request, new)
         request.registered_blocks = max(request.registered_blocks, blocks)
 
     def _preempt_newest(self) -> None:
@@ -406,8 +438,7 @@ class Scheduler:
             tokens = table.tokens[slot, :valid]
             request.block_keys += self.kv_manager.prefix_keys(tokens, len(request.block_keys), parent)
             self._register(request, valid // self.config.tokens_per_block)
-        self.kv_manager.release(request.blocks)
-        request.blocks = []
+        self.kv_manager.release(request)
         self.reserved_blocks -= request.reserved_blocks
         request.reserved_blocks = 0
         table.vacate(slot)

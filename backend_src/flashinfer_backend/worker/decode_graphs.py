@@ -88,9 +88,9 @@ class DecodeGraphs:
         slots[:rows] = plan.slots
         positions[:rows] = plan.starts
         updates, opened = plan.block_updates, self._opened
-        opened[updates[:, 0]] = updates[:, 2]
+        opened[updates[:, 1]] = updates[:, 3]
         blocks[:rows] = opened[plan.slots]
-        opened[updates[:, 0]] = -1
+        opened[updates[:, 1]] = -1
         temperature[:rows] = plan.temperature.view(np.int32)
         suppressed[:rows] = plan.suppressed
         columns[:, rows:] = self._padding

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
 
@@ -62,7 +62,7 @@ class DeviceState:
         updates = plan.block_updates
         if len(updates):
             where, blocks = self.staging.upload(
-                [updates[:, 0] * self.max_blocks + updates[:, 1], updates[:, 2]]
+                [updates[:, 1] * self.max_blocks + updates[:, 2], updates[:, 3]]
             ).view(2, -1)
             self.block_table.view(-1)[where] = blocks
 

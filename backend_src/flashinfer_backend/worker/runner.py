@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
-from flashinfer_backend.kv_cache.cache import KVCache
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.sampling.logprobs import context_logits

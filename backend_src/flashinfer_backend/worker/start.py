@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
+from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
-from flashinfer_backend.kv_cache.cache import KVCache, KVCacheFormat
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.spec import Experts, ModelSpec
