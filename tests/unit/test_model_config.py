@@ -123,6 +123,7 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192, which is not supported"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, "per_layer_config is .*all layers have"),
         ({"kv_sharing_modes": ["none", "reuse"]}, "kv_sharing_modes is .*every layer has keys"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types names 31 layers; it should .* 32"),
         (
             {"layer_types": ["sliding_attention"]},
             "layer_types has sliding_attention, but sliding_window is not",
@@ -263,9 +264,10 @@ def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, cha
     written |= {"use_sliding_window": True, "sliding_window": 40} | changes
     written = {key: value for key, value in written.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
-    theirs = transformers.AutoConfig.from_pretrained(path)
-    expected = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
-    assert read_spec(path).window == expected
+    theirs, ours = transformers.AutoConfig.from_pretrained(path), read_spec(path)
+    windows = [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]
+    assert [layer.mixer.window for layer in ours.layers] == windows
+    assert ours.window == next(filter(None, windows), None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])

@@ -135,6 +135,7 @@ class Transformer(nn.Module):
         self.collectives = ALONE
         ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
         tables = {rope: cos_sin(rope, max_seq_len).to(self.device) for rope in ropes}
+        self._own_tokens = spec.embedding.sources[0].part.rows
         self.embed_tokens = _parameter(spec.embedding.shape, self.dtype, self.device)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             Layer(layer, spec, ops, tables[layer.mixer.rope], self.dtype) for layer in spec.layers
@@ -209,7 +210,7 @@ class Transformer(nn.Module):
         """[T, hidden], the residual stream that the first layer takes."""
         if self.spec.shard.size == 1:
             return F.embedding(input_ids, self.embed_tokens)
-        own = self.spec.embedding.sources[0].part.rows
+        own = self._own_tokens
         local = input_ids - own.start
         elsewhere = (local < 0) | (local >= own.stop - own.start)
         hidden = F.embedding(local.masked_fill(elsewhere, 0), self.embed_tokens)

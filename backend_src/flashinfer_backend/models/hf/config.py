@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -217,21 +217,21 @@ class Config:
             )
         return types
 
-    def model(self, attention: FullAttention, mlp: Gated, windows: Sequence[int | None]) -> ModelSpec:
-        """A model whose layers differ in their windows and in the formats that the checkpoint names alone."""
+    def model(self, layers: Iterable[tuple[FullAttention, Gated]]) -> ModelSpec:
+        """A model of these layers' mixers and MLPs, each after a norm, in the formats that the checkpoint
+        names."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
         quantization = read_quantization(self.raw, self._hf_quant)
         names = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
         norms = tuple(Norm(name, module, hidden) for name, module in names.items())
 
-        def layer(index: int, window: int | None) -> LayerSpec:
+        def layer(index: int, mixer: FullAttention, mlp: Gated) -> LayerSpec:
             prefix = f"model.layers.{index}"
 
             def stored(product: Product) -> Product:
                 format = quantization.format_of(f"{prefix}.{module}" for module in product.modules)
                 return product if format == product.format else replace(product, format=format)
 
-            mixer = replace(attention, window=window)
             return LayerSpec(prefix, mixer, mlp, (*norms, *mixer.norms)).map(stored)
 
         eps = self.raw["rms_norm_eps"]
@@ -240,7 +240,7 @@ class Config:
         ends = self._generation.get("eos_token_id"), self.raw.get("eos_token_id"), self._end_id
         eos = [token for found in ends for token in _ids(found) if 0 <= token < vocab]  # some say -1 for none
         return ModelSpec(
-            layers=tuple(layer(index, window) for index, window in enumerate(windows)),
+            layers=tuple(layer(index, *parts) for index, parts in enumerate(layers)),
             vocab_size=vocab,
             hidden_size=hidden,
             norm_eps=float(eps),

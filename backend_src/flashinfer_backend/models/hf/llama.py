@@ -6,6 +6,8 @@ Pre-norm layers, rotary embedding, grouped queries, an MLP gated by SiLU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -14,5 +16,6 @@ def llama(config: Config) -> ModelSpec:
     """transformers gives it full attention whatever its keys say of windows, others a window: up to the
     window's length both are the same."""
     config.only(attention_bias=False)
+    attention, mlp = config.attention(), config.gated()
     windows = config.windows(config.window(otherwise=None))
-    return config.model(config.attention(), config.gated(), windows)
+    return config.model([(replace(attention, window=window), mlp) for window in windows])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -10,5 +12,5 @@ from flashinfer_backend.models.spec import ModelSpec
 def mistral(config: Config) -> ModelSpec:
     config.only(attention_bias=False)
     config.layer_types()  # which do not change the windows
-    windows = [config.window()] * config.num_layers
-    return config.model(config.attention(kv_heads=8), config.gated(), windows)
+    attention, mlp = replace(config.attention(kv_heads=8), window=config.window()), config.gated()
+    return config.model([(attention, mlp)] * config.num_layers)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -12,5 +14,5 @@ def mixtral(config: Config) -> ModelSpec:
     config.only(attention_bias=False)
     config.layer_types()  # which do not change the windows
     experts = config.experts("intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), norm_topk=True)
-    windows = [config.window(otherwise=None)] * config.num_layers
-    return config.model(config.attention(kv_heads=8, theta=1e6), experts, windows)
+    attention = replace(config.attention(kv_heads=8, theta=1e6), window=config.window(otherwise=None))
+    return config.model([(attention, experts)] * config.num_layers)

@@ -4,6 +4,8 @@ window in the last layers of some checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -12,7 +14,8 @@ FULL_LAYERS = 28  # the first ones, where config.json does not say how many
 
 def qwen2(config: Config) -> ModelSpec:
     config.only()
-    return config.model(config.attention(kv_heads=32, bias=True), config.gated(), windows_of(config))
+    attention, mlp = config.attention(kv_heads=32, bias=True), config.gated()
+    return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])
 
 
 def windows_of(config: Config) -> list[int | None]:

@@ -4,6 +4,8 @@ in place of the bias."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.hf.qwen2 import windows_of
 from flashinfer_backend.models.spec import ModelSpec
@@ -11,5 +13,5 @@ from flashinfer_backend.models.spec import ModelSpec
 
 def qwen3(config: Config) -> ModelSpec:
     config.only(attention_bias=False)
-    attention = config.attention(kv_heads=32, head_dim=128, qk_norm=True)
-    return config.model(attention, config.gated(), windows_of(config))
+    attention, mlp = config.attention(kv_heads=32, head_dim=128, qk_norm=True), config.gated()
+    return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])

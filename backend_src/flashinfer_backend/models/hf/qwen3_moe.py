@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import Config
@@ -16,8 +18,8 @@ def qwen3_moe(config: Config) -> ModelSpec:
     config.layer_types()  # which do not change the windows
     _refuse_dense_layers(config)
     experts = config.experts("moe_intermediate_size", "mlp", NAMES, config.flag("norm_topk_prob"))
-    windows = [config.used_window()] * config.num_layers
-    return config.model(config.attention(kv_heads=4, qk_norm=True), experts, windows)
+    attention = replace(config.attention(kv_heads=4, qk_norm=True), window=config.used_window())
+    return config.model([(attention, experts)] * config.num_layers)
 
 
 def _refuse_dense_layers(config: Config) -> None:
