@@ -67,6 +67,28 @@ HOSTILE: list[bytes] = [
     json.dumps({"max_tokens": 1, "text_input": "a " * 1_000_000}).encode(),
 ]
 
+# What took seconds, or the process, before it was bounded: path and body.
+CHAT = "/v1/chat/completions"
+BEYOND_BOUNDS: list[tuple[str, bytes]] = [
+    *[
+        (PATHS["openai"], b'{"prompt": "a", "max_tokens": 1, ' + field + b"}")
+        for field in (
+            b'"stop": "' + b"x" * 600_000 + b'"',
+            b'"stop_token_ids": [' + b"1," * 4_000_000 + b"1]",
+            b'"logit_bias": {' + b",".join(b'"%d":1' % n for n in range(200_000)) + b"}",
+            b'"metadata": {"a": [' + b'{"k":1},' * 2_000_000 + b"1]}",
+            b'"structured_outputs": {"choice": [' + b'"a",' * 500_000 + b'"b"]}',
+            b'"seed": ' + b"1" * 1_000_000,
+        )
+    ],
+    (PATHS["openai"], b'{"prompt": [' + b"5," * 8_000_000 + b"5]}"),
+    (PATHS["openai"], b"{" + b'"stop": [1],' * 1_000_000 + b'"prompt": "a"}'),
+    ("/detokenize", b'{"tokens": [' + b"5," * 4_000_000 + b"5]}"),
+    (CHAT, b'{"messages": [' + b'{"role":"user","content":"a"},' * 500_000 + b"0]}"),
+    (CHAT, b'{"messages": [{"role":"user","content":[' + b'{"type":"text"},' * 500_000 + b"0]}]}"),
+    (CHAT, b'{"messages": [], "tools": [' + b'{"a":1},' * 500_000 + b"0]}"),
+]
+
 
 def large_requests(vocab_size: int) -> dict[str, dict[str, Any]]:
     """By door: requests for answers of some MB, more than the kernel takes from a server whose client does
@@ -293,6 +315,11 @@ class Attack:
                 self._count(door, f"hostile {outcome}")
                 if outcome in ("silent", "cut"):
                     print(f"hostile {outcome}: {path} {body[:60]!r}", file=sys.stderr)
+        for path, body in BEYOND_BOUNDS:
+            outcome, _ = attempt(self.ports["openai"], path, body)
+            self._count("openai", f"hostile {outcome}")
+            if outcome != "worded":
+                print(f"hostile {outcome}: {path} {body[:60]!r}", file=sys.stderr)
         return "hostile inputs"
 
     def stall(self, clients: int = 3, seconds: float = 5.0) -> str:

@@ -41,10 +41,17 @@ from openai_server import OpenAiServer, model_with_template, openai_running  # n
 from running import Server, build_repository, running  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
+from flashinfer_backend.core.bounds import FIELDS  # noqa: E402
 from flashinfer_backend.openai import requests as openai_requests  # noqa: E402
 
 TIMEOUT_S = 60.0  # an answer that takes longer has been forgotten
 PROMPT = "Once upon a time"
+BOUNDED_AS = {  # inputs of the ensemble, by the name that its step knows
+    "stop_words": "STOP_WORDS_DICT",
+    "bad_words": "BAD_WORDS_DICT",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+}
 MODELS = ("ensemble", "preprocessing", "llm", "postprocessing")
 # What an error must not show: Python's own words, and places of the machine.
 LEAK = re.compile(
@@ -153,6 +160,15 @@ class Draw:
         if kind == 7:
             return {self.text(): self.json(depth - 1) for _ in range(self.rng.randrange(3))}
         return [None, True, False, self.integer(), self.rng.choice(FLOATS), self.text()][kind]
+
+    def beyond(self, name: str) -> Any:
+        """More than a field may hold, or None where that takes long to send."""
+        bound = FIELDS.get(name)
+        if bound is None or bound.values > 1 << 16:
+            return None
+        if bound.size is not None and self.chance(0.5):
+            return "x" * (bound.size + 1)
+        return [self.text() if bound.of == "words" else 1] * (bound.values + 1)
 
     def right(self, datatype: str, name: str) -> Any:
         """A value of the type, likely a good one."""
@@ -295,6 +311,8 @@ class TritonFuzz:
         for tensor in self._chosen(draw, model):
             if draw.chance(0.06):
                 body[tensor.name] = draw.json()
+            elif draw.chance(0.01) and (more := draw.beyond(BOUNDED_AS.get(tensor.name, tensor.name))):
+                body[tensor.name] = more
             elif len(tensor.dims) > 1 or tensor.dims[0] != 1 or draw.chance(0.05):
                 count = draw.rng.choice([0, 1, 1, 2, 3, 7])
                 body[tensor.name] = [draw.right(tensor.datatype, tensor.name) for _ in range(count)]
@@ -507,6 +525,9 @@ class OpenAiFuzz:
             if field.required or draw.chance(2.5 / len(hints)):
                 right = draw.chance(0.8)
                 body[field.name] = self._value(draw, field.name, hints[field.name]) if right else draw.json()
+        if draw.chance(0.03):
+            name = rng.choice(list(hints))
+            body[name] = draw.beyond(name) or body.get(name)
         if "max_tokens" in hints or "max_output_tokens" in hints:
             name = "max_output_tokens" if path.endswith("responses") else "max_tokens"
             body.setdefault(name, rng.choice([1, 2, 5, 9]))
