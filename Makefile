@@ -83,13 +83,11 @@ progress = $(if $(filter -v%,$(PIP_ARGS)),,| sed -un '/Downloading.*[0-9][0-9.]*
 endif
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-# xgrammar's metadata asks for triton, 200 MB that a machine without a GPU has no use for: no dependencies there.
 # Tests have one: their kernels run in its interpreter.
 ifeq ($(GPU),0)
-guided = && $(pip) --no-deps -r requirements/guided-cpu.txt $(progress)
 kernels = && $(pip) --no-deps -r requirements/kernels-cpu.txt $(progress)
 endif
-install = $(pip) $(constraints) --editable '.[$(1)]' $(progress) $(guided)
+install = $(pip) $(constraints) --editable '.[$(1)]' $(progress)
 hint = 3 GB if PyTorch comes with CUDA, which TORCH_INDEX=https://download.pytorch.org/whl/cpu leaves out
 size = $(if $(filter 0,$(GPU)),$(1) GB$(if $(TORCH_INDEX),,; $(hint)),4 GB)
 announcement = installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)

@@ -90,7 +90,7 @@ def replay(runner: Runner, plans: list[bytes]) -> list[list[int]]:
 
 
 def test_plans_replayed_in_another_process_give_the_same_tokens(tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     core = start_core(Path("bundled"), **SETTINGS)
     recording = Recording(core.runner)
     with serve(core, tmp_path / "run") as client:

@@ -124,7 +124,7 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
 
 
 def test_guides_with_graphs(tmp_path: Path):
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     from flashinfer_backend.core.paths import resolve_model_dir
     from flashinfer_backend.text.tokenizer import TextTokenizer
 

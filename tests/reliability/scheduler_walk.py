@@ -204,7 +204,6 @@ class World:
         model_config = SimpleNamespace(vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len)
         # What the loop asks of a runner, and of a socket.
         self.device, self.others = SimpleNamespace(type="cpu"), None
-        self.sampler = SimpleNamespace(grammars=SimpleNamespace(follower=SimpleNamespace(left_behind=0)))
         self.pid, self.closed = 1, False
         core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
         self.loop = EngineLoop(core, self)  # type: ignore[arg-type]

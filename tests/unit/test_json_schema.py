@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas as guides: what their grammars admit satisfies them, by the package jsonschema; the rest is
+"""JSON schemas as grammars: what they admit satisfies the schema, by the package jsonschema; the rest is
 refused by the keyword's name and place."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import itertools
 import json
 import random
-import re
 import sys
 from typing import Any
 
 import jsonschema
 import pytest
 
-from flashinfer_backend.structured.compiler import (
-    MOST_BLANKS,
-    GrammarCompiler,
-    compile_schema,
-    is_safe_pattern,
-)
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, FORMATS, MOST_DEPTH, prepare_schema
-from flashinfer_backend.structured.lengths import has_lengths, with_counted_lengths
-from flashinfer_backend.structured.regex import ascii_regex, check_regex, prepare_regex, without_names
-
-xgrammar = pytest.importorskip("xgrammar")
+from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, MOST_DEPTH, NATIVE_FORMATS
+from unit.grammars import END, admits, allowed, matcher
 
 X = {"const": "x"}
 Y = {"const": "y"}
@@ -137,9 +126,28 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"if": X}, ["x", 1], []),
     ({"then": X}, ["y"], []),
+    ({"type": "string", "pattern": "a", "minLength": 3}, ["abc", "xay"], ["ab", "xyz"]),
+    ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, ["ab", "ba"], ["a", "b"]),
+    ({"type": "string", "pattern": '^a"b$'}, ['a"b'], ["ab"]),
+    ({"type": "string", "pattern": "^.{0,100000}$"}, ["", 'a\\"'], ["a\nb"]),
+    ({"type": "string", "format": "date", "pattern": "^20"}, ["2020-02-29"], ["1999-01-01", "2021-02-29"]),
+    ({"type": "number", "multipleOf": 0.5}, [0.5, -1.0, 3], [0.25, 1.7]),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, [3, 300], [0, 4]),
+    ({"type": "integer", "multipleOf": 2000}, [4000], [2001]),
+    ({"type": "integer", "maximum": 2**63 - 1}, [2**53, -(2**63)], [2**63, 2**64]),
+    (
+        {"properties": {"x": {"maximum": 5}}, "patternProperties": {"^x": NUMBERS}},
+        [{"x": 3, "xy": 9}],
+        [{"x": 7}, {"xy": "a"}],
+    ),
+    ({"enum": ["a", "bc"], "minLength": 2}, ["bc"], ["a"]),
+    ({"enum": [2**53, -(2**53)]}, [2**53, -(2**53)], [2**53 - 1, 0]),
+    ({"allOf": [CLOSED, {"properties": {"b": X}}]}, [{"a": 1}], [{"b": "x"}]),
+    ({"properties": {"a": False}}, [{}, {"b": 1}], [{"a": 1}]),
+    ({"type": "object", "propertyNames": {"type": "string"}}, [{"a": 1}], [1]),
 ]
 
-# Schemas, the keyword that is refused, its place.
+# Schemas, what the refusal says, the place that it names.
 REFUSED: list[tuple[Any, str, str]] = [
     ({"not": X}, "'not'", "#"),
     ({"properties": {"a": {"if": X, "then": Y}}}, "'if'", "#/properties/a"),
@@ -149,35 +157,24 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'", "#"),
     ({"type": "object", "dependentSchemas": {"a": X}}, "'dependentSchemas'", "#"),
     ({"dependencies": {"a": ["b"]}}, "'dependencies'", "#"),
-    ({"type": "string", "pattern": "a", "minLength": 3}, "'pattern' beside minLength", "#"),
-    ({"type": "string", "format": "date", "maxLength": 3}, "'format' beside minLength", "#"),
-    ({"type": "string", "format": "date", "pattern": "a"}, "'format' beside pattern", "#"),
+    ({"type": "string", "format": "date", "maxLength": 3}, "Regex is empty", ""),
+    ({"type": "string", "format": "date", "pattern": "a"}, "Regex is empty", ""),
     ({"type": "string", "format": "iri"}, "format 'iri'", "#"),
-    ({"type": "string", "pattern": "a(?=b)"}, "?= at character 2", "#/pattern"),
-    ({"type": "string", "pattern": "a^b"}, "^ at character 2", "#/pattern"),
-    ({"type": "string", "pattern": "a{1,99999999999}"}, "beyond 2147483647", "#/pattern"),
-    ({"type": "string", "pattern": '^a"b$'}, "an escape in JSON", "#/pattern"),
-    ({"type": "string", "pattern": "^.{0,100000}$"}, "an escape in JSON", "#/pattern"),
-    ({"type": "number", "multipleOf": 0.5}, "'multipleOf' 0.5", "#"),
-    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "'multipleOf'", "#"),
-    ({"type": "integer", "multipleOf": 2000}, "'multipleOf' 2000", "#"),
+    ({"type": "string", "pattern": "a(?=b)"}, "(?= and (?<= are not", "#/pattern"),
+    ({"type": "string", "pattern": "a^b"}, "within the text are not", "#/pattern"),
+    ({"type": "string", "pattern": "a{1,99999999999}"}, "too large", "#/pattern"),
     ({"type": "string", "minLength": 2**31}, "'minLength' 2147483648", "#"),
     ({"type": "integer", "exclusiveMinimum": True}, "'exclusiveMinimum' is True", "#"),
     ({"properties": {"a": X}, "propertyNames": {"maxLength": 2}}, "'propertyNames' beside 'properties'", "#"),
     ({"propertyNames": {"maxLength": 2}, "additionalProperties": False}, "'propertyNames' beside", "#"),
-    ({"properties": {"x": X}, "patternProperties": {"^x": NUMBERS}}, "'patternProperties'", "#"),
-    ({"patternProperties": {"^x": NUMBERS, "y$": X}}, "'patternProperties'", "#"),
-    ({"additionalProperties": False, "required": ["a"]}, "required 'a'", "#"),
+    ({"patternProperties": {"^x": NUMBERS, "y$": X}}, "not disjoint", ""),
+    ({"additionalProperties": False, "required": ["a"]}, "required property 'a' is unsatisfiable", ""),
     ({"type": "object", "minProperties": 2}, "'minProperties'", "#"),
-    ({"enum": ["a", "bc"], "minLength": 2}, "'minLength' beside 'enum'", "#"),
-    ({"enum": ["a"], "anyOf": [X]}, "'anyOf' beside 'enum'", "#"),
-    ({"enum": ["a"], "type": "integer"}, "no value of 'enum'", "#"),
-    ({"enum": [2**63 + 1]}, "more than 64 bits", "#"),
-    ({"allOf": [{"type": "string"}, NUMBERS]}, "no type", "#"),
-    ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'pattern' in several schemas", "#"),
-    ({"allOf": [CLOSED, {"properties": {"b": X}}]}, "'additionalProperties' apart", "#"),
-    ({"anyOf": [X], "oneOf": [Y]}, "'oneOf' beside 'enum'", "#/anyOf/0"),
-    ({"anyOf": [X], "allOf": [{"anyOf": [Y]}]}, "'anyOf' in several schemas", "#"),
+    ({"enum": ["a"], "anyOf": [X]}, "Regex is empty", ""),
+    ({"enum": ["a"], "type": "integer"}, "Unsatisfiable", ""),
+    ({"allOf": [{"type": "string"}, NUMBERS]}, "Unsatisfiable", ""),
+    ({"anyOf": [X], "oneOf": [Y]}, "Regex is empty", ""),
+    ({"anyOf": [X], "allOf": [{"anyOf": [Y]}]}, "Regex is empty", ""),
     ({"oneOf": [NUMBERS, {"minimum": 3}]}, "'oneOf'", "#"),
     ({"oneOf": [{"type": "number"}, NUMBERS]}, "'oneOf'", "#"),
     ({"oneOf": [{"enum": [1, 2]}, {"required": ["a"]}]}, "'oneOf'", "#"),
@@ -186,82 +183,76 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "#anchor", "$defs": {"a": {"$anchor": "anchor"}}}, "$ref '#anchor'", "#"),
     ({"items": {"$id": "http://a", "type": "integer"}}, "'$id'", "#/items"),
     ({"type": "nonsense"}, 'Unsupported type "nonsense"', "#"),
-    ({"properties": {"a": False}}, "'false'", "#/properties/a"),
     ([], "a schema is list", "#"),
+    ({"type": "integer", "multipleOf": 999_983}, "'multipleOf' 999983", "#"),
+    ({"type": "number", "multipleOf": 0.01}, "'multipleOf' 0.01", "#"),
+    ({"enum": [2**53 + 1]}, "beyond 2^53", "#"),
+    ({"const": {"a": [-(2**63)]}}, "beyond 2^53", "#"),
+    ({"type": "integer", "minimum": 2**60}, "beyond 2^53", "#"),
+    ({"items": {"properties": {str(n): {} for n in range(401)}}}, "401 properties that are not", "#/items"),
+    ({"properties": {"a": NUMBERS}, "anyOf": [X], "unevaluatedProperties": False}, "'unevaluated", "#"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "leads back to itself", "#"),
+    ({"properties": {str(n): {} for n in range(30)}, "minProperties": 1}, "min/maxProperties only", ""),
 ]
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Any:
-    info = xgrammar.TokenizerInfo(
-        [bytes([i]) for i in range(256)] + ["<end>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[256]
-    )
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-def admits(compiled: Any, text: str | bytes) -> bool:
-    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-    return bool(matcher.accept_string(text) and matcher.is_terminated())
+def compiled(schema: Any) -> Any:
+    return matcher("json_schema", json.dumps(schema))
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), HONOURED, ids=lambda value: json.dumps(value)[:60])
-def test_what_a_grammar_admits_satisfies_its_schema(compiler, schema, good, bad):
+def test_what_a_grammar_admits_satisfies_its_schema(schema, good, bad):
     valid = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).is_valid
     assert all(valid(value) for value in good) and not any(valid(value) for value in bad), (
         "of the table itself"
     )
-    compiled = compile_schema(compiler, prepare_schema(json.dumps(schema), is_safe_pattern))
+    grammar = compiled(schema)
     for value in good:
         texts = [json.dumps(value, ensure_ascii=False, separators=s) for s in ((",", ":"), (", ", ": "))]
-        assert any(admits(compiled, text) for text in texts), value
+        assert all(admits(grammar, text) for text in texts), value
     for value in bad:
-        assert not admits(compiled, json.dumps(value, ensure_ascii=False)), value
+        assert not admits(grammar, json.dumps(value, ensure_ascii=False)), value
 
 
 @pytest.mark.parametrize(("schema", "what", "place"), REFUSED, ids=lambda value: json.dumps(value)[:60])
-def test_what_would_be_dropped_is_refused_by_name_and_place(schema, what, place):
+def test_what_cannot_be_kept_to_is_refused_by_name_and_place(schema, what, place):
     with pytest.raises(GrammarError) as refused:
-        prepare_schema(json.dumps(schema), is_safe_pattern)
+        compiled(schema)
     message = str(refused.value)
-    assert what in message and f"(at {place})" in message and len(message) < 300
+    assert what in message and (not place or f"(at {place})" in message) and "\n" not in message
 
 
-@pytest.mark.parametrize("caret", [r"\^", r"\x5e", r"\u005E", r"\u{5e}"])
-def test_a_class_that_begins_with_an_escaped_caret_is_no_complement(caret):
-    with pytest.raises(GrammarError, match=r"class at character 3 begins with an escaped \^"):
-        GrammarCompiler("bundled", vocab_size=2048).compile("regex", rf"\[[{caret}a]")
-
-
-@pytest.mark.parametrize("text", ['"\t"', '"\x01"', '"a"b"', '"\\"', '"\n"'])
+@pytest.mark.parametrize("text", ['"\t"', '"\x01"', '"a"b"', '"\\"', '"\n"', b'"\xed\xa0\x80"'])
 @pytest.mark.parametrize(
     "string",
-    [
-        {"maxLength": 9},
-        {"maxLength": 99},
-        {"minLength": 1},
-        {"minLength": 0, "maxLength": 199},
-        {"pattern": "^.*$"},
-        {"pattern": "^[^é]+$"},
-        {"pattern": "^[ -~]+$"},
-    ],
+    [{"maxLength": 9}, {"minLength": 1}, {"pattern": "^.*$"}, {"pattern": "^[^é]+$"}, {"format": "uri"}],
 )
-def test_strings_are_json(compiler, string, text):
-    prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
-    compiled = compile_schema(compiler, prepared)
-    assert admits(compiled, '"a b"') and not admits(compiled, text)
+def test_strings_are_json(string, text):
+    assert not admits(compiled({"type": "string", **string}), text)
+
+
+def test_blanks_between_elements_have_an_end():
+    assert admits(compiled({"type": "array"}), f"[{' ' * 20}]")
+    assert not admits(compiled({"type": "array"}), f"[{' ' * 21}]")
+
+
+def test_options_of_the_library_in_a_schema_say_nothing():
+    schema = {"type": "array", "uniqueItems": False, "x-guidance": {"lenient": True, "item_separator": ";"}}
+    assert admits(compiled(schema), "[1,2]") and not admits(compiled(schema), "[1;2]")
+    with pytest.raises(GrammarError, match="'not'"):
+        compiled({**schema, "not": {}})
 
 
 POINTERS = ["", "/", "/a b/0", "/~0~1/é🙂/", "//]}["]
 RELATIVE = ["0", "0#", "12/a/~1", "1", "10#"]
 
 
-def check_format(compiler, format, good, bad):
-    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
+def check_format(format, good, bad):
+    grammar = compiled({"type": "string", "format": format})
     for value in good:
-        assert admits(compiled, f'"{value}"'), value
+        assert admits(grammar, f'"{value}"'), value
     for value in bad:
-        assert not admits(compiled, f'"{value}"'), value
+        assert not admits(grammar, f'"{value}"'), value
 
 
 @pytest.mark.parametrize(
@@ -271,36 +262,25 @@ def check_format(compiler, format, good, bad):
         ("relative-json-pointer", RELATIVE, ["", "/a", "01", "1#/a", "a", '0/"', "0/\t"]),
     ],
 )
-def test_pointers_are_json(compiler, format, good, bad):
+def test_pointers_are_json(format, good, bad):
     """Of a format that jsonschema does not check without another package."""
-    check_format(compiler, format, good, bad)
+    check_format(format, good, bad)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, *FORMAT_PATTERNS])
-def test_texts_of_a_format_are_json(compiler, format, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "PLAIN", set(range(128)))
-    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
-    schemas = Schemas(0)
-    texts = [text for _ in range(60) if (text := schemas.text(compiled, 200)) is not None]
-    assert texts and all(isinstance(json.loads(text), str) for text in texts)
-
-
-@pytest.mark.parametrize("format", ["date", "date-time", "ipv4", "ipv6"])
-def test_texts_of_a_format_are_right(compiler, format, monkeypatch):
-    """By Python's own readers; a second of 60 is none there."""
-    monkeypatch.setattr(sys.modules[__name__], "PLAIN", set(b"0123456789abcdefABCDEF:.-TZ"))
-    prepared = prepare_schema(json.dumps({"type": "string", "format": format}), is_safe_pattern)
-    compiled = compiler.compile_json_schema(prepared, max_whitespace_cnt=MOST_BLANKS)
-    schemas = Schemas(0)
-    texts = {json.loads(text) for _ in range(400) if (text := schemas.text(compiled, 200)) is not None}
-    assert len(texts) > 100
+@pytest.mark.parametrize("format", [*NATIVE_FORMATS, *FORMAT_PATTERNS])
+def test_texts_of_a_format_are_right(format, monkeypatch):
+    """They are JSON; by Python's own readers, days and addresses are some (a second of 60 is none there)."""
+    plain = set(b"0123456789abcdefABCDEF:.-TZ") if format.startswith(("ip", "date")) else set(range(128))
+    monkeypatch.setattr(sys.modules[__name__], "PLAIN", plain)
+    grammar, schemas = compiled({"type": "string", "format": format}), Schemas(0)
+    texts = {json.loads(text) for _ in range(150) if (text := schemas.text(grammar, 200)) is not None}
+    assert texts
     for text in texts:
         if format.startswith("date"):
             day, _, clock = text.partition("T")
             assert day.startswith("0000") or datetime.date.fromisoformat(day)
             assert clock or format == "date"
-        else:
+        elif format.startswith("ip"):
             assert str(ipaddress.ip_address(text))
 
 
@@ -356,16 +336,15 @@ NO_IPV6 += [
         ("ipv6", IPV6, NO_IPV6),
     ],
 )
-def test_days_that_months_have_and_addresses(compiler, format, good, bad):
-    check_format(compiler, format, good, bad)
+def test_days_that_months_have_and_addresses(format, good, bad):
+    check_format(format, good, bad)
 
 
-def test_the_older_form_of_tuples(compiler):
+def test_the_older_form_of_tuples():
     schema = {"type": "array", "items": [NUMBERS, X], "additionalItems": Y}
-    compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
     valid = jsonschema.Draft7Validator(schema).is_valid
     for value in ([1, "x"], [1, "x", "y"], ["x", 1], [1, "x", "x"]):
-        assert admits(compiled, json.dumps(value)) == valid(value)
+        assert admits(compiled(schema), json.dumps(value)) == valid(value)
 
 
 def deep(levels: int) -> str:
@@ -377,196 +356,26 @@ def deep(levels: int) -> str:
     [
         (deep(MOST_DEPTH + 1), "too large"),
         (deep(10 * sys.getrecursionlimit()), "nested too deeply"),
-        (json.dumps({"properties": {str(n): {} for n in range(60_000)}}), "too large"),
-        (json.dumps({"properties": {str(n): {} for n in range(9999)}, "anyOf": [X] * 9999}), "too large"),
-        (
-            json.dumps(
-                {"$ref": "#/a0", **{f"a{n}": {"allOf": [{"$ref": f"#/a{n + 1}"}] * 2} for n in range(40)}}
-            ),
-            "names nothing",
-        ),
-        ('{"allOf": [{"$ref": "#"}, {}]}', "too large"),
+        (json.dumps({"required": [], "anyOf": [X] * 60_000}), "too large"),
+        ('{"allOf": [{"$ref": "#"}, {}]}', "leads back to itself"),
         ('{"enum": [1e999]}', "a number that is too large"),
         ('{"minimum": 1e999, "type": "integer"}', "a number that is too large"),
         ('{"const": NaN}', "NaN is not JSON"),
         ("[1,", "Failed to parse JSON"),
+        ("false", "no value satisfies"),
     ],
 )
 def test_what_is_too_large_or_no_json_is_refused(text, message):
     with pytest.raises(GrammarError, match=message) as refused:
-        prepare_schema(text, is_safe_pattern)
+        matcher("json_schema", text)
     assert len(str(refused.value)) < 300
 
 
 def test_the_deepest_schema_is_taken():
-    assert json.loads(prepare_schema(deep(MOST_DEPTH), is_safe_pattern))["type"] == "array"
+    assert admits(matcher("json_schema", deep(MOST_DEPTH)), "[" * MOST_DEPTH + "]" * MOST_DEPTH)
 
 
-@pytest.mark.parametrize(
-    "regex",
-    [
-        "^a$",
-        "^a|b$",
-        "(^a|b$)",
-        "a{2,2147483647}",
-        r"\^\$",
-        "[$^]a",
-        "(?<n>a)$",
-        "^^a$$",
-        "",
-        "^$|a",
-        "(a|b)c",
-    ],
-)
-def test_regular_expressions_that_are_taken(regex):
-    check_regex(regex)
-
-
-@pytest.mark.parametrize(
-    ("regex", "text"),
-    [
-        (r"\x61b", "ab"),
-        (r"\x20a\x2a1", " a*1"),
-        (r"[\x611]{3}", "1a1"),
-        (r"[\x5d\x61-cA]+", "]bA"),
-        (r"\\x61b", r"\x61b"),
-        (r"[a\^][^\^]\[\^", "^a[^"),
-        (r"\u{61}b\u0061b", "abab"),
-    ],
-)
-def test_characters_by_their_numbers(regex, text):
-    compiled = GrammarCompiler("bundled", vocab_size=2048).compile("regex", regex)
-    assert re.fullmatch(re.sub(r"\\u\{(..)\}", r"\\x\1", regex), text)  # which re has not
-    assert admits(compiled, text)
-
-
-@pytest.mark.parametrize(
-    ("regex", "admitted"),
-    [("a.b", "a\nb"), ("a[^x]b", "a\nb"), (r"a[^\n]b", "axb"), (r"a\Sb", "axb")],
-)
-def test_a_point_admits_a_newline(regex, admitted):
-    """Unlike Python's. docs/openai.md and docs/compatibility.md say so."""
-    compiled = GrammarCompiler("bundled", vocab_size=2048).compile("regex", regex)
-    assert [text for text in ("axb", "a\nb") if admits(compiled, text)][-1] == admitted
-
-
-@pytest.mark.parametrize(
-    "regex", ["(?P<n>a|b)(?<möglich>c)", r"\((?P<n>[(?P<x>]*)\(?", "a(?<_1>(?:(?P<b>b)))c"]
-)
-def test_names_of_groups_say_nothing(compiler, regex):
-    plain = without_names(regex)
-    taken = [text for text in ("ac", "bc", "(P<>(", "(<", "abc", "") if re.fullmatch(plain, text)]
-    assert taken
-    in_schema = prepare_schema(json.dumps({"pattern": f"^{regex}$"}), is_safe_pattern)
-    for text in taken:
-        assert admits(compiler.compile_regex(prepare_regex(regex)), text)
-        assert admits(compiler.compile_json_schema(in_schema), json.dumps(text))
-
-
-OPTIONAL = ["a(cb+)?", "(ab*)?c", "b(ab*)?c*", "((ab+)?)c", "(ab+)??c", "a(b(ca*)?)?", r"a\)?(c+b*)?[()?]?"]
-
-
-@pytest.mark.parametrize("pattern", OPTIONAL)
-def test_an_optional_group_is_there_or_not(compiler, pattern):
-    schema = {"type": "string", "pattern": f"^{pattern}$"}
-    compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
-    words = ["".join(word) for size in range(5) for word in itertools.product("abc)?", repeat=size)]
-    wrong = [word for word in words if admits(compiled, f'"{word}"') != bool(re.fullmatch(pattern, word))]
-    assert not wrong
-
-
-CLASSES = [
-    ".", r"\D", r"\W", r"\S", r"\.", "[^a]", "[^a-]", "[^-a]", r"[^\-a-c]", r"[^\W]", r"[^\n\]é]", r"[^\\]",
-    r"[^\ud800-\udfffa]", r"[\D]", r"[a\W-]", r"[\s\S]", r"[\dx\D]", "[é-\U0010ffff]", r"[\u0080-\uffff]",
-    r"[\x61\u{e9}-\u{10000}z]", r"[a\ud000-\udaff]", r"[\udaff-\uffff-]", "[-a.]",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_classes_admit_no_surrogates(compiler, cls):
-    """And of all other characters what they admitted before."""
-    expected = {c for c in characters(compiler.compile_regex(cls), "") if not "\ud800" <= c <= "\udfff"}
-    assert expected and characters(compiler.compile_regex(prepare_regex(cls)), "") == expected
-    schema = {"type": "string", "pattern": ascii_regex(f"^{cls}$")}
-    asked = compiler.compile_json_schema(json.dumps(schema))
-    expected = {c for c in characters(asked, '"') if not "\ud800" <= c <= "\udfff"}
-    prepared = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
-    assert characters(prepared, '"') == expected
-
-
-SAMPLE = [*range(0x180), *range(0x1FF0, 0x2030), *range(0xCFFE, 0xE004, 3), 0xD7FF, 0xD800, 0xDFFF, 0xE000]
-SAMPLE += [0xFFFE, 0xFFFF, 0x10000, 0x10001, 0x10FFFF]
-
-
-def characters(compiled: Any, quote: str) -> set[str]:
-    """Those of a sample that it admits, surrogates by the bytes that UTF-8 would have for them."""
-    return {
-        chr(i) for i in SAMPLE if admits(compiled, f"{quote}{chr(i)}{quote}".encode(errors="surrogatepass"))
-    }
-
-
-@pytest.mark.parametrize(
-    "string",
-    [{"minLength": 1}, {"minLength": 3, "maxLength": 99}, {"maxLength": 3}, {"format": "json-pointer"}],
-)
-def test_strings_of_a_length_have_no_surrogates(compiler, string):
-    prepared = prepare_schema(json.dumps({"type": "string", **string}), is_safe_pattern)
-    compiled = compile_schema(compiler, prepared)
-    assert admits(compiled, '"/\ud7ff\ue000"') and not admits(compiled, b'"/\xed\xa0\x80"')
-
-
-@pytest.mark.parametrize(
-    "regex", [r"a\ud83d\ude00", r"[\ud800-\udbff]", "\ud83d", r"\u{dfff}", r"[ab\udc00]"]
-)
-def test_halves_of_surrogate_pairs_are_refused(regex):
-    with pytest.raises(
-        GrammarError, match=r"^\\ud[0-9a-f]{3}(-\\udbff)? speaks of halves|^\\u\{dfff\} speaks"
-    ):
-        prepare_regex(regex)
-    with pytest.raises(GrammarError, match=r"halves of surrogate pairs.* \(at #/pattern\)"):
-        prepare_schema(json.dumps({"pattern": regex}), is_safe_pattern)
-
-
-@pytest.mark.parametrize(
-    "regex", ["[" * 300_000, r"[\u0041" * 50_000, "[^" * 150_000, "[a" + r"\]" * 150_000]
-)
-def test_classes_without_an_end_stay_as_they_are(regex):
-    assert prepare_regex(regex) == regex
-
-
-@pytest.mark.parametrize(
-    ("regex", "message"),
-    [
-        ("a^b", r"\^ at character 2"),
-        ("a(b|^c)", r"\^ at character 5"),
-        ("^(?:^a)+", "group that ends at character 7 is repeated"),
-        ("a$b", r"\$ before character 3"),
-        ("(a$|b)c", r"\$ before character 7"),
-        ("(a$)+", "group that ends at character 4 is repeated"),
-        ("(?=a)b", r"\?= at character 1"),
-        ("a(?!b)", r"\?! at character 2"),
-        ("(?<=a)b", r"\?<= at character 1"),
-        ("(?<!a)b", r"\?<! at character 1"),
-        ("a{2147483648}", "beyond 2147483647"),
-        ("a{1,4294967298}", "beyond 2147483647"),
-        ("a{" + "9" * 50_000 + "}", "beyond 2147483647"),
-        (r"\Aa", r"\\A at character 1"),
-        (r"(?i)a", r"\(\?i at character 1 is not supported; groups begin with \(, \(\?:"),
-        (r"a(?#b)c", r"\(\?# at character 2"),
-        (r"(?<n>a)(?P=n)", r"\(\?P at character 8"),
-        (r"(?P<1>a)", r"\(\?P at character 1"),
-        (r"a\z", r"\\z at character 2"),
-        (r"[\q]", r"\\q at character 2"),
-        (r"a\x{61}", r"\\x at character 2 should have two hexadecimal digits"),
-        (r"[\x6]", r"\\x at character 2 should have two"),
-    ],
-)
-def test_regular_expressions_that_xgrammar_would_change_are_refused(regex, message):
-    with pytest.raises(GrammarError, match=message):
-        check_regex(regex)
-
-
-CLOSING, PLAIN = {256, *b'"}]'}, set(b"abc0123,:{[ ")
+CLOSING, PLAIN = {END, *b'"}]'}, set(b"abc0123,:{[ ")
 
 
 class Schemas:
@@ -625,148 +434,36 @@ class Schemas:
             else schema
         )
 
-    def text(self, compiled: Any, longest: int = 120) -> str | None:
+    def text(self, grammar: Any, longest: int = 120) -> str | None:
         """One that the grammar admits; None if it did not come to an end."""
-        matcher = xgrammar.GrammarMatcher(compiled)
-        mask = xgrammar.allocate_token_bitmask(1, 257)
-        text = b""
+        walked, text = grammar.deep_copy(), b""
         while len(text) < longest:
-            matcher.fill_next_token_bitmask(mask)
-            bits = mask.numpy().view("uint8")
-            allowed = [i for i in range(257) if bits[0, i >> 3] >> (i & 7) & 1]
-            if not allowed:
+            tokens = allowed(walked)
+            if not tokens:
                 return None
-            closing = [i for i in allowed if i in CLOSING]
-            plain = [i for i in allowed if i in PLAIN] or allowed
+            closing = [i for i in tokens if i in CLOSING]
+            plain = [i for i in tokens if i in PLAIN] or tokens
             token = self.random.choice(closing if closing and self.random.random() < 0.4 else plain)
-            if token == 256:
+            if token == END:
                 return text.decode()
-            assert matcher.accept_token(token)
+            assert walked.consume_token(token)
             text += bytes([token])
         return None
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_random_schemas_grammars_admit_satisfies_them(compiler, seed):
+def test_what_random_schemas_grammars_admit_satisfies_them(seed):
     schemas = Schemas(seed)
     taken = 0
     for _ in range(20):
         schema = schemas.root()
         try:
-            compiled = compiler.compile_json_schema(prepare_schema(json.dumps(schema), is_safe_pattern))
-        except (GrammarError, RuntimeError):
+            grammar = compiled(schema)
+        except GrammarError:
             continue
         taken += 1
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(4):
-            text = schemas.text(compiled)
+            text = schemas.text(grammar)
             assert text is None or validator.is_valid(json.loads(text)), (schema, text)
-    assert taken, "most are refused, not all"
-
-
-# Tokens of several characters: some leave a string, or cannot be in one; some are parts of a character.
-TOKENS = [bytes([i]) for i in range(256)]
-TOKENS += [
-    b"ab",
-    b"abcdefgh",
-    b" word",
-    b" " * 20,
-    b'a"',
-    b'"}',
-    b'", ',
-    b":\n",
-    b"<=\\",
-    b"xx\t",
-    b"\xa9'\n",
-]
-TOKENS += ["é".encode(), "é😀".encode(), "😀".encode()[1:], b"\xa9\xc3"]
-TOKENS += [b"a\xf0\x9f", b"<end>"]
-END = len(TOKENS) - 1
-LONG = {"type": "string", "maxLength": 45}
-LENGTHS = [
-    LONG,
-    {"type": "string", "minLength": 35, "maxLength": 140},
-    {"type": "string", "minLength": 263, "maxLength": 280},
-    {"type": "string", "maxLength": 300},
-    {
-        "type": "object",
-        "properties": {"a": LONG, 'ö\n"\\': {"type": "array", "items": LONG, "maxItems": 2}},
-        "additionalProperties": LONG,
-        "required": ["a", "b"],
-    },
-    {"type": "string", "pattern": "^[a-z é]{1,200}$"},
-    {"type": "string", "pattern": r"^[\w .-]{5,200}$"},
-    {"type": "string", "pattern": r"[a-z ]{0,130}"},
-    {"type": "object", "patternProperties": {r"^[a-z]{1,140}$": {"type": "null"}}},
-    {"type": "object", "propertyNames": LONG, "additionalProperties": {"enum": ["x", "é\n", None]}},
-    {"anyOf": [LONG, {"type": "string", "minLength": 50, "maxLength": 60}, {"pattern": "^a[^é]*$"}]},
-    {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 3, "$defs": {"d": LONG}},
-]
-
-
-@pytest.fixture(scope="module")
-def longer_tokens() -> Any:
-    info = xgrammar.TokenizerInfo(TOKENS, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[END])
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-def allowed_tokens(matcher: Any) -> list[int]:
-    mask = xgrammar.allocate_token_bitmask(1, len(TOKENS))
-    matcher.fill_next_token_bitmask(mask)
-    bits = mask.numpy().view("uint8")
-    return [i for i in range(len(TOKENS)) if bits[0, i >> 3] >> (i & 7) & 1]
-
-
-@pytest.mark.parametrize("schema", LENGTHS, ids=lambda value: json.dumps(value)[:60])
-def test_tokens_of_strings_with_a_length(longer_tokens, schema):
-    """Those of the mask are all that the grammar goes on with, up to a string's last character."""
-    compiled = compile_schema(longer_tokens, prepare_schema(json.dumps(schema), is_safe_pattern))
-    validator = jsonschema.Draft202012Validator(schema)
-    ended = 0
-    for seed in range(4):
-        pick, text = random.Random(seed), b""
-        matcher = xgrammar.GrammarMatcher(compiled)
-        while not matcher.is_terminated() and len(text) < 3000:
-            allowed = allowed_tokens(matcher)
-            for i in range(END):
-                went_on = matcher.accept_token(i)
-                assert went_on == (i in allowed), (TOKENS[i], text)
-                if went_on:
-                    matcher.rollback(1)
-            inside = [i for i in allowed if not {*TOKENS[i]} & {*b'"\\'} and i != END]
-            token = pick.choice(inside if inside and pick.random() < 0.97 else allowed)
-            assert matcher.accept_token(token)
-            text += TOKENS[token] if token != END else b""
-        if matcher.is_terminated():
-            ended += 1
-            assert validator.is_valid(json.loads(text)), text
-    assert ended
-
-
-@pytest.mark.parametrize(
-    ("pattern", "counted"),
-    [
-        (r"^[a-zA-Z0-9_-]{1,256}$", True),
-        (r"^[\w.:@ -]{0,1000}$", True),
-        (r"\d{2,200}", True),
-        (r"^[a-z]{1,64}$", False),  # quick, and quicker at the end
-        (r"^[ -~]{1,256}$", False),  # a quote has two characters in JSON
-        (r"^[.-a]{1,256}$", False),
-        (r"^[^a]{1,256}$", False),
-        (r"^[a-z]{1,256}[0-9]$", False),
-        (r"^x[a-z]{1,256}$", False),
-        (r"^[a-z]{200,256}$", False),
-    ],
-)
-def test_which_patterns_are_counted(pattern, counted):
-    schema = prepare_schema(json.dumps({"type": "string", "pattern": pattern}), is_safe_pattern)
-    grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS))
-    assert ("[max_chars=" in with_counted_lengths(grammar)) == counted
-    assert has_lengths(schema) or not counted
-
-
-def test_equal_lengths_are_compiled_once():
-    strings = [{"type": "string", "minLength": n, "maxLength": 300} for n in (60, 60, 61, 60)]
-    schema = prepare_schema(json.dumps({"type": "array", "prefixItems": strings}), is_safe_pattern)
-    grammar = with_counted_lengths(str(xgrammar.Grammar.from_json_schema(schema)))
-    assert grammar.count("[max_chars=300]") == 2
+    assert taken > 5, "many are taken"

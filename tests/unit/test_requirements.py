@@ -37,7 +37,7 @@ def resolutions(tmp_path_factory):
     words = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-build", "--no-python-downloads"]
     words += ["--python-platform", "x86_64-manylinux_2_35", "--override", str(overrides)]
     words += ["--constraint", "requirements/constraints.txt", "--all-extras", "pyproject.toml"]
-    words += ["requirements/guided-cpu.txt", "requirements/kernels-cpu.txt", "--python-version"]
+    words += ["requirements/kernels-cpu.txt", "--python-version"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
     options = {"cwd": ROOT, "env": env | {"UV_HTTP_TIMEOUT": "20"}, "text": True}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,7 @@ def compiler(folder: Path, tokenizer: TextTokenizer) -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def compiled(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
     """(format, reasoning, inside) -> a guide in its first state."""
-    known: dict[Any, Any] = {}
-
-    def make(*key: Any) -> Grammar:
-        if key not in known:
-            known[key] = compiler.compile(*calls_guide(FUNCTIONS, *key))
-        size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-        return Grammar(known[key], tokenizer.eos_id or 0, size)
-
-    return make
+    return lambda *key: compiler.compile(*calls_guide(FUNCTIONS, *key), tokenizer.eos_id or 0)
 
 
 def follows(guide: Grammar, tokenizer: TextTokenizer, text: str) -> bool:
@@ -140,12 +133,16 @@ def follows(guide: Grammar, tokenizer: TextTokenizer, text: str) -> bool:
     for token in tokenizer.backend.encode(text, add_special_tokens=False).ids:
         if not allowed(guide, token):
             return False
-        guide.accept(token)
+        accept(guide, token)
     return True
 
 
 def allowed(guide: Grammar, token: int) -> bool:
-    return bool(int(guide.mask_without(-1)[token >> 5]) >> (token & 31) & 1)
+    return bool(int(guide.words[token >> 5]) >> (token & 31) & 1)
+
+
+def accept(guide: Grammar, token: int) -> None:
+    assert guide.advance([token]) is None and guide.fill(guide.words) is None
 
 
 def read(tool_format: str, text: str, reasoning: str = "none", inside: bool = False) -> Any:
@@ -171,26 +168,29 @@ def gathered(reader: Reader, pieces: Iterable[str]) -> Any:
 def test_long_strings_of_arguments_have_their_length(compiler, tokenizer, tool_format):
     """Their limits are counted, beside whatever else a format's grammar has."""
     schema = {**WEATHER, "properties": {**WEATHER["properties"], "unit": {"type": "string", "maxLength": 40}}}
-    compiled = compiler.compile(*calls_guide({"get.weather": schema, "now": None}, tool_format, "", False))
+    compiled = partial(
+        compiler.compile,
+        *calls_guide({"get.weather": schema, "now": None}, tool_format, "", False),
+        tokenizer.eos_id or 0,
+    )
     opening, closing = CALLS[tool_format][0]
     for length in (40, 41):
         arguments = XML[GOOD] if tool_format == "qwen3_coder" else GOOD
         unit = f'"{"é" * length}"'
         text = opening.format("get.weather") + arguments.replace("null", unit) + closing.format()
-        size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-        guide = Grammar(compiled, tokenizer.eos_id or 0, size)
-        assert follows(guide, tokenizer, text) == (length == 40)
+        assert follows(compiled(), tokenizer, text) == (length == 40)
 
 
 def test_texts_with_nul_stay_whole_beside_counted_strings(compiler, tokenizer):
     properties = {"kind": {"enum": ["a\0b"]}, "note": {"type": ["integer", "string"], "maxLength": 40}}
     schema = {"type": "object", "properties": properties, "required": ["kind"]}
-    compiled = compiler.compile(*calls_guide({"f": schema}, "qwen3_coder", "", False))
+    compiled = partial(
+        compiler.compile, *calls_guide({"f": schema}, "qwen3_coder", "", False), tokenizer.eos_id or 0
+    )
     begin, end = CALLS["qwen3_coder"][0]
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
     for kind in ("a\0b", "a"):
         text = f"{begin.format('f')}<parameter=kind>\n{kind}\n</parameter>\n{end.format()}"
-        guide = Grammar(compiled, tokenizer.eos_id or 0, size)
+        guide = compiled()
         assert follows(guide, tokenizer, text) == (kind == "a\0b")
 
 
@@ -241,7 +241,7 @@ def test_whatever_the_guide_admits_is_read_as_calls_of_the_schemas(
             if len(ids) > 1500 or (tokenizer.eos_id or 0) in ids:
                 break
             token = rng.choice(ids)
-            guide.accept(token)
+            accept(guide, token)
             text += tokenizer.backend.decode([token], skip_special_tokens=False)
         ((called, arguments),) = read(name, text)[2][:1]
         assert called == "get.weather"
@@ -290,11 +290,14 @@ ALONE = {
 @pytest.mark.parametrize("name", CALLS_OR_JSON)
 def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str) -> None:
     """The guide of tools beside a response_format: one or the other is all of the answer."""
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-    made = compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)))
+    made = partial(
+        compiler.compile,
+        *calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)),
+        tokenizer.eos_id or 0,
+    )
 
     def whole(text: str) -> bool:
-        guide = Grammar(made, tokenizer.eos_id or 0, size)
+        guide = made()
         return follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
 
     def told(text: str, pieces: Iterable[str]) -> Any:
@@ -320,7 +323,7 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
         assert not whole(text), text
     assert not whole(f"{call} done") and not whole(answers[0] + call)
     with pytest.raises(GrammarError, match="response_format: "):
-        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'))
+        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'), 0)
 
 
 @pytest.mark.parametrize("name", CALLS_OR_JSON)
@@ -328,11 +331,8 @@ def test_json_of_a_schema_holds_no_special_tokens(
     compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str
 ) -> None:
     """Some of them end a sequence, as <|eom_id|> does with Llama 3, and would cut the JSON off."""
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-    guide = Grammar(
-        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL))),
-        tokenizer.eos_id or 0,
-        size,
+    guide = compiler.compile(
+        *calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
     )
     assert follows(guide, tokenizer, '{"name": "R')
     special = [token for token in map(tokenizer.backend.token_to_id, MARKS) if allowed(guide, token)]
@@ -345,9 +345,12 @@ def test_json_that_has_a_functions_name_is_no_call(
     compiler: GrammarCompiler, tokenizer: TextTokenizer, pieces: str
 ) -> None:
     """Llama 3 writes calls as JSON objects, and those of a response_format may have a name, too."""
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
     any_object = json.dumps({"type": "object", "additionalProperties": True})
-    made = compiler.compile(*calls_guide(FUNCTIONS, "llama3_json", "none", False, any_object))
+    made = partial(
+        compiler.compile,
+        *calls_guide(FUNCTIONS, "llama3_json", "none", False, any_object),
+        tokenizer.eos_id or 0,
+    )
     call = '{ "name":"now" , "parameters": {"a": 1}}'
     for text, calls in (
         ('{"name": "now", "legs": 4}', []),
@@ -360,7 +363,7 @@ def test_json_that_has_a_functions_name_is_no_call(
         (call, [["now", '{"a": 1}']]),
         (f"<|python_tag|>{call}; {call}", 2 * [["now", '{"a": 1}']]),
     ):
-        guide = Grammar(made, tokenizer.eos_id or 0, size)
+        guide = made()
         assert follows(guide, tokenizer, text)
         assert allowed(guide, tokenizer.eos_id or 0) == (calls is not None)
         reader = make_reader("llama3_json", "none", SCHEMAS, False, FUNCTIONS, True)
@@ -379,9 +382,8 @@ def test_what_a_model_names_itself_has_no_bound(
     compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str, call: str
 ) -> None:
     """One would be compiled as so many states, each over all of the vocabulary: seconds of a large one."""
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-    made = compiler.compile(*calls_guide({"now": None}, name, "none", False))
-    assert follows(Grammar(made, tokenizer.eos_id or 0, size), tokenizer, call.format("a" * 500))
+    made = partial(compiler.compile, *calls_guide({"now": None}, name, "none", False), tokenizer.eos_id or 0)
+    assert follows(made(), tokenizer, call.format("a" * 500))
 
 
 def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
@@ -391,7 +393,7 @@ def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
         calls_guide({"f": {"anyOf": []}}, "hermes", "none", False)
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}, "not": {}}
     with pytest.raises(GrammarError, match=r"strict functions: the parameters of f: .*'not'.*strict out"):
-        compiler.compile(*calls_guide({"f": odd}, "hermes", "none", False))
+        compiler.compile(*calls_guide({"f": odd}, "hermes", "none", False), 0)
 
 
 NOTE: dict[str, Any] = {
@@ -428,9 +430,10 @@ def as_xml(arguments: dict[str, str]) -> str:
 @pytest.fixture(scope="module")
 def note(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
     """() -> a guide of the function `note` in its first state."""
-    size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
-    compiled = compiler.compile(*calls_guide({"note": NOTE}, "qwen3_coder", "none", False))
-    return lambda: Grammar(compiled, tokenizer.eos_id or 0, size)
+    compiled = partial(
+        compiler.compile, *calls_guide({"note": NOTE}, "qwen3_coder", "none", False), tokenizer.eos_id or 0
+    )
+    return compiled
 
 
 def noted(text: str, cuts: Iterable[int] = ()) -> Any:
@@ -487,7 +490,7 @@ def test_whatever_the_guide_of_tags_admits_is_read_alike_wherever_it_is_cut(
         for token in ids:
             if not allowed(guide, token):
                 break
-            guide.accept(token)
+            accept(guide, token)
             text += tokenizer.backend.decode([token], skip_special_tokens=False)
     else:
         pytest.fail(f"no end: {text}")

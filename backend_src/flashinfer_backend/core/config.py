@@ -207,9 +207,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     # Answers and metrics.
     guided_decoding_backend: Annotated[
-        Literal["xgrammar", "none"],
-        Setting("compiles the guides of guided decoding; none = requests with a guide are refused"),
-    ] = "xgrammar"
+        Literal["llguidance", "xgrammar", "none"],
+        Setting(
+            "makes the grammars of guided decoding; xgrammar = llguidance under the name of older model"
+            " repositories; none = guided requests are refused"
+        ),
+    ] = "llguidance"
     stats_check_period_ms: Annotated[
         int, Setting("how often the metrics are brought up to date", low=1, high=60000)
     ] = 100

@@ -135,17 +135,6 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
 
 
 @dataclass
-class GrammarEnd:
-    """A guided row after whose token nothing can follow, or whose token does not follow its grammar."""
-
-    row: int  # sampling row
-    complete: bool = False  # the sequence may end here
-    problem: str = ""  # else: why it cannot go on
-    rejected: bool = False  # the token itself does not follow
-    too_slow: bool = False  # the grammar costs too much, and would again
-
-
-@dataclass
 class StepOutput:
     """What a step came to. Rows are sampling rows."""
 
@@ -153,4 +142,5 @@ class StepOutput:
     log_probs: list[tuple[int, float]] = field(default_factory=list)
     top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
-    grammar_ends: list[GrammarEnd] = field(default_factory=list)
+    # Rows after whose token their grammar lets nothing follow.
+    grammar_ends: list[int] = field(default_factory=list)

@@ -170,5 +170,5 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a thread that comes back from xgrammar while the interpreter ends would abort the process.
+    # Not sys.exit: a thread that comes back from a library while the interpreter ends would abort.
     os._exit(status)

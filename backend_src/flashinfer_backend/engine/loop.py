@@ -21,7 +21,7 @@ from flashinfer_backend.engine.start import Core
 from flashinfer_backend.sampling.logprobs import logits_problem
 from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar
-from flashinfer_backend.structured.queue import GrammarQueue
+from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.worker.runner import Launched
@@ -42,10 +42,10 @@ class EngineLoop:
         self.vocab_size = core.spec.vocab_size
         self.longest_seq_len = core.spec.longest_seq_len
         self.socket = socket
-        self.grammars = GrammarQueue(
+        self.grammars = GrammarPreparation(
             self.config.tokenizer_dir or self.config.model_dir,
             self.vocab_size,
-            self.runner.sampler.grammars.follower,
+            enabled=self.config.guided_decoding_backend != "none",
         )
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size, self.scheduler.submit)
         self.in_flight: deque[Launched] = deque()
@@ -220,7 +220,7 @@ class EngineLoop:
             self.scheduler.submit(request)
 
     def _take_compiled(self) -> None:
-        for request, problem in self.grammars.compiled():
+        for request, problem in self.grammars.ready():
             if problem is None:
                 self._queue(request)
             else:
@@ -323,7 +323,7 @@ class EngineLoop:
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
-        stuck = end_grammars(table, outcome, output)
+        end_grammars(outcome, output)
         self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
@@ -339,11 +339,6 @@ class EngineLoop:
             request = requests[slot]
             assert request is not None
             self.scheduler.release(request)
-        for request, problem, too_slow in stuck:
-            if too_slow:
-                self.grammars.refuse(request, problem)
-            self.scheduler.release(request)
-            self._send_failure(request, problem)
         self._reading = False
 
     def _send_end(self, request: Request, code: int) -> None:

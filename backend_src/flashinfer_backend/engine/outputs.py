@@ -61,25 +61,11 @@ def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
     )
 
 
-def end_grammars(table: SlotTable, outcome: Outcome, output: StepOutput) -> list[tuple[Request, str, bool]]:
-    """End (in outcome.codes) sequences whose grammar lets nothing follow. Returns the requests that cannot go
-    on, why, and whether their grammar is to be refused when it comes back; of a token that did not follow its
-    grammar, nothing is sent."""
-    stuck = []
-    index_of = {int(row): i for i, row in enumerate(outcome.rows)} if output.grammar_ends else {}
-    for end in output.grammar_ends:
-        index = index_of.get(end.row)
-        if index is None or outcome.codes[index] != protocol.RUNNING:
-            continue
-        if end.complete:
-            outcome.codes[index] = protocol.FINISHED_END_ID
-            continue
-        if end.rejected:
-            outcome.tokens[index] = protocol.NO_TOKEN
-        request = table.requests[outcome.slots[index]]
-        assert request is not None
-        stuck.append((request, end.problem, end.too_slow))
-    return stuck
+def end_grammars(outcome: Outcome, output: StepOutput) -> None:
+    """End (in outcome.codes) sequences whose grammar lets nothing follow."""
+    if output.grammar_ends:
+        ended = np.isin(outcome.rows, output.grammar_ends) & (outcome.codes == protocol.RUNNING)
+        outcome.codes[ended] = protocol.FINISHED_END_ID
 
 
 def row_reports(

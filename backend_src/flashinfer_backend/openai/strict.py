@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides for answers that may call functions by themselves: text is free, or JSON of a response_format, and
-calls match their schemas.
+"""Grammars for answers that may call functions: text is free, or JSON of a response_format, and calls match
+their schemas.
 
-A guide is a structural tag of xgrammar (structured/compiler.py). It reads the text as the format's reader
-does (formats/): what the reader takes for a call, the guide holds to one of the functions.
+A grammar is in llguidance's Lark, with numbers in place of its schemas, which structured/compiler.py puts in.
+It reads the text as the format's reader does (formats/): what the reader takes for a call, it holds to one of
+the functions. llguidance splits the text into terminals, each as long as it can be. So free text is one
+terminal with the mark that ends it, and no other terminal that could stand there goes on behind that.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -33,20 +34,21 @@ from flashinfer_backend.openai.formats.qwen_xml import (
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 
-Format = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
 _MARKS: dict[str, tuple[str, ...] | None] = {  # special tokens of calls
     "mistral": (MistralReader.mark, *MistralReader.parts[:2]),
     "llama3_json": (Llama3Reader.mark,),
 }
-BLANKS = r"[ \n\r\t]{0,8}"
 # Keywords of a function's parameters, beside those that are said with a tag for each property.
 _NOT_IN_XML = (
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "enum", "const", "allOf", "anyOf", "oneOf",
     "$ref", "not", "if", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
+# What a model may write between the parts of a call, and what it names itself, which has no bound.
+BLANKS = r"/[ \n\r\t]{1,8}/?"
+_NAME = r"/[^<>\r\n\t ][^<>\r\n]*/"
 
 
 def calls_guide(
@@ -63,12 +65,10 @@ def calls_guide(
             )
     if reasoning == "harmony":  # then all of the text is read as Harmony
         tool_format = reasoning
-    if content is None:
-        answer = _FORMATS[tool_format](functions)
-    else:
-        answer = _either(_json_of(CONTENT), _calls_alone(functions, tool_format))
+    grammar = _Grammar(functions, OPEN if reasoning == "think" and not inside else "")
+    answer = grammar.answer(tool_format, content is not None)
     if reasoning == "think":
-        answer = _after_thinking(answer, inside)
+        answer = grammar.after_thinking(answer, tool_format, content is not None)
     schemas = {name: ANY_OBJECT if schema is None else schema for name, schema in functions.items()}
     if content is not None:
         schemas[CONTENT] = msgspec.json.decode(content)
@@ -76,102 +76,168 @@ def calls_guide(
     special = _MARKS.get(tool_format, ())
     if content is None and tool_format in WITH_SPECIAL_TOKENS:
         special = None
-    tag = {"special_tokens": special, "functions": schemas, "format": answer}
-    return CALLS_GUIDE, msgspec.json.encode(tag).decode()
+    lark = "\n".join(['%llguidance {"no_forcing": true}', f"start: {answer}", *grammar.lines])
+    guide = {"special_tokens": special, "functions": schemas, "schemas": grammar.schemas, "lark": lark}
+    return CALLS_GUIDE, msgspec.json.encode(guide).decode()
 
 
-def _after_thinking(answer: Format, inside: bool) -> Format:
-    """What the model thinks is free, also where it looks like a call."""
-    rest = _sequence(_text(CLOSE), _optional(_sequence(_const(CLOSE), answer)))
-    if inside:
-        return rest
-    return _either(_sequence(_regex(r"\s*"), _const(OPEN), rest), answer)
+class _Grammar:
+    """Expressions of Lark, and the terminals and schemas that they name."""
 
+    def __init__(self, functions: Functions, opening: str) -> None:
+        """opening: where it begins the answer, perhaps behind blanks, it is no text of the answer."""
+        self.lines: list[str] = []
+        self.schemas: list[Any] = []
+        self._functions = functions
+        self._names: dict[str, str] = {}  # of terminals, by their definitions
+        # What must not begin an answer's first text.
+        self._not_first = rf"~/\s*{_escaped(opening)}(?s:.*)/" if opening else ""
 
-def _hermes(functions: Functions) -> Format:
-    call = _sequence(
-        _regex(BLANKS), _json_call(functions, "arguments"), _regex(BLANKS), _const(HermesReader.close)
-    )
-    return _free_until(HermesReader.mark, call)
+    def answer(self, tool_format: str, or_content: bool) -> str:
+        if or_content:
+            return f"({self._json({'function': CONTENT, 'at': '#'})} | {self._calls_alone(tool_format)})"
+        return {
+            "hermes": self._marked,
+            "mistral": self._marked,
+            "qwen3_coder": self._marked,
+            "llama3_json": self._llama3,
+            "harmony": self._harmony,
+        }[tool_format](tool_format)
 
+    def after_thinking(self, answer: str, tool_format: str, or_content: bool) -> str:
+        """What the model thinks is free, also where it looks like a call."""
+        thought, not_first = self._text(CLOSE), self._not_first
+        if not not_first:
+            return f"({thought}? | {self._terminal(thought, _literal(CLOSE))} ({answer})?)"
+        self._not_first = ""
+        rest = self.answer(tool_format, or_content)
+        # The same blanks stand before calls of llama3_json, where they are a terminal.
+        blanks = "" if tool_format == "llama3_json" or or_content else r"/\s*/"
+        opened = [blanks, _literal(OPEN), thought]
+        cut, whole = self._terminal(*opened), self._terminal(*opened, _literal(CLOSE))
+        before = "" if blanks else r"/[ \t\r\n]+/?"
+        return f"({before} ({cut} | {whole} ({rest})?) | {answer})"
 
-def _mistral(functions: Functions) -> Format:
-    call = _json_call(functions, "arguments")
-    more = _repeated(_sequence(_regex(f"{BLANKS},{BLANKS}"), call))
-    listed = _sequence(_regex(rf"\[{BLANKS}"), call, more, _regex(rf"{BLANKS}\]"))
-    call_id, arguments, _ = MistralReader.parts
-    named = [
-        _sequence(
-            _const(name),
-            _optional(_sequence(_const(call_id), _regex("[a-zA-Z0-9]+"))),
-            _optional(_const(arguments)),
-            _json_of(name),
+    def _terminal(self, *parts: str) -> str:
+        definition = " ".join(filter(None, parts))
+        if definition not in self._names:
+            self._names[definition] = f"T{len(self._names)}"
+            self.lines.append(f"{self._names[definition]}: {definition}")
+        return self._names[definition]
+
+    def _text(self, *without: str, first: bool = False) -> str:
+        """A terminal of free text, perhaps none, without some texts in it."""
+        marks = "|".join(map(_escaped, without))
+        limits = [f"~/(?s:.*)(?:{marks})(?s:.*)/"] if without else []
+        limits += [self._not_first] if first and self._not_first else []
+        return self._terminal(" & ".join(["/(?s:.*)/", *limits]))
+
+    def _json(self, schema: Any) -> str:
+        self.schemas.append(schema)
+        return f"%json {len(self.schemas) - 1}"
+
+    def _json_of(self, function: str) -> str:
+        return self._json({"function": function, "at": "#"})
+
+    def _json_call(self, key: str) -> str:
+        """{"name": ..., key: ...} of one of the functions."""
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: {"function": name, "at": "#"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for name in self._functions
+        ]
+        return self._json({"anyOf": calls})
+
+    def _marked(self, tool_format: str) -> str:
+        """Free text, and calls behind a mark."""
+        mark, call = self._call(tool_format)
+        first = self._terminal(self._text(mark, first=True), _literal(mark))
+        later = self._terminal(self._text(mark), _literal(mark))
+        return f"({self._text(mark, first=True)}? | {first} {call} ({later} {call})* {self._text(mark)}?)"
+
+    def _call(self, tool_format: str) -> tuple[str, str]:
+        """The mark before a call, and what is behind it."""
+        if tool_format == "hermes":
+            call = f"{BLANKS} {self._json_call('arguments')} {BLANKS} {_literal(HermesReader.close)}"
+            return HermesReader.mark, call
+        if tool_format == "mistral":
+            call = self._json_call("arguments")
+            listed = f"/\\[/ {BLANKS} {call} ({BLANKS} /,/ {BLANKS} {call})* {BLANKS} /\\]/"
+            call_id, arguments, _ = MistralReader.parts
+            named = [
+                f"{_literal(name)} ({_literal(call_id)} /[a-zA-Z0-9]+/)? {_literal(arguments)}?"
+                f" {self._json_of(name)}"
+                for name in self._functions
+            ]
+            return MistralReader.mark, f"{BLANKS} ({' | '.join([listed, *named])})"
+        calls = [
+            f"{_literal(FUNCTION + name + '>')} {BLANKS} {self._parameters(name, schema)}"
+            f" {_literal(END_FUNCTION)}"
+            for name, schema in self._functions.items()
+        ]
+        return QwenXmlReader.mark, f"{BLANKS} ({' | '.join(calls)}) {BLANKS} {_literal(END_CALL)}"
+
+    def _llama3(self, tool_format: str) -> str:
+        """The answer is calls, or text that begins with neither a brace nor the mark."""
+        call, blanks, mark = self._json_call("parameters"), r"/[ \t\r\n]+/?", Llama3Reader.mark
+        calls = f"{call} (/[; \\t\\r\\n]+/? {call})* /[; \\t\\r\\n]+/? /[^{{; \\t\\r\\n](?s:.*)/?"
+        text = " & ".join(
+            filter(None, (r"/[^{ \t\r\n](?s:.*)/", rf"~/{_escaped(mark)}(?s:.*)/", self._not_first))
         )
-        for name in functions
-    ]
-    return _free_until(MistralReader.mark, _sequence(_regex(BLANKS), _either(listed, *named)))
+        marked = f"{_literal(mark)} ({blanks} ({calls} | /[^{{ \\t\\r\\n](?s:.*)/)?)"
+        return f"{blanks} ({calls} | {marked} | {self._terminal(text)})?"
+
+    def _harmony(self, tool_format: str) -> str:
+        """Messages: a header, which names a function or none, and a body."""
+        header, body = self._text("to=", MESSAGE, *ENDS), self._text(*ENDS)
+        ends, message = "(" + " | ".join(map(_literal, ENDS)) + ")", _literal(MESSAGE)
+        # What follows a function's name in the header; `<|message|>` ends it at once.
+        odd = self._text("to=", MESSAGE, MESSAGE[2:], *ENDS)
+        to_body = self._terminal(f"({message} | / / {header} {message} | {_literal('<|')} {odd} {message})")
+        calls = " | ".join(f"{_literal(name)} {to_body} {self._json_of(name)}" for name in self._functions)
+        said = self._terminal(header, message)
+        call = f"{self._terminal(header, _literal('to=functions.'))} ({calls}) {BLANKS}"
+        empty, whole, end = self._terminal(header, ends), self._terminal(body, ends), self._terminal(ends)
+        return f"({empty} | {said} {whole} | {call} {end})* ({header}? | {said} {body}? | {call})"
+
+    def _calls_alone(self, tool_format: str) -> str:
+        """One call after the other, and nothing else."""
+        if tool_format == "llama3_json":
+            call = self._json_call("parameters")
+            between = r"/[ \n\r\t]{0,8};?[ \n\r\t]{0,8}/"
+            return f"({_literal(Llama3Reader.mark)} {BLANKS})? {call} ({between} {call})*"
+        mark, call = self._call(tool_format)
+        return f"{_literal(mark)} {call} ({BLANKS} {_literal(mark)} {call})*"
+
+    def _parameters(self, function: str, schema: Mapping[str, Any] | None) -> str:
+        """Each property in its order, those that are not required perhaps."""
+        end = _literal("\n" + END_PARAMETER)
+        text = f"{self._text(END_PARAMETER)} {end}"
+        if schema is None:
+            return f"({self._terminal(_literal(PARAMETER), _NAME, _literal('>' + chr(10)), text)} {BLANKS})*"
+        parts = []
+        for name in _xml_names(function, schema):
+            begin = _literal(f"{PARAMETER}{name}>\n")
+            plain = plain_text(schema["properties"][name], schema)
+            if plain is None:
+                pointer = name.replace("~", "~0").replace("/", "~1")
+                value = self._json({"function": function, "at": f"#/properties/{quote(pointer)}"})
+                part = f"{begin} {value} {end} {BLANKS}"
+            elif plain.values is None:
+                part = f"{self._terminal(begin, text)} {BLANKS}"  # null, too
+            else:
+                values = (*plain.values, *(("null",) if plain.null else ()))
+                part = f"{self._terminal(begin, '(' + ' | '.join(map(_literal, values)) + ')', end)} {BLANKS}"
+            parts.append(part if name in (schema.get("required") or ()) else f"({part})?")
+        return " ".join(parts)
 
 
-def _llama3(functions: Functions) -> Format:
-    """The answer is calls, or text that begins with neither a brace nor the mark."""
-    call, text = _json_call(functions, "parameters"), _text()
-    rest = _optional(_sequence(_regex(r"[^{; \t\r\n]"), text))
-    calls = _sequence(call, _repeated(_sequence(_regex(r"[; \t\r\n]*"), call)), _regex(r"[; \t\r\n]*"), rest)
-    mark, rest_of_mark = Llama3Reader.mark, Llama3Reader.mark[1:]
-    marked = _sequence(_regex(r"[ \t\r\n]*"), _either(calls, _sequence(_regex(r"[^{ \t\r\n]"), text)))
-    return _sequence(
-        _regex(r"[ \t\r\n]*"),
-        _optional(
-            _either(
-                calls,
-                _sequence(_const(mark), _optional(marked)),
-                _sequence(_regex(r"[^{< \t\r\n]"), text),
-                _sequence(_const(mark[0]), _text(rest_of_mark)),
-            )
-        ),
-    )
-
-
-def _harmony(functions: Functions) -> Format:
-    """Messages: a header, which names a function or none, and a body."""
-    header = _text("to=", MESSAGE, *ENDS)
-    # What follows a function's name in the header; `<|message|>` ends it at once.
-    to_body = _either(
-        _const(MESSAGE),
-        _sequence(_const(" "), _text("to=", MESSAGE, *ENDS), _const(MESSAGE)),
-        _sequence(_const("<|"), _text("to=", MESSAGE, MESSAGE[2:], *ENDS), _const(MESSAGE)),
-    )
-    calls = [_sequence(_const(name), to_body, _json_of(name), _regex(BLANKS)) for name in functions]
-    message = _sequence(
-        header,
-        _optional(
-            _either(
-                _sequence(_const(MESSAGE), _text(*ENDS)),
-                _sequence(_const("to=functions."), _either(*calls)),
-            )
-        ),
-    )
-    return _sequence(message, _repeated(_sequence(_either(*map(_const, ENDS)), message)))
-
-
-def _qwen3_coder(functions: Functions) -> Format:
-    """xgrammar's own `qwen_xml` admits blanks that become part of a text, texts with `</parameter>` in them
-    where the schema bounds them, and, for a choice of text and number, texts that read as numbers."""
-    calls = [
-        _sequence(
-            _const(f"{FUNCTION}{name}>"),
-            _regex(BLANKS),
-            *(_ANY_PARAMETERS if schema is None else _xml_parameters(name, schema)),
-            _const(END_FUNCTION),
-        )
-        for name, schema in functions.items()
-    ]
-    call = _sequence(_regex(BLANKS), _either(*calls), _regex(BLANKS), _const(END_CALL))
-    return _free_until(QwenXmlReader.mark, call)
-
-
-def _xml_parameters(function: str, schema: Mapping[str, Any]) -> list[Format]:
-    """Each property in its order, those that are not required perhaps."""
+def _xml_names(function: str, schema: Mapping[str, Any]) -> list[str]:
+    """The properties of a function's parameters. Raises ApiError for what tags cannot say."""
     unsupported = [keyword for keyword in _NOT_IN_XML if schema.get(keyword)]
     if schema.get("additionalProperties", False) is not False:
         unsupported.append("additionalProperties")
@@ -183,13 +249,10 @@ def _xml_parameters(function: str, schema: Mapping[str, Any]) -> list[Format]:
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise _not_in_xml(function, f"require {shown(name)}, which is not in 'properties'")
-    elements = []
     for name in properties:
         if not name or name != name.strip() or ">" in name:
             raise _not_in_xml(function, f"have a property {shown(name)}, a name that a tag cannot hold")
-        element = _xml_parameter(_const(name), _xml_value(function, name, schema))
-        elements.append(element if name in required else _optional(element))
-    return elements
+    return list(properties)
 
 
 def _not_in_xml(function: str, what: str) -> ApiError:
@@ -200,89 +263,10 @@ def _not_in_xml(function: str, what: str) -> ApiError:
     )
 
 
-def _xml_value(function: str, name: str, schema: Mapping[str, Any]) -> Format:
-    """Text as it is, where the reader takes any text for one that the schema admits; else JSON."""
-    text = plain_text(schema["properties"][name], schema)
-    if text is None:
-        part = name.replace("~", "~0").replace("/", "~1")
-        return {"type": "json_schema", "function": function, "at": f"#/properties/{quote(part)}"}
-    if text.values is None:
-        return _text(END_PARAMETER)  # null, too
-    return _either(*map(_const, (*text.values, *(("null",) if text.null else ()))))
+def _literal(text: str) -> str:
+    return f"/{_escaped(text)}/" if text else '""'
 
 
-def _xml_parameter(name: Format, value: Format) -> Format:
-    """A value has a line of its own; the reader takes one line break off each end."""
-    begin, end = [_const(PARAMETER), name, _const(">\n")], [_const("\n" + END_PARAMETER), _regex(BLANKS)]
-    return _sequence(*begin, value, *end)
-
-
-_FORMATS: dict[str, Callable[[Functions], Format]] = {
-    "hermes": _hermes,
-    "mistral": _mistral,
-    "llama3_json": _llama3,
-    "harmony": _harmony,
-    "qwen3_coder": _qwen3_coder,
-}
-
-
-def _json_call(functions: Functions, key: str) -> Format:
-    """{"name": ..., key: ...} of one of the functions."""
-    calls = []
-    for name in functions:
-        head = [r"\{", '"name"', ":", f'"{re.escape(name)}"', ",", f'"{key}"', ":", ""]
-        calls.append(_sequence(_regex(BLANKS.join(head)), _json_of(name), _regex(BLANKS + r"\}")))
-    return _either(*calls)
-
-
-def _json_of(name: str) -> Format:
-    """JSON of a function's arguments, or of the content; structured/compiler.py puts the schema in."""
-    return {"type": "json_schema", "function": name, "at": "#"}
-
-
-def _calls_alone(functions: Functions, tool_format: str) -> Format:
-    """One call after the other, and nothing else."""
-    if tool_format == "llama3_json":
-        call = _json_call(functions, "parameters")
-        mark = _optional(_sequence(_const(Llama3Reader.mark), _regex(BLANKS)))
-        return _sequence(mark, call, _repeated(_sequence(_regex(rf"{BLANKS};?{BLANKS}"), call)))
-    ((mark, call),) = _FORMATS[tool_format](functions)["rules"]
-    marked = _sequence(_const(mark), call)
-    return _sequence(marked, _repeated(_sequence(_regex(BLANKS), marked)))
-
-
-def _free_until(mark: str, call: Format) -> Format:
-    return {"type": "dispatch", "rules": [[mark, call]], "loop": True}
-
-
-def _text(*without: str) -> Format:
-    return {"type": "any_text", "excludes": list(without)}
-
-
-def _const(text: str) -> Format:
-    return {"type": "const_string", "value": text}
-
-
-def _regex(pattern: str) -> Format:
-    return {"type": "regex", "pattern": pattern}
-
-
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _either(*elements: Format) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
-
-
-def _optional(content: Format) -> Format:
-    return {"type": "optional", "content": content}
-
-
-def _repeated(content: Format) -> Format:
-    return {"type": "star", "content": content}
-
-
-# Without a bound, as every repetition up to one is compiled by itself: 128 took 5 to 10 s of a thread.
-_NAME = r"[^<>\r\n\t ][^<>\r\n]*"
-_ANY_PARAMETERS = [_repeated(_xml_parameter(_regex(_NAME), _text(END_PARAMETER)))]
+def _escaped(text: str) -> str:
+    """In a regular expression, without any character that means something there or in Lark."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

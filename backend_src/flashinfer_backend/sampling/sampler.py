@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.step import GrammarEnd, StepOutput, StepPlan
+from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
@@ -25,8 +25,7 @@ from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import Report, ReportedRows
 from flashinfer_backend.sampling.rows import Filtered, ProcessedRows, upload
 from flashinfer_backend.sampling.state import SequenceStates, StatefulRow
-from flashinfer_backend.structured.grammar import SlowGrammarError
-from flashinfer_backend.structured.store import GrammarStore
+from flashinfer_backend.structured.masks import SequenceGrammars
 
 FILTER_ROWS = 128  # at a time: the filters work on several copies of their logits
 
@@ -85,7 +84,7 @@ class Sampler:
         self._ops, self._vocab_size = ops, vocab_size
         self._staging, self._last_token = staging, last_token
         self._history = TokenHistory(config.max_num_seqs, config.max_seq_len + 1, device, staging)
-        self.grammars = GrammarStore(config.tokenizer_dir or config.model_dir, vocab_size)
+        self.grammars = SequenceGrammars(config.tokenizer_dir or config.model_dir, vocab_size)
         self._states = SequenceStates(self.grammars, self._history)
         # What the last composition of rows was made to, and of what.
         self._composed: list[StatefulRow] | None = None
@@ -117,6 +116,11 @@ class Sampler:
         """
         rows = self._states.rows(plan)
         sampled = Sampled(tokens, guided=[row for row in rows if row.state.grammar is not None])
+        if sampled.guided:
+            self.grammars.wait()
+            for row in sampled.guided:
+                if row.state.grammar is not None and row.state.grammar.problem is not None:
+                    sampled.failed.append((row.row, row.state.grammar.problem))
         position = plan.sample_positions
         try:
             if rows != self._composed:
@@ -168,30 +172,27 @@ class Sampler:
                 sampled.failed += [(row.row, f"{type(error).__name__}: {error}") for row in reported]
 
     def read(self, sampled: Sampled, count: int, values: np.ndarray) -> StepOutput:
-        """What a step of `count` sampling rows came to; moves their grammars on by the tokens. values: the
-        readback on the host."""
+        """What a step of `count` sampling rows came to; begins to move their grammars on by the tokens.
+        values: the readback on the host."""
         output = StepOutput(values[:count])
         for report in sampled.reports:
             report.read(values, output)
-        rows, moves = [], []
+        moves, ending = [], []
         for row in sampled.guided:
             token, grammar = int(values[row.row]), row.state.grammar
             # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
             # step was planned. One that is gone has nothing to follow.
             ended = token == row.state.params.end_id or row.state not in self._states
-            if not ended and grammar is not None and not grammar.exhausted:
-                rows.append(row)
+            if not ended and grammar is not None and not grammar.exhausted and grammar.problem is None:
                 moves.append((grammar, token))
-        errors = self.grammars.follower.follow(moves) if moves else []
-        for row, (grammar, _), error in zip(rows, moves, errors, strict=True):
-            if error is not None:
-                slow = isinstance(error, SlowGrammarError)
-                end = GrammarEnd(row.row, problem=str(error), rejected=True, too_slow=slow)
-                output.grammar_ends.append(end)
-            elif grammar.exhausted and grammar.complete:
-                output.grammar_ends.append(GrammarEnd(row.row, complete=True))
-            elif grammar.exhausted:
-                output.grammar_ends.append(GrammarEnd(row.row, problem=grammar.problem()))
+                if row.state.params.end_id < 0:
+                    ending.append((row, grammar))
+        self.grammars.advance(moves)
+        if ending:  # only the mask tells whether these end here
+            self.grammars.wait()
+        for row, grammar in ending:
+            if grammar.exhausted and grammar.complete:
+                output.grammar_ends.append(row.row)
         return output
 
     def _sample_processed(
@@ -201,7 +202,7 @@ class Sampler:
         columns = [host_position]
         if rows.guided:
             # A row whose owner has left meanwhile gets its last mask; its token is dropped.
-            columns.append(np.stack([guide.mask_without(suppressed) for guide, suppressed in rows.grammars]))
+            columns.append(self.grammars.stacked(rows.grammars))
         position_, *masks = upload(self._staging, columns)
         own = logits[rows.rows].float()
         self._penalise(own, rows, position_, host_position)

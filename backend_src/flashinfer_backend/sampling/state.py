@@ -13,7 +13,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.structured.grammar import Grammar
-from flashinfer_backend.structured.store import GrammarStore
+from flashinfer_backend.structured.masks import SequenceGrammars
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class StatefulRow(NamedTuple):
 class SequenceStates:
     """The states by handle and by slot, as plans tell of new and freed sequences."""
 
-    def __init__(self, grammars: GrammarStore, history: TokenHistory) -> None:
+    def __init__(self, grammars: SequenceGrammars, history: TokenHistory) -> None:
         self._grammars, self._history = grammars, history
         self._by_handle: dict[int, SequenceState] = {}
         self._by_slot: dict[int, SequenceState] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles guides to grammars for the checkpoint's tokenizer."""
+"""Makes grammars of what requests ask for, for the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -7,176 +7,204 @@ import json
 import re
 import threading
 from collections.abc import Collection
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CONTENT, GRAMMAR_TYPES
-from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import prepare_schema
-from flashinfer_backend.structured.lengths import has_lengths, with_counted_lengths
-from flashinfer_backend.structured.regex import WITHOUT_ESCAPES, prepare_regex
+from flashinfer_backend.structured.ebnf import lark_grammar
+from flashinfer_backend.structured.grammar import Grammar, GrammarError, matcher_error
+from flashinfer_backend.structured.json_schema import SchemaChecks, checked_schema, parse_schema
+from flashinfer_backend.structured.regex import rust_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
+MOST_CHARACTERS = 524_288  # of a grammar's text: some 0.4 s of a thread
+MOST_STATES = 50_000  # of a matcher's lexer, of some 1 kB each
+MOST_REASON = 300  # characters of a message: some repeat the grammar
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
-MOST_BLANKS = 20
-# "[12:00:00] /project/cpp/x.cc:1: Check failed: (ok) is false: " in front of xgrammar's messages
-SOURCE_POSITION = r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
-MOST_REASON = 300  # characters of a message: some repeat the guide
+BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+# Without it, where one text alone may follow, llguidance looks for its tokens at every step: 6 ms of 20 000
+# characters. It would also allow but the tokenizer's own way of writing them.
+HEAD = '%llguidance {"no_forcing": true}\n'
+SCHEMA_PLACE = re.compile(r"%json (\d+)")
 
 
 class GrammarCompiler:
-    """xgrammar and the checkpoint's tokenizer, which are loaded with the first guide."""
+    """llguidance with the checkpoint's tokenizer. Any thread may use it."""
 
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._loading = threading.Lock()
-        self._special: dict[str, Any] = {}  # further compilers, by which special tokens are text
+        self._tokenizers: dict[str, Any] = {}  # llguidance.LLTokenizer, by which special tokens are text
 
-    def load(self) -> Any:
-        """An xgrammar.GrammarCompiler, for any thread."""
+    def load(self, special_as_text: Collection[str] | None = ()) -> Any:
+        """The llguidance.LLTokenizer; a large vocabulary takes a second. special_as_text: the special tokens
+        that count as their text, None for all of them."""
         with self._loading:
-            return self._compiler
+            key = json.dumps(special_as_text)
+            if key not in self._tokenizers:
+                try:
+                    folder = resolve_model_dir(self._model_dir)
+                    self._tokenizers[key] = make_tokenizer(folder, self._vocab_size, special_as_text)
+                except ImportError as error:
+                    raise GrammarError(
+                        f"guided decoding needs the package llguidance ({error}); install it, or set"
+                        " guided_decoding_backend none"
+                    ) from error
+                except (OSError, ValueError) as error:
+                    raise GrammarError(
+                        f"guided decoding needs the checkpoint's tokenizer: {error}"
+                    ) from error
+            return self._tokenizers[key]
 
-    def compile(self, grammar_type: str, text: str) -> Any:
-        """An xgrammar.CompiledGrammar; or GrammarError, which says what is wrong with the guide."""
-        compiler = self.load()
+    def compile(self, grammar_type: str, text: str, end_id: int) -> Grammar:
+        """A Grammar in its first state; or GrammarError, which says what is wrong. end_id: Grammar's."""
+        if grammar_type not in (*GRAMMAR_TYPES, CALLS_GUIDE):
+            raise GrammarError(
+                f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
+                f" {', '.join(GRAMMAR_TYPES)}"
+            )
+        if len(text) > MOST_CHARACTERS:
+            raise GrammarError(
+                f"the grammar has {len(text)} characters; it should have at most {MOST_CHARACTERS}"
+            )
+        special: Collection[str] | None = ()
+        functions: dict[str, Any] = {}
         try:
             if grammar_type == CALLS_GUIDE:
-                tag = json.loads(text)
-                if tag["special_tokens"] != []:
-                    compiler = self._with_special_tokens(tag["special_tokens"])
-                compiled = {"type": "structural_tag", "format": _prepared(tag["format"], tag["functions"])}
-                return _compile_tag(compiler, json.dumps(compiled, ensure_ascii=False))
-            if grammar_type == "json":
-                return compiler.compile_builtin_json_grammar()
-            if grammar_type == "json_schema":
-                schema = prepare_schema(text, is_safe_pattern)
-                return compile_schema(compiler, schema)
-            if grammar_type == "regex":
-                return compiler.compile_regex(prepare_regex(text))
-            if grammar_type == "ebnf_grammar":
-                return compiler.compile_grammar(text)
-        except Exception as error:  # xgrammar raises RuntimeError with a source position in front
-            reason = re.sub(SOURCE_POSITION, "", str(error)[: 2 * MOST_REASON].strip())
+                guide = json.loads(text)
+                special, functions = guide["special_tokens"], guide["functions"]
+                source = _calls(guide["lark"], guide["schemas"], functions)
+            else:
+                source = lark_source(grammar_type, text)
+            return self._made(source, special, end_id)
+        except GrammarError as error:
+            reason = str(error)
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
             if grammar_type == CALLS_GUIDE:
-                beside = " and response_format" if CONTENT in tag["functions"] else ""
+                beside = " and response_format" if CONTENT in functions else ""
                 raise GrammarError(
                     f"strict functions{beside}: {reason}; leave such keywords or strict out"
                 ) from error
             raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
-        raise GrammarError(
-            f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
-            f" {', '.join(GRAMMAR_TYPES)}"
-        )
 
-    @cached_property
-    def _compiler(self) -> Any:
-        return self._make([])
+    def _made(self, source: str, special: Collection[str] | None, end_id: int) -> Grammar:
+        tokenizer = self.load(special)
+        return Grammar(make_matcher(tokenizer, source), tokenizer.eos_token, end_id, self._vocab_size)
 
-    def _with_special_tokens(self, as_text: list[str] | None) -> Any:
-        with self._loading:
-            key = str(as_text)
-            if key not in self._special:
-                self._special[key] = self._make(as_text)
-            return self._special[key]
 
-    def _make(self, as_text: Collection[str] | None) -> Any:
+def make_matcher(tokenizer: Any, source: str) -> Any:
+    """llguidance.LLMatcher of a Lark grammar. Raises GrammarError."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(matcher_error(matcher))
+    return matcher
+
+
+def lark_source(grammar_type: str, text: str) -> str:
+    """The Lark grammar of a request's. Raises GrammarError."""
+    if grammar_type == "regex":
+        return f"{HEAD}start: /{rust_regex(text, whole=True)}/"
+    if grammar_type == "ebnf_grammar":
+        return HEAD + lark_grammar(text)
+    schema = checked_schema(parse_schema(text) if grammar_type == "json_schema" else {})
+    if schema is False:
+        raise GrammarError("the schema is false, which no value satisfies")
+    return f"{HEAD}start: %json {json.dumps({'x-guidance': BLANKS, **schema})}"
+
+
+def _calls(lark: str, schemas: list[Any], functions: dict[str, Any]) -> str:
+    """The Lark grammar of openai/strict.py with its schemas. In these {"function": name, "at": pointer} is
+    a part of a function's parameters, or of the content's schema, whose name is CONTENT."""
+    checks: SchemaChecks
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, list):
+            return [filled(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "function" not in node:
+            return {name: filled(item) for name, item in node.items()}
+        name = node["function"]
         try:
-            import xgrammar
-        except ImportError as error:
-            raise GrammarError(
-                f"guided decoding needs the package xgrammar ({error}); install it, or set"
-                " guided_decoding_backend none"
-            ) from error
-        try:
-            info = tokenizer_info(resolve_model_dir(self._model_dir), self._vocab_size, as_text)
-        except (OSError, ValueError) as error:
-            raise GrammarError(f"guided decoding needs the checkpoint's tokenizer: {error}") from error
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-def compile_schema(compiler: Any, schema: str) -> Any:
-    """xgrammar.CompiledGrammar of a schema as prepare_schema writes it."""
-    if has_lengths(schema):
-        import xgrammar
-
-        grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
-        return _compile_counted(compiler, grammar)
-    return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_BLANKS)
-
-
-def _compile_tag(compiler: Any, tag: str) -> Any:
-    """The same of a structural tag with such schemas."""
-    if has_lengths(tag) and r"\u0000" not in tag:  # xgrammar prints a text up to its first NUL
-        import xgrammar
-
-        return _compile_counted(compiler, xgrammar.Grammar.from_structural_tag(tag))
-    return compiler.compile_structural_tag(tag)
-
-
-def _compile_counted(compiler: Any, grammar: Any) -> Any:
-    printed = str(grammar)
-    counted = with_counted_lengths(printed)
-    return compiler.compile_grammar(grammar if counted == printed else counted)
-
-
-def _prepared(tag: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag of openai/strict.py with schemas as xgrammar keeps to them. functions: the schemas of
-    their parameters, and under CONTENT that of the content, where there is one. Raises GrammarError."""
-    found = dict(tag)
-    function = found.pop("function", None)
-    if function is not None:
-        try:
-            schema = prepare_schema(json.dumps(functions[function]), is_safe_pattern, found.pop("at"))
-        except ValueError as error:
-            what = "response_format" if function == CONTENT else f"the parameters of {function}"
+            return checks.check(functions[name], node["at"])
+        except GrammarError as error:
+            what = "response_format" if name == CONTENT else f"the parameters of {name}"
             raise GrammarError(f"{what}: {error}") from error
-        return found | {"json_schema": json.loads(schema), "max_whitespace_cnt": MOST_BLANKS}
-    for key in ("elements", "rules"):
-        if key in found:
-            found[key] = [
-                _prepared(one, functions) if isinstance(one, dict) else [one[0], _prepared(one[1], functions)]
-                for one in found[key]
-            ]
-    if isinstance(found.get("content"), dict):
-        found["content"] = _prepared(found["content"], functions)
-    return found
+
+    written = []
+    for schema in schemas:
+        checks = SchemaChecks()
+        document = filled(schema)
+        if not isinstance(document, dict):
+            document = {"not": {}}  # false: llguidance says what no value satisfies
+        written.append(json.dumps({"x-guidance": BLANKS, **document, "$defs": checks.definitions}))
+    return SCHEMA_PLACE.sub(lambda found: f"%json {written[int(found[1])]}", lark)
 
 
-def is_safe_pattern(pattern: str) -> bool:
-    """Whether all that xgrammar makes of a JSON schema's pattern, in ASCII, is a JSON string. Where it has no
-    automaton for it, it takes the characters as they are."""
-    import xgrammar
+class Vocabulary:
+    """What llguidance asks of a tokenizer. It encodes nothing, which HEAD makes unnecessary."""
 
-    grammar = str(xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern})))
-    return bool(
-        re.search(r"^root_1 ::= Regex\(", grammar, re.MULTILINE) or WITHOUT_ESCAPES.fullmatch(pattern)
-    )
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return []
 
 
-def tokenizer_info(folder: Path, vocab_size: int, as_text: Collection[str] | None = ()) -> Any:
-    """xgrammar.TokenizerInfo of a checkpoint folder, for logits of vocab_size tokens. as_text: the special
-    tokens that count as their text, None for all of them."""
-    import xgrammar
+def make_tokenizer(folder: Path, vocab_size: int, special_as_text: Collection[str] | None = ()) -> Any:
+    """llguidance.LLTokenizer of a checkpoint folder, for logits of vocab_size tokens. special_as_text: as of
+    GrammarCompiler.load. Raises OSError or ValueError."""
+    import llguidance
 
     tokenizer = TextTokenizer(folder)
-    special = {t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special}
-    special -= special if as_text is None else set(as_text)
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    to_bytes = token_bytes(json.loads(tokenizer.backend.to_str()))
     # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
-    vocab = [""] * vocab_size
-    for token, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():
-        if i < vocab_size and token not in special:
-            vocab[i] = token
-    found = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.backend.to_str())
+    tokens, special = [b""] * vocab_size, set(range(vocab_size))
+    for text, i in vocabulary.items():
+        if i < vocab_size:
+            entry = added.get(i)
+            tokens[i] = text.encode() if entry is not None else to_bytes(text)
+            if entry is None or not entry.special or special_as_text is None or text in special_as_text:
+                special.discard(i)
     end = tokenizer.eos_id
-    return xgrammar.TokenizerInfo(
-        vocab,
-        vocab_type=found["vocab_type"],
-        vocab_size=vocab_size,
-        stop_token_ids=[end] if end is not None and end < vocab_size else None,
-        add_prefix_space=found["add_prefix_space"],
+    if end is None or end >= vocab_size:
+        end = next(iter(special), vocab_size)  # stands for the end in masks alone
+        if end == vocab_size:
+            tokens.append(b"")
+    special |= {i for i, token in enumerate(tokens) if not token} | {end}
+    for i in special:
+        tokens[i] = tokens[i] or b"<%d>" % i
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(Vocabulary(tokens, sorted(special), end)), n_vocab=len(tokens)
     )
+
+
+def token_bytes(tokenizer: dict[str, Any]) -> Any:
+    """What a token of tokenizer.json stands for: text -> bytes."""
+    decoder = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+    if '"ByteLevel"' in decoder:
+        table = _byte_level()
+        return lambda text: b"".join(table.get(c, c.encode()) for c in text)
+
+    def sentence_piece(text: str) -> bytes:
+        found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
+        return bytes([int(found[1], 16)]) if found else text.replace("\u2581", " ").encode()
+
+    return sentence_piece
+
+
+def _byte_level() -> dict[str, bytes]:
+    """Of each character of a byte-level vocabulary its byte (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    shown = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {character: bytes([byte]) for character, byte in shown.items()}

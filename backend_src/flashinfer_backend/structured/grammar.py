@@ -1,219 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guided decoding: which tokens a request's guide allows next, by xgrammar's matcher on the host.
-
-A guide's next mask needs the token before it, so the engine samples guided rows only after it has
-read the step before; the model runs ahead of that as always.
-"""
+"""Guided decoding: which tokens a sequence's grammar allows next, by llguidance's matcher on the host."""
 
 from __future__ import annotations
 
-import threading
-import time
-from queue import SimpleQueue
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 
 class GrammarError(ValueError):
-    """A guide that cannot be used; the message is for the client."""
+    """A grammar that cannot be used or followed; the message is for the client."""
 
 
-class SlowGrammarError(GrammarError):
-    """A guide that costs too much, and would again: it is refused when it comes back."""
-
-
-# Of CPU time for a token, and over about how many: a string that reaches its limit ends in some 12 slow ones.
-MOST_SECONDS, AVERAGED = 0.03, 16
-MOST_STEP_SECONDS = 0.1  # of CPU time for one token, or for the first mask: all sequences wait meanwhile
-STEP_POLL_SECONDS = 0.02  # how often that is looked at
-ADVICE = "repetitions within repetitions are ambiguous, write it with fewer of them"
-
-Moves = list[tuple["Grammar", int]]  # guides and the token that each is to follow
+# What llguidance says when one of its limits ends a matcher. They bound a mask to some 30 ms of a slow core.
+# "at 2(8): failed to compile JSON schema: " in front of its messages
+SOURCE_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+TOO_COMPLEX = ("too many", "too complex", "limit", "items; max", "fuel")
+NO_TOKEN = "the grammar allows no token of this model's vocabulary after {} tokens"
+ADVICE = "repetitions within repetitions and broad alternatives are ambiguous, write it with fewer of them"
 
 
 class Grammar:
-    """The state of one sequence's guide. `allowed`: int32 [ceil(V / 32)], token t is bit t % 32 of word
-    t // 32."""
+    """How far one sequence has come in its grammar.
 
-    def __init__(self, compiled: Any, end_id: int, vocab_size: int) -> None:
-        """compiled: xgrammar.CompiledGrammar. end_id: what ends the sequence, or -1: then the sequence
-        ends where the guide lets nothing follow.
-
-        Raises GrammarError when no token can begin what the guide describes, or when telling which can takes
-        so long that following the guide would, too.
-        """
-        import xgrammar
-
-        began = time.thread_time()
-        self.grammar = compiled
-        self._end_id = end_id
-        self._stop_ids = compiled.tokenizer_info.stop_token_ids if end_id < 0 else [end_id]
-        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids or None)
-        self._mask = torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32)
-        self._words = self._mask.numpy()[0]
-        self._tokens = 0
-        self._seconds = 0.0  # of CPU time for a token, lately
-        self._advance()
-        took = time.thread_time() - began
-        if took > MOST_STEP_SECONDS:
-            raise SlowGrammarError(
-                f"finding the tokens that can begin the guide takes {took * 1e3:.0f} ms; it should take at"
-                f" most {MOST_STEP_SECONDS * 1e3:.0f} ms: {ADVICE}"
-            )
-        if self.exhausted:
-            raise GrammarError("guided_decoding_guide allows no token of this model's vocabulary")
-
-    def _advance(self) -> None:
-        self._matcher.fill_next_token_bitmask(self._mask, 0)
-        if self._end_id < 0:
-            for token in self._stop_ids:
-                self._words.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
-        self.exhausted = not self._words.any()
-        self.complete = self._matcher.is_completed()
-
-    def accept(self, token: int) -> None:
-        """Follow the sequence by one token (other than the end id).
-
-        Afterwards `exhausted` tells that nothing may follow, `complete` that nothing need follow.
-        """
-        began = time.thread_time()
-        if not self._matcher.accept_token(token):
-            raise GrammarError(f"token {token} does not follow the guide after {self._tokens} tokens")
-        self._tokens += 1
-        self._advance()
-        took = time.thread_time() - began
-        self._seconds += (took - self._seconds) / AVERAGED
-        if took > MOST_STEP_SECONDS:
-            raise self.too_slow(took)
-        if self._seconds > MOST_SECONDS:  # of an ambiguous guide, and it grows
-            raise GrammarError(
-                f"following the guide takes {self._seconds * 1e3:.0f} ms a token after {self._tokens} tokens;"
-                f" {ADVICE}"
-            )
-
-    def too_slow(self, seconds: float) -> SlowGrammarError:
-        return SlowGrammarError(
-            f"following the guide by one token, after {self._tokens}, takes {seconds * 1e3:.0f} ms or more;"
-            f" it should take at most {MOST_STEP_SECONDS * 1e3:.0f} ms: {ADVICE}"
-        )
-
-    def mask_without(self, suppressed: int) -> np.ndarray:
-        """The allowed tokens, int32 [ceil(V / 32)], without token `suppressed` (-1: none) unless it is the
-        only one."""
-        if suppressed < 0:
-            return self._words
-        mask = self._words.copy()
-        mask.view(np.uint32)[suppressed >> 5] &= ~np.uint32(1 << (suppressed & 31))
-        return mask if mask.any() else self._words
-
-    def problem(self) -> str:
-        """Why an exhausted guide that is not complete cannot go on."""
-        return f"the guide allows no token of this model's vocabulary after {self._tokens} tokens"
-
-
-class Follower:
-    """Moves guides on in a thread, so that none holds up the engine's loop for much more than
-    MOST_STEP_SECONDS.
-
-    What xgrammar does for a token cannot be interrupted: the thread of a guide that exceeds them is left
-    behind, and ends when it comes back from there.
+    `words`: uint32 [ceil(V / 32)], the allowed tokens: token t is bit t % 32 of word t // 32. The end id is
+    among them where the sequence may end. After advance() they are those of the token before, until fill().
+    `problem` says why it cannot go on, where it cannot.
     """
 
-    def __init__(self) -> None:
-        self._thread: _FollowingThread | None = None
-        self._left: list[_FollowingThread] = []
+    def __init__(self, matcher: Any, eos_id: int, end_id: int, vocab_size: int) -> None:
+        """matcher: llguidance.LLMatcher in its first state. eos_id: what its masks have where the text may
+        end. end_id: what ends the sequence, or -1: then it ends where the grammar lets nothing follow.
 
-    @property
-    def left_behind(self) -> int:
-        """Threads that still work on what nobody waits for."""
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        return len(self._left)
+        Raises GrammarError when no token can begin what the grammar describes.
+        """
+        self.matcher = matcher
+        self.tokens = 0  # that it has followed
+        self.problem: str | None = None
+        self.complete = self.exhausted = False  # nothing need follow; nothing may follow
+        self._eos_id, self._end_id = eos_id, end_id
+        self.words = np.empty(-(-vocab_size // 32), np.uint32)
+        if (problem := self.fill(self.words)) is not None:
+            raise GrammarError(problem)
+        if self.exhausted:
+            raise GrammarError(NO_TOKEN.format(0))
 
-    def follow(self, moves: Moves) -> list[GrammarError | None]:
-        """Why each guide cannot follow its token, or None where it did. A guide with an error is of no more
-        use: a thread may still be at work on it."""
-        errors: list[GrammarError | None] = [None] * len(moves)
-        pending = list(range(len(moves)))
-        while pending:
-            if self._thread is None:
-                self._thread = _FollowingThread()
-            done = self._thread.follow([moves[i] for i in pending])
-            for i, error in zip(pending, done, strict=False):
-                errors[i] = error
-            pending = pending[len(done) :]
-            if pending:
-                self._left.append(self._thread)
-                self._thread = None
-                slow = moves[pending[0]][0]
-                for i in pending:
-                    if moves[i][0].grammar is slow.grammar:  # others may take as long
-                        errors[i] = slow.too_slow(MOST_STEP_SECONDS)
-                pending = [i for i in pending if errors[i] is None]
-        return errors
+    def fill(self, words: np.ndarray) -> str | None:
+        """Compute the mask of the current state into `words`; returns why it cannot go on, or None."""
+        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return self.take(words)
 
+    def take(self, words: np.ndarray) -> str | None:
+        """The same of words that the matcher has filled."""
+        if self.matcher.is_error():
+            return self._failed(self._why())
+        self.complete = _bit(words, self._eos_id)
+        _set_bit(words, self._eos_id, False)
+        if self._end_id >= 0:
+            _set_bit(words, self._end_id, self.complete)
+        self.exhausted = not words.any()
+        self.words = words
+        if self.exhausted and not self.complete:
+            return self._failed(NO_TOKEN.format(self.tokens))
+        return None
 
-class _FollowingThread(threading.Thread):
-    def __init__(self) -> None:
-        super().__init__(name="guide-follower", daemon=True)
-        self._rounds: SimpleQueue[_Round] = SimpleQueue()
-        self.start()
+    def advance(self, tokens: Sequence[int]) -> str | None:
+        """Follow the sequence by tokens, none of which ends it. Returns why one does not follow."""
+        followed = self.matcher.try_consume_tokens(list(tokens))
+        self.tokens += followed
+        if followed == len(tokens):
+            return None
+        return self._stray(tokens[followed])
 
-    def run(self) -> None:
-        while self._rounds.get().run():
-            pass
+    def advanced(self, token: int, followed: bool) -> str | None:
+        """The same of one token that the matcher has taken already, or refused."""
+        self.tokens += followed
+        return None if followed else self._stray(token)
 
-    def follow(self, moves: Moves) -> list[GrammarError | None]:
-        """The outcomes of the first moves: of all, or of those before one that exceeds its limit. Then the
-        thread takes no more rounds."""
-        assert self.ident is not None
-        work, clock = _Round(moves), time.pthread_getcpuclockid(self.ident)
-        self._rounds.put(work)
-        while not work.done.wait(STEP_POLL_SECONDS):
-            if work.leave_if_slow(clock):
+    def masks_along(self, draft: Sequence[int], words: np.ndarray) -> int:
+        """Masks before each token of a draft and behind the last one, into words[0], words[1], ...; uint32
+        [len(draft) + 1, ceil(V / 32)]. Returns how many of them there are: those up to the first token that
+        does not follow or ends the sequence. The state is what it was before."""
+        state = self.words, self.complete, self.exhausted, self.problem
+        count, began = 0, self.tokens
+        for token in [*draft, None]:
+            if self.fill(words[count]) is not None:
                 break
-        return work.errors
+            count += 1
+            # The end id is no step of the matcher: rolling it back would take a real token off.
+            if token is None or token in (self._end_id, self._eos_id) or not _bit(words[count - 1], token):
+                break
+            if self.advance([token]) is not None:
+                break
+        self.rollback(self.tokens - began)
+        self.words, self.complete, self.exhausted, self.problem = state
+        return count
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the last tokens that advance() followed; `words` has to be filled anew."""
+        if tokens and not self.matcher.rollback(tokens):
+            raise GrammarError(f"cannot take back {tokens} of {self.tokens} tokens: {self._why()}")
+        self.tokens -= tokens
+
+    def without(self, suppressed: int) -> np.ndarray:
+        """The allowed tokens without token `suppressed` (-1: none), unless it is the only one."""
+        if suppressed < 0 or not _bit(self.words, suppressed):
+            return self.words
+        words = self.words.copy()
+        _set_bit(words, suppressed, False)
+        return words if words.any() else self.words
+
+    def _stray(self, token: int) -> str:
+        if self.matcher.is_error():
+            return self._failed(self._why())
+        return self._failed(f"token {token} does not follow the grammar after {self.tokens} tokens")
+
+    def _failed(self, problem: str) -> str:
+        self.problem = problem
+        return problem
+
+    def _why(self) -> str:
+        reason = matcher_error(self.matcher)
+        if reason.startswith("NoExtension"):
+            return NO_TOKEN.format(self.tokens)
+        return f"following the grammar failed after {self.tokens} tokens: {reason}"
 
 
-class _Round:
-    """The guided rows of a step, as far as one thread gets with them."""
-
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
-        self._lock = threading.Lock()
-        self._left = False
-        self._began: float | None = None  # the thread's CPU time when it came to the move at work
-        self.errors: list[GrammarError | None] = []
-        self.done = threading.Event()
-
-    def run(self) -> bool:
-        """False where it was left."""
-        self._began = time.thread_time()
-        for guide, token in self._moves:
-            error = _accept(guide, token)
-            with self._lock:
-                if self._left:
-                    return False
-                self.errors.append(error)
-                self._began = time.thread_time()
-        self.done.set()
-        return True
-
-    def leave_if_slow(self, clock: int) -> bool:
-        """Leave the round if the move at work exceeds its limit; `errors` stays as it is from then on.
-        clock: of the CPU time of the thread that runs the round."""
-        with self._lock:
-            if self._began is not None and len(self.errors) < len(self._moves):
-                self._left = time.clock_gettime(clock) - self._began > MOST_STEP_SECONDS
-            return self._left
+def matcher_error(matcher: Any) -> str:
+    """What is wrong with a matcher, in the words of a client."""
+    message = str(matcher.get_error()).partition("\n")[0].removesuffix("<non-verbose/>").strip()
+    message = SOURCE_PLACE.sub("", message)
+    return f"{message}; {ADVICE}" if any(word in message for word in TOO_COMPLEX) else message
 
 
-def _accept(guide: Grammar, token: int) -> GrammarError | None:
-    try:
-        guide.accept(token)
-    except GrammarError as error:
-        return error
-    except Exception as error:  # the loop waits for this thread, whatever goes wrong
-        return GrammarError(f"following the guide failed: {error}")
-    return None
+def _bit(words: np.ndarray, token: int) -> bool:
+    return token >> 5 < len(words) and bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+
+def _set_bit(words: np.ndarray, token: int, value: bool) -> None:
+    if token >> 5 < len(words):
+        bit = np.uint32(1 << (token & 31))
+        words[token >> 5] = words[token >> 5] | bit if value else words[token >> 5] & ~bit

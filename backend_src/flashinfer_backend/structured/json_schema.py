@@ -1,131 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings a JSON schema into the form that xgrammar honours, or refuses it by keyword and place.
+"""Checks a JSON schema before llguidance enforces it, and brings it into a form that means the same there.
 
-xgrammar reads many keywords and drops them without a word. What comes out of here has none of those: each
-subschema is a $ref, an enum, an anyOf, or one type with that type's own keywords. It may admit less than what
-went in, as xgrammar's grammars do (properties in their order, no additional ones unless asked for), never
-more. Unknown keywords are annotations, as the standard has it.
+What comes out means to llguidance what it means to the package jsonschema, or less; a keyword that cannot be
+kept to is refused by its name and place. Unknown keywords are annotations, as the standard has it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import re
 from typing import Any
 from urllib.parse import unquote
 
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import (
-    ascii_regex,
-    check_regex,
-    with_counted_options,
-    without_names,
-    without_surrogates,
-)
+from flashinfer_backend.structured.regex import rust_regex
 
-MOST_DEPTH = 100  # of subschemas in each other: the time to compile them grows with the cube
-MOST_SUBSCHEMAS = 10_000  # after the merging of allOf and $ref
-MOST_MULTIPLE, MOST_MULTIPLES_RANGE = 1024, 10_000  # xgrammar's, for integers
-UNLIMITED = 2**31 - 1  # more than any sequence has tokens; xgrammar counts with 32 bits
-# A character that needs no escape in a JSON string, without surrogates. Its last one keeps the class out of
-# xgrammar's automaton for ASCII patterns, which takes seconds for a thousand repetitions.
-PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-
+MOST_DEPTH = 60  # of subschemas in each other
+MOST_SUBSCHEMAS = 10_000
+MOST_OPTIONAL = 400  # properties of one object: creation takes the square of them, masks run into a limit
+MOST_MULTIPLE = 4096  # the states of multipleOf; 999 983 took 9 s and 300 MB
+MOST_COUNT = 100_000  # of a limit of lengths, items or properties
+EXACT = 2**53  # llguidance rounds larger numbers, and ends the process with -2^63
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 OF_TYPE: dict[str, tuple[str, ...]] = {
     "null": (),
     "boolean": (),
-    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "integer": NUMBERS,
+    "number": NUMBERS,
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "array": (
-        "items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems",
-        "contains", "minContains", "maxContains",
-    ),
-    "object": (
-        "properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames",
-        "required", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
-    ),
+    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    "object": ("properties", "patternProperties", "additionalProperties", "required", "minProperties",
+               "maxProperties", "propertyNames"),
 }  # fmt: skip
-OF_TYPE["number"] = OF_TYPE["integer"]
-FORMATS = ("duration", "email", "hostname", "time", "uri", "uri-reference", "uri-template", "uuid")
-# Of these xgrammar's own grammars admit too much: quotes and control characters within a pointer, which is no
-# JSON then, 010 as a part of an address, 31 days in each month.
+# Keywords that are refused unless they have one of these values, with which they say nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "not": (), "if": (), "$dynamicRef": (), "$recursiveRef": (), "contains": (), "uniqueItems": (False,),
+    "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
+}  # fmt: skip
+COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "enum", "const")  # that say what type a value has
+VALUES = ("type", "enum", "const", *NUMBERS, *COUNTS)  # keywords that hold no schemas and stay as they are
+NATIVE_FORMATS = ("duration", "email", "hostname", "time", "uri", "uuid", "ipv4")
+REFUSED_FORMATS = (
+    "idn-email",
+    "idn-hostname",
+    "iri",
+    "iri-reference",
+    "regex",
+    "uri-reference",
+    "uri-template",
+)
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_POINTER = "(/([ !#-.0-\\[\\]-}\U0000007f-\ud7ff\ue000-\U0010ffff]|~[01])*)*"
+_POINTER = "(/([^/~]|~[01])*)*"
 _H16 = "[0-9a-fA-F]{1,4}"
 _LS32 = rf"({_H16}:{_H16}|{_BYTE}(\.{_BYTE}){{3}})"
-# {0,1} for ?: with_counted_options says why.
 _IPV6 = (  # as RFC 3986 has it
     f"({_H16}:){{6}}{_LS32}",
-    *(f"({_H16}(:{_H16}){{0,{n}}}){{0,1}}::({_H16}:){{{4 - n}}}{_LS32}" for n in range(4)),
-    f"({_H16}(:{_H16}){{0,4}}){{0,1}}::{_LS32}",
-    f"({_H16}(:{_H16}){{0,5}}){{0,1}}::{_H16}",
-    f"({_H16}(:{_H16}){{0,6}}){{0,1}}::",
+    *(f"({_H16}(:{_H16}){{0,{n}}})?::({_H16}:){{{4 - n}}}{_LS32}" for n in range(4)),
+    f"({_H16}(:{_H16}){{0,4}})?::{_LS32}",
+    f"({_H16}(:{_H16}){{0,5}})?::{_H16}",
+    f"({_H16}(:{_H16}){{0,6}})?::",
     f"::({_H16}:){{5}}{_LS32}",
 )
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-_MONTH_AND_DAY = (
+_DAY = (
     "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
-_DATE = f"([0-9]{{4}}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
-_HOUR_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_HOUR_MINUTE}:([0-5][0-9]|60)(\.[0-9]+){{0,1}}(Z|[+-]{_HOUR_MINUTE})"
-FORMAT_PATTERNS = {
+_DATE = f"([0-9]{{4}}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+FORMAT_PATTERNS = {  # of formats that llguidance has not, or has with a 29 February of every year
     "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "date-time": rf"^{_DATE}T{_CLOCK}:([0-5][0-9]|60)(\.[0-9]+)?(Z|[+-]{_CLOCK})$",
     "ipv6": f"^({'|'.join(_IPV6)})$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
-OTHER_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
-NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
-KEYWORDS = {keyword for group in OF_TYPE.values() for keyword in group}
-KEYWORDS |= {"type", "enum", "const", "allOf", "anyOf", "oneOf", "$ref", *NEVER}
-# That say nothing: {keyword: (values)}.
-VACUOUS: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,), "required": ([],), "dependentRequired": ({},), "dependentSchemas": ({},),
-    "dependencies": ({},), "patternProperties": ({},), "allOf": ([],), "minLength": (0,), "minItems": (0,),
-    "minProperties": (0,), "propertyNames": (True, {}), "prefixItems": ([],),
-}  # fmt: skip
-TIGHTER: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
-    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
-}
-# Keywords that speak of what others of the same subschema leave over: two subschemas that have both kinds do
-# not mean what one with all of them means.
-LEFT_OVER = {
-    "additionalProperties": ("properties", "patternProperties"),
-    "unevaluatedProperties": ("properties", "patternProperties", "additionalProperties"),
-    "items": ("prefixItems",),
-    "additionalItems": ("items",),
-    "unevaluatedItems": ("prefixItems", "items", "additionalItems"),
-}
-NO_ADVICE = "leave it out"
 
 Schema = dict[str, Any]
 
 
-def prepare_schema(text: str, is_safe_pattern: Callable[[str], bool], at: str = "#") -> str:
-    """The schema as xgrammar should have it.
-
-    is_safe_pattern: whether all that xgrammar makes of a pattern (in ASCII) is a JSON string. at: JSON
-    pointer to the subschema that is meant.
-
-    Raises GrammarError, which names the keyword and its place.
-    """
+def parse_schema(text: str) -> Any:
+    """The JSON of a schema. Raises GrammarError."""
     try:
-        root = json.loads(text, parse_constant=_refuse_constant)
-        return _Preparation(root, is_safe_pattern).run(at)
-    except GrammarError:
-        raise
+        return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarError(
             f"it is nested too deeply; at most {MOST_DEPTH} subschemas in each other"
         ) from None
+    except GrammarError:
+        raise
     except json.JSONDecodeError as error:
         raise GrammarError(f"Failed to parse JSON: {error}") from None
-    except (ValueError, OverflowError):
+    except ValueError:
         raise GrammarError("it has a number that is too large") from None
 
 
@@ -133,110 +101,107 @@ def _refuse_constant(name: str) -> None:
     raise GrammarError(f"Failed to parse JSON: {name} is not JSON")
 
 
-def _refused(path: str, why: str, advice: str = NO_ADVICE) -> GrammarError:
-    return GrammarError(f"{why} (at {_short(path)}); {advice}")
+def checked_schema(root: Any) -> Any:
+    """The schema for llguidance. Raises GrammarError, which names the keyword and its place."""
+    checks = SchemaChecks()
+    checked = checks.check(root)
+    return {**checked, "$defs": checks.definitions} if checks.definitions else checked
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:60]}...{text[-37:]}"
+class SchemaChecks:
+    """Checks schemas that become parts of one document: what $ref names in them goes to its `definitions`."""
 
-
-class _Preparation:
-    def __init__(self, root: Any, is_safe_pattern: Callable[[str], bool]) -> None:
-        self._root, self._is_safe_pattern = root, is_safe_pattern
-        self._names: dict[str, str] = {}  # by pointer
-        self._pending: list[str] = []  # pointers whose target is not prepared yet
+    def __init__(self) -> None:
+        self.definitions: Schema = {}
+        self.named = 0
         self._left = MOST_SUBSCHEMAS
 
-    def run(self, at: str) -> str:
-        self._names[at] = "#"
-        result = self._schema(self._resolve(at, at), at, 0)
-        definitions: dict[str, Any] = {}
-        while self._pending:
-            pointer = self._pending.pop()
-            name = self._names[pointer].removeprefix("#/$defs/")
-            definitions[name] = self._schema(self._resolve(pointer, pointer), pointer, 0)
-        if definitions:
-            result = {**result, "$defs": definitions}
-        return json.dumps(result, ensure_ascii=False, allow_nan=False)
+    def check(self, root: Any, at: str = "#") -> Any:
+        """The subschema that the pointer `at` names. Raises GrammarError as checked_schema does."""
+        return _Root(self, root).check(at)
 
-    def _schema(self, node: Any, path: str, depth: int) -> Any:
-        flat = self._flat(node, path, depth)
-        if "$ref" in flat:
-            return {"$ref": self._name(flat["$ref"], path)}
-        for keyword in NEVER:
-            if keyword in flat:
-                raise _refused(path, f"{keyword!r} is not supported")
-        if "enum" in flat:
-            return {"enum": self._values(flat, path)}
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in flat:
-                return self._any_of(flat, keyword, path, depth)
-        types = self._types(flat, path)
-        if types is None:
-            return {}
-        prepared = [self._of_type(kind, flat, path, depth) for kind in types]
-        return prepared[0] if len(prepared) == 1 else {"anyOf": prepared}
-
-    def _spend(self, subschemas: int, path: str, depth: int = 0) -> None:
-        self._left -= subschemas
+    def spend(self, path: str, depth: int) -> None:
+        self._left -= 1
         if self._left < 0 or depth > MOST_DEPTH:
             raise GrammarError(
                 f"it is too large at {_short(path)}: at most {MOST_SUBSCHEMAS} subschemas, {MOST_DEPTH} of"
-                " them in each other, counting what $ref and allOf bring together"
+                " them in each other"
             )
 
-    def _flat(self, node: Any, path: str, depth: int) -> Schema:
-        """The constraints of a subschema, without allOf and const; a $ref stands alone."""
-        self._spend(1, path, depth)
-        if node is True:
-            return {}
-        if node is False:
-            raise _refused(path, "'false', which no value satisfies, is not supported here")
+
+class _Root:
+    def __init__(self, checks: SchemaChecks, root: Any) -> None:
+        self._checks, self._root = checks, root
+        self._names: dict[str, str] = {}  # of definitions, by pointer
+        self._pending: list[str] = []
+
+    def check(self, at: str) -> Any:
+        checked = self._schema(self._resolve(at, at), at, 0)
+        while self._pending:
+            pointer = self._pending.pop()
+            target = self._schema(self._resolve(pointer, pointer), pointer, 0)
+            self._checks.definitions[self._names[pointer]] = target
+        return checked
+
+    def _schema(self, node: Any, path: str, depth: int) -> Any:
+        self._checks.spend(path, depth)
+        if isinstance(node, bool):
+            return {} if node else False
         if not isinstance(node, dict):
             raise _refused(path, f"a schema is {type(node).__name__}", "it should be an object or a boolean")
         if "$id" in node and path != "#":
             raise _refused(path, "'$id' below the top, which changes what $ref means, is not supported")
-        flat = {k: v for k, v in node.items() if k in KEYWORDS and v not in VACUOUS.get(k, ())}
-        if "then" not in node and "else" not in node:
-            flat.pop("if", None)  # says nothing
-        if "contains" not in flat:
-            flat.pop("minContains", None)
-            flat.pop("maxContains", None)
-        if "const" in flat:
-            flat = _merge(flat, {"enum": [flat.pop("const")]}, path)
-        parts = [{"$ref": flat.pop("$ref")}] if "$ref" in flat else []
-        members = flat.pop("allOf", [])
-        if not isinstance(members, list):
-            raise _refused(path, "'allOf' is not a list", "it should be one")
-        parts += [self._flat(member, f"{path}/allOf/{i}", depth + 1) for i, member in enumerate(members)]
-        if len(parts) == 1 and not flat:
-            return parts[0]
-        return self._merged(flat, [self._inlined(part, path, depth) for part in parts], path)
-
-    def _merged(self, flat: Schema, parts: list[Schema], path: str) -> Schema:
-        """What satisfies a subschema and all parts within it."""
-        # It speaks of what the parts leave over, too.
-        unevaluated = {keyword: value for keyword, value in flat.items() if keyword.startswith("unevaluated")}
-        flat = {keyword: value for keyword, value in flat.items() if keyword not in unevaluated}
-        for part in parts:
-            self._spend(sum(len(v) for v in flat.values() if isinstance(v, (dict, list))), path)
-            flat = _merge(flat, part, path)
-        for keyword in unevaluated.keys() & flat.keys():
-            raise _refused(path, f"{keyword!r} in several schemas for one value is not supported")
-        return flat | unevaluated
-
-    def _inlined(self, flat: Schema, path: str, depth: int) -> Schema:
-        """The same without a $ref."""
-        while "$ref" in flat:
-            depth += 1
-            flat = self._flat(self._resolve(flat["$ref"], path), path, depth)
-        return flat
+        node = _without_vacuous(node)
+        for keyword, nothing in REFUSED.items():
+            if keyword in node and not _is_one_of(node[keyword], nothing):
+                node = _evaluated(node, keyword, path)
+        checked: Schema = {}
+        for keyword, value in node.items():  # in their order, which properties of several parts have
+            below = f"{path}/{keyword}"
+            if keyword in VALUES:
+                checked[keyword] = value
+            elif keyword == "$ref":
+                checked[keyword] = f"#/$defs/{self._name(value, path)}"
+            elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems") or (
+                keyword == "items" and isinstance(value, list)
+            ):
+                if not isinstance(value, list) or not value:
+                    raise _refused(path, f"{keyword!r} is not a list of schemas", "it should be one")
+                checked[keyword] = [self._schema(v, f"{below}/{i}", depth + 1) for i, v in enumerate(value)]
+            elif keyword in ("properties", "patternProperties"):
+                if not isinstance(value, dict):
+                    raise _refused(path, f"{keyword!r} is not an object", "it should be one")
+                checked[keyword] = {n: self._schema(v, f"{below}/{n}", depth + 1) for n, v in value.items()}
+            elif keyword in ("items", "additionalItems", "additionalProperties"):
+                checked[keyword] = self._schema(value, below, depth + 1)
+            elif keyword in ("pattern", "format", "required", "propertyNames"):
+                checked[keyword] = value
+        _check_values(checked, path)
+        if "pattern" in checked:
+            checked["pattern"] = _pattern(checked["pattern"], f"{path}/pattern")
+        _check_format(checked, path)
+        _check_object(checked, path)
+        if "oneOf" in checked:
+            self._check_one_of(node["oneOf"], checked, path)
+        _add_type(checked)
+        return checked
 
     def _name(self, pointer: Any, path: str) -> str:
-        self._resolve(pointer, path)
+        target, seen = self._resolve(pointer, path), {pointer}
+        # Schemas that are one another by allOf or $ref alone have no end.
+        stack = [target]
+        while stack:
+            node = stack.pop()
+            for part in [node, *node.get("allOf", ())] if isinstance(node, dict) else []:
+                further = part.get("$ref") if isinstance(part, dict) else None
+                if further == pointer:
+                    raise _refused(path, f"$ref {_short(str(pointer))!r} leads back to itself")
+                if isinstance(further, str) and further not in seen:
+                    seen.add(further)
+                    stack.append(self._resolve(further, path))
         if pointer not in self._names:
-            self._names[pointer] = f"#/$defs/d{len(self._names)}"
+            self._checks.named += 1
+            self._names[pointer] = f"d{self._checks.named}"
             self._pending.append(pointer)
         return self._names[pointer]
 
@@ -260,403 +225,274 @@ class _Preparation:
                 ) from None
         return target
 
-    def _values(self, flat: Schema, path: str) -> list[Any]:
-        """Those of enum that the type beside it admits."""
-        values = flat["enum"]
-        if not isinstance(values, list) or not values:
-            raise _refused(path, "'enum' is not a list of values", "it should be one")
-        if "type" in flat:
-            types = set(_type_list(flat["type"], path))
-            values = [v for v in values if types & _types_of(v)]
-        for keyword in flat:
-            of_value = any(keyword in OF_TYPE[kind] for value in values for kind in _types_of(value))
-            if keyword not in ("enum", "type") and (of_value or keyword not in KEYWORDS_OF_TYPES):
-                raise _refused(
-                    path,
-                    f"{keyword!r} beside 'enum' or 'const' is not supported",
-                    "name the values it admits",
-                )
-        if not values:
-            raise _refused(path, "no value of 'enum' or 'const' is of the type beside it", "name one that is")
-        _check_numbers(values, path)
-        return values
-
-    def _any_of(self, flat: Schema, keyword: str, path: str, depth: int) -> Schema:
-        rest = dict(flat)
-        options = rest.pop(keyword)
-        if not isinstance(options, list) or not options:
-            raise _refused(path, f"{keyword!r} is not a list of schemas", "it should be one")
-        flats = [self._flat(option, f"{path}/{keyword}/{i}", depth + 1) for i, option in enumerate(options)]
-        if rest:
-            flats = [self._merged(rest, [self._inlined(option, path, depth)], path) for option in flats]
-        if keyword == "oneOf":
-            flats = self._exclusive(flats, path, depth)
-        return {"anyOf": [self._schema(f, f"{path}/{keyword}/{i}", depth + 1) for i, f in enumerate(flats)]}
-
-    def _exclusive(self, flats: list[Schema], path: str, depth: int) -> list[Schema]:
-        """Options of which no value satisfies two, so that oneOf is anyOf."""
-        inlined = [self._inlined(flat, path, depth) for flat in flats]
-        self._spend(len(flats) * len(_properties(inlined[0])), path)
-        telling = [
-            name
-            for name in _properties(inlined[0])
-            if _all_apart([_finite(self._property(flat, name, path, depth)) for flat in inlined])
-        ]
-        if telling and all(self._types(flat, path) == ["object"] for flat in inlined):
-            if all(telling[0] in flat.get("required", ()) for flat in inlined):
-                return flats
-            return [_merge(flat, {"required": [telling[0]]}, path) for flat in inlined]  # or none could tell
-        if _all_apart([_finite(flat) for flat in inlined]) or _all_apart(
-            [self._kinds(f, path) for f in inlined]
-        ):
-            return flats
-        raise _refused(
-            path, "'oneOf' of schemas that a value may satisfy together is not supported",
-            "use 'anyOf', or give each a required property with a 'const' of its own",
-        )  # fmt: skip
-
-    def _property(self, flat: Schema, name: str, path: str, depth: int) -> Schema:
-        found = _properties(flat).get(name)
-        return {} if found is None else self._inlined(self._flat(found, path, depth + 1), path, depth)
-
-    def _kinds(self, flat: Schema, path: str) -> list[Any] | None:
-        """The types of all values that satisfy it; None for any."""
-        if "enum" in flat:
-            return [kind for value in flat["enum"] for kind in _types_of(value) - {"integer"}]
-        types = _type_list(flat["type"], path) if "type" in flat else None
-        return None if types is None else list({"number" if kind == "integer" else kind for kind in types})
-
-    def _types(self, flat: Schema, path: str) -> list[str] | None:
-        """None for any. Without the keyword, the types that the others speak of, as xgrammar has it."""
-        if "type" in flat:
-            return _type_list(flat["type"], path)
-        types = [
-            kind for kind, group in OF_TYPE.items() if kind != "integer" and any(k in flat for k in group)
-        ]
-        return types or None
-
-    def _of_type(self, kind: str, flat: Schema, path: str, depth: int) -> Schema:
-        own = {keyword: flat[keyword] for keyword in OF_TYPE[kind] if keyword in flat}
-        for keyword in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
-            if keyword in own:
-                limit = _count(own[keyword], keyword, path)
-                if keyword.startswith("min") and limit > UNLIMITED:
-                    raise _refused(path, f"{keyword!r} {limit} is more than a sequence can hold", "lower it")
-                own[keyword] = limit
-                if limit > UNLIMITED:
-                    del own[keyword]
-        if kind in ("integer", "number"):
-            _check_number(own, kind, path)
-        elif kind == "string":
-            own = self._string(own, path)
-        elif kind == "array":
-            own = self._array(own, path, depth)
-        elif kind == "object":
-            own = self._object(own, path, depth)
-        return {"type": kind, **own}
-
-    def _string(self, own: Schema, path: str) -> Schema:
-        if own.get("format") in OTHER_FORMATS:
-            raise _refused(path, f"format {own['format']!r} is not supported", "use 'pattern'")
-        if own.get("format") not in (*FORMATS, *FORMAT_PATTERNS):
-            own.pop("format", None)
-        lengths = "minLength" in own or "maxLength" in own
-        several = [keyword for keyword in ("format", "pattern") if keyword in own] + [
-            "minLength or maxLength"
-        ] * lengths
-        if len(several) > 1:
-            raise _refused(
-                path, f"{several[0]!r} beside {several[1]} is not supported", "say it in one 'pattern'"
-            )
-        if lengths:
-            least, most = own.pop("minLength", 0), own.pop("maxLength", "")
-            if most != "" and least > most:
-                raise _refused(path, f"minLength {least} is above maxLength {most}", "it should not be")
-            own["pattern"] = f"^{PLAIN_CHARACTER}{{{least},{most}}}$"
-        elif "pattern" in own:
-            own["pattern"] = self._pattern(own["pattern"], f"{path}/pattern")
-        elif own.get("format") in FORMAT_PATTERNS:
-            own["pattern"] = FORMAT_PATTERNS[own.pop("format")]
-        return own
-
-    def _pattern(self, pattern: Any, path: str) -> str:
-        if not isinstance(pattern, str):
-            raise _refused(path, "the pattern is not a string", "it should be one")
-        try:
-            check_regex(pattern)
-            pattern = with_counted_options(without_names(pattern))
-            pattern = without_surrogates(ascii_regex(pattern))
-        except GrammarError as error:
-            raise GrammarError(f"{error} (at {_short(path)})") from None
-        if not self._is_safe_pattern(pattern):
+    def _check_one_of(self, options: list[Any], checked: Schema, path: str) -> None:
+        """oneOf becomes anyOf where no value satisfies two options: each has a constant of its own, or in a
+        property that all of them have; or another type."""
+        flats = [self._target(option, path) for option in options]
+        constants = [_constants(flat) for flat in flats]
+        apart = _all_apart(constants) or _all_apart(
+            [_types(f, c) for f, c in zip(flats, constants, strict=True)]
+        )
+        if not apart and all(flat.get("type") == "object" for flat in flats):
+            for name in _object_of(flats[0], "properties"):
+                told = [_constants(self._target(_object_of(f, "properties").get(name), path)) for f in flats]
+                if not _all_apart(told):
+                    continue
+                for option in checked["oneOf"]:
+                    option["required"] = [*option.get("required", ()), name]
+                apart = True
+                break
+        if not apart:
             raise _refused(
                 path,
-                "a pattern that may ask for characters which need an escape in JSON is not supported",
-                "allow others in their place, or fewer repetitions",
+                "'oneOf' of schemas that a value may satisfy together is not supported",
+                "use 'anyOf', or give each a property with a 'const' of its own",
             )
-        return pattern
-
-    def _array(self, own: Schema, path: str, depth: int) -> Schema:
-        if own.pop("uniqueItems", False) and own.get("maxItems", 2) > 1:
-            raise _refused(path, "'uniqueItems' is not supported")
-        for keyword in ("contains", "minContains", "maxContains"):
-            if keyword in own:
-                raise _refused(path, f"{keyword!r} is not supported")
-        if isinstance(own.get("items"), list):  # until draft 2019-09
-            own["prefixItems"] = own.pop("items")
-            own["items"] = own.pop("additionalItems", True)
-        own.pop("additionalItems", None)  # says nothing without
-        if "items" in own:
-            own.pop("unevaluatedItems", None)
-        elif "unevaluatedItems" in own:
-            own["items"] = own.pop("unevaluatedItems")
-        elif "minItems" in own or "maxItems" in own:
-            own["items"] = True
-        if "items" in own and own["items"] is not False:
-            own["items"] = self._schema(own["items"], f"{path}/items", depth + 1)
-        if "prefixItems" in own:
-            if not isinstance(own["prefixItems"], list):
-                raise _refused(path, "'prefixItems' is not a list of schemas", "it should be one")
-            own["prefixItems"] = [
-                self._schema(item, f"{path}/prefixItems/{i}", depth + 1)
-                for i, item in enumerate(own["prefixItems"])
-            ]
-        return own
-
-    def _object(self, own: Schema, path: str, depth: int) -> Schema:
-        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if keyword in own:
-                raise _refused(path, f"{keyword!r} is not supported")
-        properties = dict(_object_of(own, "properties", path))
-        patterns = _object_of(own, "patternProperties", path)
-        required = own.get("required", [])
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise _refused(path, "'required' is not a list of names", "it should be one")
-        if "additionalProperties" not in own and "unevaluatedProperties" in own:
-            own["additionalProperties"] = own["unevaluatedProperties"]
-        own.pop("unevaluatedProperties", None)
-        more = own.get("additionalProperties", True)
-        for name in required:
-            if name not in properties:
-                if more is False or patterns:
-                    raise _refused(path, f"required {_short(name)!r} is not in 'properties'", "put it there")
-                properties[name] = more
-        several = [k for k, there in (("properties", properties), ("patternProperties", patterns)) if there]
-        if "propertyNames" in own and (several or more is False):
-            beside = several[0] if several else "additionalProperties"
-            raise _refused(path, f"'propertyNames' beside {beside!r} is not supported")
-        if len(patterns) > 1 or (
-            patterns and (properties or own.get("additionalProperties", False) is not False)
-        ):
-            raise _refused(
-                path,
-                "'patternProperties' with several patterns, or beside 'properties' or 'additionalProperties',"
-                " is not supported",
-                "name the properties, or use one pattern alone",
-            )
-        for keyword, schemas in (("properties", properties), ("patternProperties", patterns)):
-            prepared = {n: self._schema(s, f"{path}/{keyword}/{n}", depth + 1) for n, s in schemas.items()}
-            if keyword == "patternProperties":
-                prepared = {self._pattern(n, f"{path}/{keyword}"): s for n, s in prepared.items()}
-            if prepared:
-                own[keyword] = prepared
-        if "propertyNames" in own:
-            strings = {"allOf": [{"type": "string"}, own["propertyNames"]]}
-            own["propertyNames"] = self._schema(strings, f"{path}/propertyNames", depth + 1)
-        if isinstance(more, dict):
-            own["additionalProperties"] = self._schema(more, f"{path}/additionalProperties", depth + 1)
-        elif (
-            ("minProperties" in own or "maxProperties" in own) and not several and "propertyNames" not in own
-        ):
-            own["additionalProperties"] = more
-        any_name = own.get("additionalProperties", False) is not False or patterns or "propertyNames" in own
-        if any_name and own.get("minProperties", 0) > len(set(required)) + 1:
-            raise _refused(
-                path,
-                "'minProperties' of more than 'required' and one is not supported beside properties of any"
-                " name, which could come twice",
-                "lower it, or require the properties",
-            )
-        return own
-
-
-KEYWORDS_OF_TYPES = {keyword for group in OF_TYPE.values() for keyword in group}
-
-
-def _merge(one: Schema, other: Schema, path: str) -> Schema:
-    """What satisfies both, where that can be said in one subschema."""
-    for first, second in ((one, other), (other, one)):
-        for keyword, of in LEFT_OVER.items():
-            if first.get(keyword, True) is not True and any(
-                k in second and not _within(second[k], first.get(k), k) for k in of
-            ):
-                raise _refused(
-                    path,
-                    f"{keyword!r} apart from what it speaks of, in another schema of a value, is unsupported",
-                    "write them as one schema",
-                )
-    merged = dict(one)
-    for keyword, value in other.items():
-        if keyword not in merged or merged[keyword] == value:
-            merged[keyword] = value
-        elif keyword in TIGHTER and all(_is_number(v) for v in (merged[keyword], value)):
-            merged[keyword] = TIGHTER[keyword](merged[keyword], value)
-        elif keyword == "required" and isinstance(value, list) and isinstance(merged[keyword], list):
-            merged[keyword] = [*merged[keyword], *(name for name in value if name not in merged[keyword])]
-        elif keyword == "enum" and isinstance(value, list) and isinstance(merged[keyword], list):
-            admitted = {_key(v) for v in value}
-            merged[keyword] = [v for v in merged[keyword] if _key(v) in admitted]
-        elif keyword == "type":
-            merged[keyword] = _common_types(_type_list(merged[keyword], path), _type_list(value, path), path)
-        elif keyword == "properties" and isinstance(value, dict) and isinstance(merged[keyword], dict):
-            both = dict(merged[keyword])
-            for name, schema in value.items():
-                both[name] = (
-                    schema if name not in both or both[name] == schema else {"allOf": [both[name], schema]}
-                )
-            merged[keyword] = both
-        elif keyword in ("items", "additionalProperties"):
-            both_ways = [v for v in (merged[keyword], value) if v is not True]
-            none = any(v is False for v in both_ways)
-            merged[keyword] = False if none else both_ways[0] if len(both_ways) == 1 else {"allOf": both_ways}
+        if "anyOf" in checked:
+            checked["allOf"] = [*checked.get("allOf", ()), {"anyOf": checked.pop("oneOf")}]
         else:
-            raise _refused(
-                path,
-                f"{keyword!r} in several schemas for one value is not supported",
-                "write them as one schema",
-            )
-    return merged
+            checked["anyOf"] = checked.pop("oneOf")
+
+    def _target(self, node: Any, path: str) -> Schema:
+        for _ in range(MOST_DEPTH):
+            if not isinstance(node, dict) or set(node) & {"$ref"} == set():
+                break
+            node = self._resolve(node["$ref"], path)
+        return node if isinstance(node, dict) else {}
 
 
-def _within(inner: Any, outer: Any, keyword: str) -> bool:
-    """Whether the same children are spoken of, or fewer by name."""
-    by_name = keyword == "properties" and isinstance(inner, dict) and isinstance(outer, dict)
-    return bool(inner == outer) or (by_name and inner.keys() <= outer.keys())
+def _refused(path: str, why: str, advice: str = "leave it out") -> GrammarError:
+    return GrammarError(f"{why} (at {_short(path)}); {advice}")
 
 
-def _common_types(one: list[str], other: list[str], path: str) -> list[str]:
-    kept = [t for t in one if t in other or (t == "integer" and "number" in other)]
-    kept += [t for t in other if t == "integer" and "number" in one and t not in kept]
-    if not kept:
-        raise _refused(path, "no type satisfies all 'type' for one value", "write one that does")
-    return kept
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:60]}...{text[-37:]}"
 
 
-def _type_list(value: Any, path: str) -> list[str]:
-    types = value if isinstance(value, list) else [value]
-    for kind in types:
+def _without_vacuous(node: Schema) -> Schema:
+    """Without empty lists and objects, and keywords that need another one."""
+    dropped = {
+        k for k in ("allOf", "required", "patternProperties", "prefixItems") if node.get(k, 0) in ([], {})
+    }
+    if "then" not in node and "else" not in node:
+        dropped.add("if")
+    if node.get("propertyNames") in (True, {}, {"type": "string"}):  # names are strings
+        dropped.add("propertyNames")
+    if node.get("uniqueItems") is True and node.get("maxItems", 2) in (0, 1):
+        dropped.add("uniqueItems")
+    if "items" in node and not isinstance(node["items"], list):
+        dropped |= {"unevaluatedItems", "additionalItems"}
+    if "additionalProperties" in node:
+        dropped.add("unevaluatedProperties")
+    return {k: v for k, v in node.items() if k not in dropped}
+
+
+def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
+    """unevaluatedX is additionalX where no other schema speaks of the same value."""
+    other = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}.get(keyword)
+    if other is None or isinstance(node.get(other), list):
+        raise _refused(path, f"{keyword!r} is not supported")
+    named: Schema = {}
+    for member in node.get("allOf", ()) if keyword == "unevaluatedProperties" else ():
+        if isinstance(member, dict) and set(member) <= {
+            "type",
+            "properties",
+            "required",
+            "title",
+            "description",
+        }:
+            named |= dict.fromkeys(_object_of(member, "properties"), True)
+        else:
+            named = {}
+            break
+    beside = [k for k in ("allOf", "anyOf", "oneOf", "$ref") if k in node and not (k == "allOf" and named)]
+    if beside:
+        raise _refused(path, f"{keyword!r} beside {beside[0]!r} is not supported", "write them as one schema")
+    changed = {k: v for k, v in node.items() if k != keyword}
+    if named:
+        changed["properties"] = named | _object_of(node, "properties")
+    return {**changed, other: node[keyword]}
+
+
+def _check_values(checked: Schema, path: str) -> None:
+    """Types, numbers, counts and constants."""
+    kinds = checked.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in OF_TYPE:
-            raise _refused(
-                path, f'Unsupported type "{_short(str(kind))}"', f"it should be one of {', '.join(OF_TYPE)}"
-            )
-    if not types:
+            wrong = _short(str(kind))
+            raise _refused(path, f'Unsupported type "{wrong}"', f"it should be one of {', '.join(OF_TYPE)}")
+    if checked.get("type") == []:
         raise _refused(path, "'type' is empty", f"it should have one of {', '.join(OF_TYPE)}")
-    return list(dict.fromkeys(types))
+    for keyword in NUMBERS:
+        value = checked.get(keyword, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _refused(path, f"{keyword!r} is {_short(str(value))}", "it should be a number")
+        if math.isinf(value):
+            raise GrammarError("it has a number that is too large")
+        if abs(value) > EXACT:  # a bound that is far out moves in
+            inner = math.copysign(EXACT, value)
+            if (value > 0) != keyword.endswith("aximum"):
+                raise _refused(path, f"{keyword!r} {_short(str(value))} is beyond 2^53", "use a string")
+            checked[keyword] = int(inner)
+    step = checked.get("multipleOf", 1)
+    # jsonschema divides in floating point, which is exact for integers and powers of two alone.
+    if not (0 < step <= MOST_MULTIPLE and (step == int(step) or math.frexp(step)[0] == 0.5)):
+        raise _refused(
+            path,
+            f"'multipleOf' {_short(str(step))} is not supported",
+            f"it should be an integer of 1 to {MOST_MULTIPLE}, or 0.5, 0.25 and so on",
+        )
+    for keyword in COUNTS:
+        value = checked.get(keyword, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != value // 1:
+            what = _short(str(value))
+            raise _refused(path, f"{keyword!r} is {what}", "it should be an integer of at least 0")
+        if keyword in checked:
+            checked[keyword] = int(value)
+        if value > MOST_COUNT:
+            if keyword.startswith("min"):
+                raise _refused(path, f"{keyword!r} {value} is more than a sequence can hold", "lower it")
+            del checked[keyword]
+    values = checked.get("enum", [])
+    if "enum" in checked and (not isinstance(values, list) or not values):
+        raise _refused(path, "'enum' is not a list of values", "it should be one")
+    _check_constants([*values, checked.get("const")], path)
 
 
-def _types_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return {"integer", "number"}
-    kinds = {type(None): "null", float: "number", str: "string", list: "array", dict: "object"}
-    return {kinds[type(value)]}
+def _check_constants(value: Any, path: str) -> None:
+    """Numbers that llguidance would write as others."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list)):
+            _check_constants(item, path)
+        elif isinstance(item, (int, float)) and abs(item) > EXACT:
+            if math.isinf(item):
+                raise GrammarError("it has a number that is too large")
+            what = _short(str(item))
+            raise _refused(path, f"{what} in 'enum' or 'const' is beyond 2^53", "use a string")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _pattern(pattern: Any, path: str) -> str:
+    if not isinstance(pattern, str):
+        raise _refused(path, "the pattern is not a string", "it should be one")
+    try:
+        return rust_regex(pattern)
+    except GrammarError as error:
+        raise GrammarError(f"{error} (at {_short(path)})") from None
 
 
-def _key(value: Any) -> str:
-    """Equal for equal values of JSON, in which 1.0 is 1 and true is not."""
+def _check_format(checked: Schema, path: str) -> None:
+    name = checked.get("format")
+    if name in REFUSED_FORMATS:
+        raise _refused(path, f"format {name!r} is not supported", "use 'pattern'")
+    if name in FORMAT_PATTERNS:
+        pattern = rust_regex(FORMAT_PATTERNS[checked.pop("format")])
+        if "pattern" in checked:
+            strings = {"type": "string", "pattern": pattern}
+            checked["allOf"] = [*checked.get("allOf", ()), strings]
+        else:
+            checked["pattern"] = pattern
+    elif name is not None and name not in NATIVE_FORMATS:
+        del checked["format"]  # an annotation
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return int(value) if _is_number(value) and value == value // 1 else value
 
-    return json.dumps(plain(value), sort_keys=True)
+def _check_object(checked: Schema, path: str) -> None:
+    required = checked.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _refused(path, "'required' is not a list of names", "it should be one")
+    properties = checked.get("properties", {})
+    optional = len(properties.keys() - set(required))
+    if optional > MOST_OPTIONAL:
+        raise _refused(
+            path, f"an object has {optional} properties that are not required", f"at most {MOST_OPTIONAL}"
+        )
+    if "propertyNames" in checked:
+        _check_names(checked, path)
+    patterns = checked.get("patternProperties")
+    if patterns:
+        checked["patternProperties"] = {
+            _pattern(name, f"{path}/patternProperties"): schema for name, schema in patterns.items()
+        }
+    any_name = checked.get("additionalProperties", True) is not False or patterns
+    if any_name and checked.get("minProperties", 0) > len(set(required)) + 1:
+        raise _refused(
+            path,
+            "'minProperties' of more than 'required' and one is not supported where properties have any name,"
+            " which could come twice",
+            "lower it, or require the properties",
+        )
 
 
-def _properties(flat: Schema) -> Schema:
-    found = flat.get("properties")
+def _check_names(checked: Schema, path: str) -> None:
+    """propertyNames becomes patternProperties, where a pattern can say the same of all properties."""
+    names = checked.pop("propertyNames")
+    beside = [k for k in ("properties", "patternProperties", "required") if checked.get(k)]
+    if checked.get("additionalProperties", True) is False:
+        beside.append("additionalProperties")
+    if beside:
+        raise _refused(path, f"'propertyNames' beside {beside[0]!r} is not supported")
+    names = (
+        {k: v for k, v in names.items() if (k, v) != ("type", "string")} if isinstance(names, dict) else {}
+    )
+    if set(names) == {"pattern"}:
+        pattern = names["pattern"]
+    elif set(names) == {"enum"} and isinstance(names["enum"], list):
+        pattern = f"^({'|'.join(re.escape(name) for name in names['enum'] if isinstance(name, str))})$"
+    elif names and set(names) <= {"minLength", "maxLength"}:
+        _check_values(names, f"{path}/propertyNames")
+        pattern = rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    else:
+        raise _refused(
+            path, "'propertyNames' of this kind is not supported", "use a 'pattern' or an 'enum' there"
+        )
+    checked["patternProperties"] = {pattern: checked.get("additionalProperties", {})}
+    checked["additionalProperties"] = False
+
+
+def _add_type(checked: Schema) -> None:
+    """Without a type, the types that the other keywords speak of: an object is meant where properties are."""
+    if "type" in checked or any(keyword in checked for keyword in COMBINED):
+        return
+    kinds = [k for k, of in OF_TYPE.items() if k != "integer" and any(keyword in checked for keyword in of)]
+    if kinds:
+        checked["type"] = kinds[0] if len(kinds) == 1 else kinds
+
+
+def _object_of(node: Any, keyword: str) -> Schema:
+    found = node.get(keyword) if isinstance(node, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def _finite(flat: Schema) -> list[Any] | None:
-    """All values that satisfy it, or more; None where they are not listed."""
-    values = flat.get("enum")
+def _constants(node: Schema) -> list[Any] | None:
+    values = [node["const"]] if "const" in node else node.get("enum")
     return values if isinstance(values, list) else None
 
 
-def _all_apart(sets: Iterable[list[Any] | None]) -> bool:
+def _types(node: Schema, constants: list[Any] | None) -> list[Any] | None:
+    """The types of all values that satisfy it; None for any."""
+    if constants is not None:
+        return list({_type_of(value) for value in constants})
+    kinds = node.get("type")
+    kinds = kinds if isinstance(kinds, list) else None if kinds is None else [kinds]
+    return None if kinds is None else list({"number" if kind == "integer" else kind for kind in kinds})
+
+
+def _type_of(value: Any) -> str:
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def _all_apart(sets: list[list[Any] | None]) -> bool:
     """Whether no value is in two of the sets; False if one is not known."""
     seen: set[str] = set()
     for values in sets:
         if values is None:
             return False
-        keys = {_key(value) for value in values}
+        keys = {json.dumps(float(v) if type(v) is int else v, sort_keys=True) for v in values}
         if keys & seen:
             return False
         seen |= keys
     return True
 
 
-def _object_of(own: Schema, keyword: str, path: str) -> Schema:
-    value = own.get(keyword, {})
-    if not isinstance(value, dict):
-        raise _refused(path, f"{keyword!r} is not an object", "it should be one")
-    return value
-
-
-def _count(value: Any, keyword: str, path: str) -> int:
-    if not _is_number(value) or value != value // 1 or value < 0:
-        raise _refused(path, f"{keyword!r} is {_short(str(value))}", "it should be an integer of at least 0")
-    return int(value)
-
-
-def _check_number(own: Schema, kind: str, path: str) -> None:
-    """Bounds of integers become integers."""
-    for keyword in OF_TYPE[kind]:
-        if keyword in own and not _is_number(own[keyword]):
-            raise _refused(path, f"{keyword!r} is {_short(str(own[keyword]))}", "it should be a number")
-    if kind == "integer":
-        for keyword, whole in (("minimum", math.ceil), ("exclusiveMinimum", math.floor),
-                               ("maximum", math.floor), ("exclusiveMaximum", math.ceil)):  # fmt: skip
-            if keyword in own:
-                own[keyword] = whole(own[keyword])
-    if "multipleOf" not in own:
-        return
-    step = own["multipleOf"]
-    if kind == "number" or step != step // 1 or not 0 < step <= MOST_MULTIPLE:
-        raise _refused(
-            path, f"'multipleOf' {step} of type {kind} is not supported",
-            f"it should be an integer of 1 to {MOST_MULTIPLE}, of type integer",
-        )  # fmt: skip
-    low = max((own[k] for k in ("minimum", "exclusiveMinimum") if k in own), default=None)
-    high = min((own[k] for k in ("maximum", "exclusiveMaximum") if k in own), default=None)
-    if (low is None) != (high is None) or (low is not None and high - low >= MOST_MULTIPLES_RANGE):
-        raise _refused(
-            path, "'multipleOf' with this range is not supported",
-            f"give both bounds, less than {MOST_MULTIPLES_RANGE} apart, or none",
-        )  # fmt: skip
-
-
-def _check_numbers(value: Any, path: str) -> None:
-    """Integers that xgrammar would write as another number."""
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (dict, list)):
-            _check_numbers(item, path)
-        elif isinstance(item, int) and not -(2**63) <= item < 2**63 and not _is_float(item):
-            raise _refused(
-                path, f"{_short(str(item))} in 'enum' or 'const' has more than 64 bits", "use a string"
-            )
-
-
-def _is_float(value: int) -> bool:
-    try:
-        return int(float(value)) == value
-    except OverflowError:
-        return False
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(value == each and type(value) is type(each) for each in values)

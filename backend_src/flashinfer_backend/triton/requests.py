@@ -207,7 +207,7 @@ def _guide(reader: _Reader, limits: Limits, row: int) -> tuple[str, str]:
     if not limits.guided_decoding:
         raise ValueError(
             "guided_decoding_guide is set, but this model was built with guided_decoding_backend none; build"
-            " the model repository with xgrammar"
+            " the model repository with llguidance"
         )
     if grammar_type not in GRAMMAR_TYPES:
         raise ValueError(

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the grammars of requests ready in threads, next to the engine's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from flashinfer_backend.core.deadlines import Deadlines
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.grammar import Grammar, GrammarError
+
+log = logging.getLogger(__name__)
+MOST_THREADS = 8
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: Request
+    future: Future[Grammar]
+
+
+class GrammarPreparation:
+    """Guided requests from their submission until their grammars are there.
+
+    The limits of GrammarCompiler bound what each takes: a millisecond, or half a second of the largest.
+    """
+
+    def __init__(self, model_dir: str, vocab_size: int, enabled: bool = True) -> None:
+        self._compiler = GrammarCompiler(model_dir, vocab_size)
+        threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
+        self._threads = ThreadPoolExecutor(threads, "grammar")
+        self._waiting: dict[int, _Waiting] = {}  # by handle, in order of arrival
+        self._done: deque[_Waiting] = deque()  # some may not be wanted any more
+        self._deadlines = Deadlines()
+        if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
+            self._threads.submit(self._load)  # so that the first request waits for nothing
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        if request.handle in self._waiting:
+            raise ValueError(f"handle {request.handle} is already in use by an open request")
+        params = request.params
+        future = self._threads.submit(
+            self._compiler.compile, params.grammar_type, params.grammar, params.end_id
+        )
+        waiting = self._waiting[request.handle] = _Waiting(request, future)
+        self._deadlines.add(request)
+        future.add_done_callback(lambda _: self._done.append(waiting))
+
+    def cancel(self, handle: int) -> Request | None:
+        """Forget a waiting request; None if there is no such one."""
+        waiting = self._waiting.pop(handle, None)
+        if waiting is None:
+            return None
+        self._deadlines.remove(waiting.request)
+        waiting.future.cancel()
+        return waiting.request
+
+    def drop_late(self, now_ns: int) -> list[Request]:
+        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
+        late = self._deadlines.late(now_ns)
+        for request in late:
+            self.cancel(request.handle)
+        return late
+
+    def drop_stub(self, pid: int) -> None:
+        """Forget all requests of a stub."""
+        for handle in [h for h in self._waiting if h >> 32 == pid]:
+            self.cancel(handle)
+
+    def ready(self) -> Iterator[tuple[Request, str | None]]:
+        """Requests that need not wait any more: with their grammar in place, or with what is wrong."""
+        while self._done:
+            waiting = self._done.popleft()
+            request = waiting.request
+            if self._waiting.get(request.handle) is not waiting:
+                continue
+            del self._waiting[request.handle]
+            self._deadlines.remove(request)
+            try:
+                request.grammar = waiting.future.result()
+            except Exception as error:
+                if not isinstance(error, GrammarError):
+                    log.error("the grammar of request %d failed", request.handle, exc_info=error)
+                yield request, str(error) or type(error).__name__
+            else:
+                yield request, None
+
+    def _load(self) -> None:
+        with contextlib.suppress(GrammarError):  # guided requests hear of it
+            self._compiler.load()

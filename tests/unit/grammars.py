@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars over single bytes, for tests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from flashinfer_backend.structured.compiler import Vocabulary, lark_source, make_matcher
+
+END = 256
+
+
+@cache
+def byte_tokenizer() -> Any:
+    tokens = [*(bytes([i]) for i in range(256)), b"<end>"]
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(tokens, [END], END)))
+
+
+def matcher(kind: str, text: str) -> Any:
+    """An llguidance.LLMatcher over bytes and END. Raises GrammarError."""
+    return make_matcher(byte_tokenizer(), lark_source(kind, text))
+
+
+def admits(matcher: Any, text: str | bytes) -> bool:
+    walked, tokens = matcher.deep_copy(), list(text.encode() if isinstance(text, str) else text)
+    return walked.try_consume_tokens(tokens) == len(tokens) and walked.is_accepting()
+
+
+def allowed(matcher: Any) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
