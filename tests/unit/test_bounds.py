@@ -138,9 +138,15 @@ def test_every_field_that_can_be_of_any_size_has_a_row() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), BODY_FIELDS)
 def test_a_body_may_hold_what_its_bounds_say_and_no_more(kind: Any, name: str) -> None:
+    needed = "".join(
+        f'"{field.name}": [], '
+        for field in msgspec.structs.fields(kind)
+        if field.required and field.name != name
+    )
+
     def refusal(raw: str) -> str:
         try:
-            requests.decode(kind, f'{{"{name}": {raw}}}'.encode())
+            requests.decode(kind, f'{{{needed}"{name}": {raw}}}'.encode())
         except ApiError as error:
             return error.message if error.param == name else ""
         return ""
@@ -149,6 +155,10 @@ def test_a_body_may_hold_what_its_bounds_say_and_no_more(kind: Any, name: str) -
     if bound.size is not None:
         assert "bytes of JSON" not in refusal(f'"{"x" * (bound.size - 2)}"')
         assert f"bytes of JSON; {beyond(bound.size)}" in refusal(f'"{"x" * (bound.size - 1)}"')
+    if bound.items is not None:
+        assert "should have at most" not in refusal("[" + "{}," * (bound.items - 1) + "{}]")
+        elements = "[" + "{}," * bound.items + "{}]"
+        assert refusal(elements) == f"{name} has {bound.items + 1} elements; {beyond(bound.items)}"
     if bound.size is None or 2 * bound.values < bound.size:
         numbers = "[" + "0," * (bound.values - 1) + "0]"
         assert "should have at most" not in refusal(numbers)

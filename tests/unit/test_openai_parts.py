@@ -97,6 +97,24 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
         seen.clear()
 
 
+def test_what_all_answers_of_a_request_take_is_bounded() -> None:
+    folder = resolve_model_dir("bundled")
+    metrics: Any = None
+    door = Door(Model(folder, folder, ("m",), 0, max_prompt_bytes=100), metrics)
+    assert len(asyncio.run(door.encode(["a" * 100] * 8, False))) == 8
+    with pytest.raises(
+        ApiError, match="has 801 characters in 9 texts; it should have at most 800 in a request"
+    ):
+        asyncio.run(door.encode([*["a" * 100] * 8, "a"], False))
+    long = np.zeros((1 << 18) + 1, "<i4")
+    for row, words in (
+        (GenerationRequest(long, SamplingParams(max_tokens=1)), "prompt has 33554560 ids for all answers"),
+        (GenerationRequest(long[:1], SamplingParams(max_tokens=1, grammar="a" * (1 << 20))), "the guide has"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            door.generate([(row, 128)], True)
+
+
 def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
     """They are text of the body, which its bounds of values do not see."""
 

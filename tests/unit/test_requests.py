@@ -342,6 +342,22 @@ def test_lists_of_words_of_all_rows_together_are_bounded() -> None:
         parse_request(batch | words, LIMITS)
 
 
+def test_guides_and_prompts_of_all_sequences_are_bounded() -> None:
+    guide = {
+        "guided_decoding_guide_type": text([b"regex"]),
+        "guided_decoding_guide": text([b"a" * (1 << 20)]),
+    }
+    one(**guide, num_return_sequences=int32([64]))
+    with pytest.raises(ValueError, match=r"guided_decoding_guide has .* 68157440 for all sequences"):
+        one(**guide, num_return_sequences=int32([65]))
+    limits = dataclasses.replace(LIMITS, max_input_len=1 << 20)
+    prompt = {"input_ids": int32([1] * (1 << 13)), "input_lengths": int32([1 << 13])}
+    assert parse_request(tensors(**prompt), limits)
+    with pytest.raises(ValueError, match=r"input_ids has 16384 ids, and with \w+ 67108864 for all sequences"):
+        long = {"input_ids": int32([1] * (1 << 14)), "input_lengths": int32([1 << 14])}
+        parse_request(tensors(**long, num_return_sequences=int32([4096])), limits)
+
+
 def test_what_each_sequence_takes_to_the_engine_is_bounded_for_all_of_them() -> None:
     ids = [5] * 1024
     several = {"num_return_sequences": int32([1025])}

@@ -19,14 +19,16 @@ KIB, MIB = 1 << 10, 1 << 20
 class Bound:
     """values: of one row of a tensor; in JSON elements and members, however deep. size: bytes of text in a
     row; in a body those of the field's JSON; None: what the settings say of prompts and bodies.
-    all_values, all_size: the same of all rows of a request together. sequences: values over all sequences of
-    a request, each of which takes its own to the engine. of: what the values are."""
+    all_values, all_size: the same of all rows of a request together. sequences: over all sequences of a
+    request, each of which takes its own to the engine: of values, of a guide's bytes. items: elements of the
+    list itself. of: what the values are."""
 
     values: int
     size: int | None = None
     all_values: int | None = None
     all_size: int | None = None
     sequences: int | None = None
+    items: int | None = None
     of: str = "values"
 
 
@@ -47,9 +49,9 @@ ALL_PROMPTS = 8  # times what one prompt may have: all prompts of a request to t
 NAME = Bound(1, 4 * KIB)
 NUMBER = Bound(1, KIB)  # of the OpenAI API, and true or false: all fields without a row
 OPTIONS = Bound(1024, 64 * KIB)
-CONVERSATION = Bound(1 << 16)
+CONVERSATION = Bound(1 << 16, items=4096)  # some templates compare each message with all others
 TOOLS = Bound(1 << 16, 4 * MIB)
-GUIDE = Bound(1 << 16, MIB, all_size=4 * MIB)
+GUIDE = Bound(1 << 16, MIB, all_size=4 * MIB, sequences=64 * MIB)
 WORDS = Bound(4096, 256 * KIB, all_values=1 << 16, all_size=MIB, of="words")
 WORD_IDS = Bound(1 << 16, all_values=MOST_IDS, sequences=MOST_IDS, of="ids")
 
@@ -85,7 +87,8 @@ FIELDS = {
     "EMBEDDING_BIAS_WORDS": WORDS,
     "EMBEDDING_BIAS_WEIGHTS": Bound(WORDS.values),
     # Tensors of llm
-    "input_ids": Bound(1 << 24, all_values=1 << 24, of="ids"),  # all as long as the longest: 64 MiB
+    # All as long as the longest: 64 MiB
+    "input_ids": Bound(1 << 24, all_values=1 << 24, sequences=1 << 25, of="ids"),
     "stop_words_text": WORDS,
     "stop_words_list": WORD_IDS,
     "bad_words_list": WORD_IDS,

@@ -36,7 +36,7 @@ PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
 READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
-LARGE_BODY = 1 << 16  # bytes from which a body is read in a thread, so that streams go on
+LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
 READERS = 2  # threads for them; further large bodies wait
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

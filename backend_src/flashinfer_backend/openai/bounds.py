@@ -27,14 +27,26 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
     found = {name: raw for name in fields.__struct_fields__ if (raw := bytes(getattr(fields, name)))}
     for name, raw in found.items():
         bound = FIELDS.get(name, NUMBER)
-        try:
-            check(name, len(raw), bound.size, "bytes of JSON")
-            if raw.count(b",") >= bound.values:
-                check(name, values(raw, bound.values), bound.values, bound.of)
-        except ValueError as error:
-            raise ApiError(str(error), param=name) from None
+        _checked(name, len(raw), bound.size, "bytes of JSON")
+        if raw.count(b",") >= bound.values:
+            _checked(name, values(raw, bound.values), bound.values, bound.of)
     # Of a field that is there several times the last one counts; the others would become objects as well.
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in found.items()) + b"}"
+
+
+def check_items(body: msgspec.Struct) -> None:
+    """Raises ApiError for a list of a body that has too many elements."""
+    for name in body.__struct_fields__:
+        bound, value = FIELDS.get(name, NUMBER), getattr(body, name)
+        if bound.items is not None and isinstance(value, list):
+            _checked(name, len(value), bound.items, "elements")
+
+
+def _checked(name: str, found: int, most: int | None, of: str) -> None:
+    try:
+        check(name, found, most, of)
+    except ValueError as error:
+        raise ApiError(str(error), param=name) from None
 
 
 def values(raw: bytes, most: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
@@ -100,6 +101,12 @@ class Door:
                     " (--max-prompt-bytes)",
                     code="context_length_exceeded",
                 )
+        if most and (size := sum(map(len, texts))) > ALL_PROMPTS * most:
+            raise ApiError(
+                f"prompt has {size} characters in {len(texts)} texts; it should have at most"
+                f" {ALL_PROMPTS * most} in a request. Send fewer prompts in one",
+                param="prompt",
+            )
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
@@ -110,7 +117,19 @@ class Door:
         skip_special_tokens: bool,
         reduce: Reduce | None = None,
     ) -> Streams:
-        """Submits sequences; see EngineLink.generate."""
+        """Submits sequences; see EngineLink.generate. Raises ApiError also where they would take too much to
+        the engine, each its own."""
+        for name, held, bound, of in (
+            ("prompt", lambda row: len(row.prompt), FIELDS["input_ids"], "ids"),
+            ("the guide", lambda row: len(row.params.grammar), GUIDE, "characters"),
+        ):
+            found = sum(held(row) * count for row, count in rows)
+            if bound.sequences is not None and found > bound.sequences:
+                raise ApiError(
+                    f"{name} has {found} {of} for all answers of the request together; it should have at most"
+                    f" {bound.sequences}. Ask for fewer answers at a time",
+                    param="n",
+                )
         return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
 
     def render(

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD, check
 from flashinfer_backend.core.values import INT32_MAX, shown
-from flashinfer_backend.openai.bounds import bounded
+from flashinfer_backend.openai.bounds import bounded, check_items
 from flashinfer_backend.openai.errors import ApiError
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
@@ -261,13 +261,15 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`")
 def decode(kind: type[Body], body: bytes) -> Body:
     """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
     try:
-        return msgspec.json.decode(bounded(kind, body), type=kind)
+        decoded = msgspec.json.decode(bounded(kind, body), type=kind)
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("the body's JSON is nested too deeply") from None
+    check_items(decoded)
+    return decoded
 
 
 def _error(text: str) -> ApiError:

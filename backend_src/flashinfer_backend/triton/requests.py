@@ -81,11 +81,13 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             f" {MOST_SEQUENCES} in one request"
         )
     for name, held in (
+        ("guided_decoding_guide", lambda params: len(params.grammar)),
         ("stop_words_list", lambda params: sum(map(len, params.stop_sequences))),
         ("bad_words_list", lambda params: sum(map(len, params.bad_words))),
         ("embedding_bias", lambda params: len(params.bias_ids)),
     ):
         check_sequences(name, [(held(row.params), row.num_return_sequences) for row in rows])
+    check_sequences("input_ids", [(len(row.prompt), row.num_return_sequences) for row in rows])
     return rows
 
 
