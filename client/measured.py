@@ -31,6 +31,7 @@ class Measured:
     summary: dict[str, Any]
     requests: dict[str, list[Any]]
     devices: dict[str, Any] | None  # None where a file is older than that
+    model: str = ""
     repeat: int = 0  # which of several runs of the same point
 
     @property
@@ -93,6 +94,7 @@ def _measured(
         summary=summary,
         requests=requests,
         devices=run.get("devices"),
+        model=run.get("model") or "",
         repeat=run.get("repeat", 0),
     )
 

@@ -95,7 +95,7 @@ def _spread(name: str, seconds: list[float], percentiles: Sequence[float]) -> di
     return {key: round(float(value), 4) for key, value in zip(keys, values, strict=True)}
 
 
-def goodput(records: list[RequestRecord], limits: dict[str, float]) -> dict[str, float]:
+def goodput(records: list[RequestRecord], limits: dict[str, float]) -> dict[str, Any]:
     """Requests that keep within all limits (time -> ms; ttft, tpot and latency) per second, and their share
     of all requests. A one-token answer has no TPOT and keeps within any limit of it."""
     good = 0
@@ -105,9 +105,16 @@ def goodput(records: list[RequestRecord], limits: dict[str, float]) -> dict[str,
             good += all(times[name] * 1e3 <= limit for name, limit in limits.items())
     duration = max((r.end for r in records), default=0.0)
     return {
+        "goodput_limits_ms": limits,
         "goodput_requests_per_s": round(good / duration, 3) if duration > 0 else 0.0,
         "goodput_share": round(good / len(records), 4) if records else 0.0,
     }
+
+
+def limits_text(summary: dict[str, Any]) -> str:
+    """The limits of goodput in a few words; files of older versions do not name them."""
+    limits = summary.get("goodput_limits_ms", {})
+    return ", ".join(f"{name} <= {ms:g} ms" for name, ms in limits.items()) or "times within the limits"
 
 
 def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
@@ -195,7 +202,7 @@ def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[floa
     if "goodput_share" in summary:
         lines.append(
             f"goodput {summary['goodput_requests_per_s']} requests/s: {summary['goodput_share']:.1%} of the"
-            " requests keep within the limits"
+            f" requests have\n{limits_text(summary)}"
         )
     if "retokenized_output_tokens" in summary:
         lines.append(f"the received text is {summary['retokenized_output_tokens']} tokens")

@@ -23,7 +23,7 @@ from typing import Any
 
 from client.device_log import COLUMNS, NO_GPU, describe
 from client.measured import Measured, read, told_apart
-from client.metrics import percentile_name
+from client.metrics import limits_text
 
 
 def number(value: float | None) -> str:
@@ -33,26 +33,41 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+SPREAD = ("mean", "median", "p90", "p99")
+
+
 def table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the numbers of all runs."""
-    head = ["server", "load", "requests", "failed", "req/s", "out tok/s", "TTFT ms", "TPOT ms", "ITL ms"]
+    """Head and rows of counts and rates of all runs."""
+    head = ["server", "load", "requests", "failed", "req/s", "in tok/s", "out tok/s"]
     goodput = any("goodput_share" in run.summary for run in runs)
     rows = []
     for run in runs:
         s = run.summary
-        times = [
-            " / ".join(number(s.get(f"{percentile_name(which)}_{name}_ms")) for which in (50, 99))
-            for name in ("ttft", "tpot", "itl")
-        ]
         count = f"{s['completed'] + s['failed']}" + (" (incomplete)" if run.interrupted else "")
-        load = f"{run.load}, run {run.repeat + 1}" if any(other.repeat for other in runs) else run.load
-        row = [run.label, load, count, str(s["failed"]), number(s.get("requests_per_s"))]
-        row += [number(s["output_tokens_per_s"]), *times]
+        row = [*_names(run, runs), count, str(s["failed"]), number(s.get("requests_per_s"))]
+        input_rate = s["prompt_tokens"] / s["duration_s"] if s.get("duration_s") else None
+        row += [number(input_rate), number(s["output_tokens_per_s"])]
         if goodput:
             share = s.get("goodput_share")
             row.append("-" if share is None else f"{share:.1%}")
         rows.append(row)
     return head + (["good"] if goodput else []), rows
+
+
+def times_table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the times of all runs: mean, median, P90 and P99 of each."""
+    names = ("ttft", "tpot", "itl", "latency")
+
+    def spread(run: Measured, name: str) -> str:
+        return " / ".join(number(run.summary.get(f"{which}_{name}_ms")) for which in SPREAD)
+
+    rows = [[*_names(run, runs), *(spread(run, name) for name in names)] for run in runs]
+    return ["server", "load", "TTFT ms", "TPOT ms", "ITL ms", "end to end ms"], rows
+
+
+def _names(run: Measured, runs: Sequence[Measured]) -> list[str]:
+    """Server and load of a run among others."""
+    return [run.label, f"{run.load}, run {run.repeat + 1}" if any(each.repeat for each in runs) else run.load]
 
 
 MEDIANS = "Medians of several runs"
@@ -96,6 +111,8 @@ def power_table(runs: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
 def notes(runs: Sequence[Measured]) -> list[str]:
     """What a reader must know before comparing."""
     found = []
+    for limits in dict.fromkeys(limits_text(s) for run in runs if "goodput_share" in (s := run.summary)):
+        found.append(f"good: the share of requests that have {limits}.")
     if any(run.interrupted for run in runs):
         found.append("Some runs were interrupted: their numbers are of what was done until then.")
     if failed := sum(run.summary["failed"] for run in runs):
@@ -136,30 +153,33 @@ TROUBLES = "Requests that failed or waited"
 
 
 def origins(runs: Iterable[Measured]) -> list[tuple[str, str, str, str]]:
-    """(server's label, its version, machine, command with the date of its first run), each once."""
+    """(server's label, its version and model, machine, command with the date of its first run), each once."""
     first: dict[tuple[str, str, str, str], str] = {}
     for run in runs:
-        first.setdefault((run.label, run.server, run.machine, run.command), run.started)
+        model = f", model {run.model}" if run.model else ""
+        first.setdefault((run.label, run.server + model, run.machine, run.command), run.started)
     return [(a, b, c, f"{date[:10]}: {d}") for (a, b, c, d), date in first.items()]
 
 
 EXPLAINED = (
     "TTFT: from sending a request to its first chunk. TPOT: time per further token. ITL: time between two"
-    " chunks. Median / P99. Failed requests count in no time and no rate."
+    " chunks. End to end: from sending a request to its last chunk. Times are mean / median / P90 / P99."
+    " Failed requests count in no time and no rate."
 )
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["", "| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def markdown(runs: Sequence[Measured], title: str) -> str:
     """The table, notes, machines, versions and commands."""
-    head, rows = table(runs)
-    lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED, ""]
-    lines += ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED]
+    lines += [*_markdown_table(*table(runs)), *_markdown_table(*times_table(runs))]
     medians_head, medians_rows = medians(runs)
     if medians_rows:
-        lines += ["", f"## {MEDIANS}", "", MEDIANS_EXPLAINED, "", "| " + " | ".join(medians_head) + " |"]
-        lines += ["|---|---" + "|---:" * (len(medians_head) - 2) + "|"]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in medians_rows]
+        lines += ["", f"## {MEDIANS}", "", MEDIANS_EXPLAINED, *_markdown_table(medians_head, medians_rows)]
     if found := troubles(runs):
         lines += ["", f"## {TROUBLES}", "", *(f"* {line}" for line in found)]
     power_head, power_rows = power_table(runs)
@@ -179,7 +199,7 @@ def _variables(colours: dict[str, str]) -> str:
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--background);
   max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
@@ -218,11 +238,10 @@ def page(runs: Sequence[Measured], title: str) -> str:
     """The HTML page, plots included as SVG. Needs matplotlib."""
     from client import report_plots
 
-    head, rows = table(runs)
     text = html.escape
     parts = [f'<p class="note">{text(note)}</p>' for note in notes(runs)]
     parts.append(f"<p>{text(EXPLAINED)}</p>")
-    parts.append(_html_table(head, rows))
+    parts += [_html_table(*table(runs)), _html_table(*times_table(runs))]
     medians_head, medians_rows = medians(runs)
     if medians_rows:
         parts += [f"<h2>{MEDIANS}</h2>", f"<p>{MEDIANS_EXPLAINED}</p>"]

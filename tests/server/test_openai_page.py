@@ -84,6 +84,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path) -> None:
     _open_page(door, browser)
+    assert browser.run("return document.activeElement.id") == "prompt"
     for name, value in {"temperature": 0, "seed": 3, "max_tokens": 30}.items():
         slide = f"e.value = {value}; e.dispatchEvent(new Event('input'))"
         browser.run(f"const e = document.getElementById('{name}'); {slide}")
@@ -113,13 +114,22 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     assert browser.run("return messages.map(m => m.role).join()") == "user,assistant,user,assistant"
 
 
+def test_the_bundled_model_is_said_to_be_tiny(door: OpenAiServer, browser: Browser) -> None:
+    _open_page(door, browser)
+    assert _text(browser, "#hint") == ""
+    listed = json.dumps({"data": [{"id": "bundled_model"}]})
+    browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
+    wait_for(lambda: "is tiny" in _text(browser, "#hint"), "the hint")
+
+
 def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
     _open_page(door, browser)
     browser.run("document.getElementById('max_tokens').value = 99999")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "maximum context length" in _text(browser, ".error"), "the error")
     wait_for(lambda: browser.run("return !document.getElementById('send').disabled"), "the end")
-    # The next question is asked without the one that had no answer.
+    # The next question is asked without the one that had no answer, which can be sent again.
+    assert browser.run("return document.getElementById('prompt').value") == "Hi"
     assert browser.run("return messages.length") == 0
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a report draws and says of runs that are easily drawn wrongly."""
 
+import html
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from client import measured, report, report_plots
-from client.metrics import RequestRecord, request_columns, summarise
+from client.metrics import RequestRecord, goodput, request_columns, summarise
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"cores": 2, "kernel": "6", "python": "3", "packages": {}}
@@ -91,6 +92,22 @@ def test_of_several_runs_the_middle_one_is_drawn_and_the_spread_is_said(tmp_path
     assert head[:3] == ["server", "load", "runs"] and len(rows) == 6
     assert rows[0][:3] == ["ours", "1 req/s", "3"] and rows[-1][:3] == ["other", "1 req/s", "1"]
     assert rows[-1][head.index("TTFT median ms")] == "300"
+
+
+def test_times_rates_model_and_limits_are_shown(tmp_path):
+    records = [answer(ttft / 10, number) for number, ttft in enumerate((1, 2, 3, 4, 10))]
+    (run,) = written(tmp_path / "r.json", (2.0, None, records))
+    run = replace(run, model="llama", summary=run.summary | goodput(records, {"ttft": 350, "tpot": 80}))
+    head, rows = report.table([run])
+    assert dict(zip(head, rows[0], strict=True))["in tok/s"] == "25"  # 5 prompts of 5 tokens in a second
+    assert dict(zip(head, rows[0], strict=True))["good"] == "60.0%"
+    head, rows = report.times_table([run])
+    shown = dict(zip(head, rows[0], strict=True))
+    assert shown["TTFT ms"] == "400 / 300 / 760 / 976"
+    assert shown["end to end ms"] == "900 / 800 / 1,260 / 1,476"
+    for text in (report.markdown([run], "t"), html.unescape(report.page([run], "t"))):
+        assert shown["end to end ms"] in text and "triton, model llama" in text
+        assert "good: the share of requests that have ttft <= 350 ms, tpot <= 80 ms." in text
 
 
 def test_prompts_that_a_server_counts_otherwise_are_said(tmp_path):
