@@ -198,7 +198,7 @@ def _variables(colours: dict[str, str]) -> str:
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--background);
-  max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+  max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
