@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Collection
@@ -155,9 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shm-prefix",
         metavar="NAME",
-        default=f"flashinfer-backend-{os.getpid()}_",
+        default=f"flashinfer-backend-{os.getpid()}-{secrets.token_hex(8)}_",
         help="how the names of this server's shared memory begin; no other server's may begin so, as what is"
-        " left of it is removed when the server has ended (default: %(default)s, with the process's number)",
+        " left of it is removed when the server has ended (default: the process's number and a random one)",
     )
     add_arguments(parser)
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")

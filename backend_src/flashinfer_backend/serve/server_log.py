@@ -177,14 +177,14 @@ def _reason(text: str) -> str:
     return "\n".join(lines)
 
 
-def memory_of_stubs(server_pid: int) -> set[Path]:
-    """Shared memory that a server which is starting has made for its stubs. It stays if the server is killed
-    before they have taken it over."""
+def memory_of_stubs(server_pid: int) -> set[str]:
+    """Names of shared memory that a server which is starting has made for its stubs. It stays if the server
+    is killed before they have taken it over."""
     try:
         lines = Path(f"/proc/{server_pid}/maps").read_text().splitlines()
     except OSError:  # it has ended
         return set()
-    return {Path(words[5]) for line in lines if (words := line.split()) and "/dev/shm/" in words[-1]}
+    return {Path(words[5]).name for line in lines if (words := line.split()) and "/dev/shm/" in words[-1]}
 
 
 def _ended_stubs(server_pid: int) -> list[int]:

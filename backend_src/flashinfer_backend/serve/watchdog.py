@@ -26,6 +26,7 @@ from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, replica_of, run_dir
 from flashinfer_backend.serve.asking import ask
+from flashinfer_backend.serve.environments import remove_environments
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
@@ -37,7 +38,14 @@ from flashinfer_backend.serve.server_sockets import (
 from flashinfer_backend.transport import peers, rundir, supervisor
 from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
 from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
-from flashinfer_backend.transport.orphans import Stub, close_memory, end_orphans, remove_memory, stubs_of
+from flashinfer_backend.transport.orphans import (
+    Stub,
+    close_regions,
+    end_orphans,
+    regions_of,
+    remove_regions,
+    stubs_of,
+)
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
 from flashinfer_backend.transport.stand_in import stand_in
 from flashinfer_backend.transport.supervisor import EngineRecord
@@ -114,6 +122,7 @@ class Watchdog:
         try:
             self._door.start(partial(self._doors.note, OPENAI))
             while True:
+                remove_environments()
                 server = _Run(self._args, self._env, self._url, self._policy)
                 reason = self._watch(server)
                 if self._asked_at:
@@ -235,7 +244,7 @@ class _Run:
         return any(record is not None and record.alive and record.ready for record in records)
 
     def _problem_at_start(self) -> str:
-        close_memory(self._policy.shm_prefix)
+        close_regions(regions_of(self._policy.shm_prefix))
         now = time.monotonic()
         if now < self._next_look:
             return ""
@@ -293,7 +302,7 @@ class _Run:
             return False  # asked again
         stubs = stubs_of(self._child.pid)
         self._seen.update(stubs)
-        close_memory(self._policy.shm_prefix)
+        close_regions(regions_of(self._policy.shm_prefix))
         for stub in stubs:
             name = f"a model ({stub.model}, {stub.pid})"
             if name not in self._pidfds.values():  # not counted by an earlier look
@@ -362,7 +371,7 @@ class _Run:
         if self._postprocessing is not None:
             self._postprocessing.close()
         stubs = self._seen.union(stubs_of(self._child.pid))
-        memory: set[Path] = set()  # of stubs that have not taken it over
+        memory: set[str] = set()  # of stubs that have not taken it over
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGSTOP)  # it must not make more meanwhile
             if not self.ready_at:  # later, what it has mapped may be memory that clients have registered
@@ -373,9 +382,7 @@ class _Run:
         end_orphans(self._child.pid, stubs, grace_s=0.0)
         for folder in _run_dirs():
             rundir.forget_stubs(folder)
-        remove_memory(self._policy.shm_prefix)
-        for region in memory:
-            region.unlink(missing_ok=True)
+        remove_regions([*regions_of(self._policy.shm_prefix), *memory])
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()

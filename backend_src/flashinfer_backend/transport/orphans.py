@@ -13,17 +13,18 @@ waiting for the models to stop ends, but leaves its memory behind (both seen wit
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from flashinfer_backend.core import processes
+from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import processes_dirs
 from flashinfer_backend.transport import rundir
 
@@ -45,7 +46,7 @@ class Stub(NamedTuple):
 
     def remove_memory(self) -> None:
         """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
-        (SHARED_MEMORY / self.region).unlink(missing_ok=True)
+        remove_regions([self.region])
 
     def memory_bytes(self) -> int:
         """How large its shared memory is by now; it grows by what does not fit, and never shrinks."""
@@ -77,23 +78,70 @@ def end_orphans_in_background(server_pid: int) -> None:
     subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
-def remove_memory(prefix: str) -> None:
-    """Takes the names of all shared memory away that begin so; of none where `prefix` is empty."""
-    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*") if prefix else ():
-        path.unlink(missing_ok=True)
+def regions_of(prefix: str) -> list[str]:
+    """Names of shared memory that begin so; none where `prefix` is empty."""
+    return [name for name in os.listdir(SHARED_MEMORY) if name.startswith(prefix)] if prefix else []
 
 
-def close_memory(prefix: str) -> None:
-    """Takes other users' access to all shared memory away whose name begins so. tritonserver lets everybody
-    read it, whatever the umask."""
-    for path in SHARED_MEMORY.glob(f"{glob.escape(prefix)}*") if prefix else ():
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            path.chmod(0o600)
+def remove_regions(names: Iterable[str]) -> None:
+    """Takes names of shared memory of this user away."""
+    for name in names:
+        with _own_region(name) as found:
+            if found is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(SHARED_MEMORY / name)
+
+
+def close_regions(names: Iterable[str]) -> None:
+    """Takes other users' access to shared memory of this user away. tritonserver lets everybody read it,
+    whatever the umask."""
+    for name in names:
+        with _own_region(name) as found:
+            if found is not None:
+                os.fchmod(found, 0o600)
+
+
+_skipped: set[str] = set()  # names of which the log has said so
+
+
+@contextlib.contextmanager
+def _own_region(name: str) -> Iterator[int | None]:
+    """Opens a region; None where there is none. Everybody can make entries there, links to files of others
+    too, so what is not a regular file of this user with this name alone is left as it is. Nobody else can
+    replace one that is: the folder is sticky."""
+    try:
+        # O_NONBLOCK: a FIFO is not waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        found = -1 if "/" in name else os.open(SHARED_MEMORY / name, flags)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError:  # a link, or another user's file
+        found = -1
+    try:
+        status = os.fstat(found) if found >= 0 else None
+        if (
+            status is not None
+            and stat.S_ISREG(status.st_mode)
+            and (status.st_uid, status.st_nlink) == (os.getuid(), 1)
+        ):
+            yield found
+            return
+        removed = status is not None and not status.st_nlink  # just now
+        if not removed and name not in _skipped:
+            _skipped.add(name)
+            say(f"{SHARED_MEMORY / name} is left as it is: it is no file of this user with one name")
+        yield None
+    finally:
+        if found >= 0:
+            os.close(found)
 
 
 def find_stub(pid: int) -> Stub | None:
-    """The process, if it is a stub."""
+    """The process, if it is a stub of this user: others can give theirs the same command line."""
     with contextlib.suppress(OSError):
+        if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+            return None
         if words := processes.stub_words(pid):
             return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name, rundir.start_ticks(pid))
     return None

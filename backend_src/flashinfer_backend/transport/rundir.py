@@ -46,14 +46,33 @@ def claim(run_dir: Path) -> None:
         raise OSError(
             f"{user_dir} cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to another folder"
         ) from None
-    if user_dir.stat().st_uid != os.getuid():
-        raise PermissionError(f"{user_dir} belongs to another user; remove it or set XDG_RUNTIME_DIR")
-    user_dir.chmod(0o700)
+    with _own_folder(user_dir) as folder:
+        if folder is None:
+            raise PermissionError(
+                f"{user_dir} is no folder of this user, but another user's, a file or a link; remove it or"
+                " set XDG_RUNTIME_DIR"
+            )
+        os.fchmod(folder, 0o700)
     for other in user_dir.iterdir():
         pid = other.name.partition("-")[0]
         if pid.isdigit() and not process_alive(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
     _make(run_dir)
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[int | None]:
+    """Opens a folder of this user; None where it is anything else. In /tmp everybody can make links and
+    folders, and nobody can replace those of others."""
+    try:
+        found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield found if os.fstat(found).st_uid == os.getuid() else None
+    finally:
+        os.close(found)
 
 
 def _make(folder: Path) -> None:
@@ -81,6 +100,9 @@ def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> N
     """Removes what stubs that have ended, or whose pids are among `ending`, leave in folders of
     `paths.processes_dir`, and those that are empty then."""
     for folder in folders:
+        with _own_folder(folder.parent) as own:
+            if own is None:
+                continue
         _forget([*folder.glob("beat-*"), *folder.glob("doors*-*")], ending)
         for empty in (folder, folder.parent):
             with contextlib.suppress(OSError):

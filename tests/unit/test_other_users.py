@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other users of the machine put into the folders that everybody can write to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from flashinfer_backend.serve import environments
+from flashinfer_backend.serve.launcher import _parser
+from flashinfer_backend.transport import orphans, rundir
+
+OTHER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A folder made each restart fail, and the file that a link names was closed to others."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(orphans, "SHARED_MEMORY", shm)
+    precious = tmp_path / "precious"
+    for file in (precious, shm / "x_own", shm / "another", tmp_path / "linked"):
+        file.write_text("text")
+        file.chmod(0o644)
+    (shm / "x_folder").mkdir(0o755)
+    (shm / "x_link").symlink_to(precious)
+    os.link(tmp_path / "linked", shm / "x_hard")
+    os.mkfifo(shm / "x_fifo", 0o644)
+    if os.geteuid() == 0:
+        (shm / "x_others").write_text("text")
+        (shm / "x_others").chmod(0o644)
+        os.chown(shm / "x_others", OTHER, OTHER)
+    names = orphans.regions_of("x_")
+    left = sorted(set(names) - {"x_own"})
+    assert "another" not in names and len(left) >= 4
+    orphans.close_regions(names)
+    assert mode(shm / "x_own") == 0o600
+    orphans.remove_regions([*names, "../precious", "x_gone"])
+    assert sorted(path.name for path in shm.iterdir()) == ["another", *left]
+    assert (mode(precious), mode(tmp_path / "linked")) == (0o644, 0o644)
+    said = capfd.readouterr().err
+    assert [said.count(f"{shm / name} is left as it is") for name in (*left, "x_own")] == [1] * len(left) + [
+        0
+    ]
+    assert orphans.regions_of("") == []
+
+
+@as_root
+def test_a_process_of_another_user_is_no_stub() -> None:
+    """Its command line named any file as its shared memory, to be removed."""
+    with tempfile.TemporaryDirectory() as folder:  # the other user has to come in
+        Path(folder).chmod(0o755)
+        model = Path(folder) / "model.py"
+        model.write_text("while :; do sleep 0.1; done")
+        line = ["/backends/triton_python_backend_stub", str(model), "region", "1", "1", "4194305"]
+        for user, found in ((OTHER, False), (0, True)):
+            process = subprocess.Popen(line, executable="/bin/bash", user=user)
+            try:
+                told = Path(f"/proc/{process.pid}/cmdline")
+                while b"region" not in told.read_bytes():
+                    time.sleep(0.001)
+                assert (orphans.find_stub(process.pid) is not None) == found
+            finally:
+                process.kill()
+                process.wait()
+
+
+def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
+    """Through a link, root closed a folder of others and removed what was in it."""
+    target = tmp_path / "target"
+    (target / "4194305-data").mkdir(parents=True)
+    target.chmod(0o755)
+    prepared = [tmp_path / "link", tmp_path / "file"]
+    prepared[0].symlink_to(target)
+    prepared[1].touch()
+    if os.geteuid() == 0:
+        prepared.append(tmp_path / "others")
+        prepared[-1].mkdir()
+        os.chown(prepared[-1], OTHER, OTHER)
+    for place in prepared:
+        with pytest.raises(OSError, match=r"no folder of this user|cannot be made .*set XDG_RUNTIME_DIR"):
+            rundir.claim(place / "1-llm")
+    (target / "beat-4194305").touch()
+    rundir.forget_processes([prepared[0] / "4194305-processes"])
+    assert mode(target) == 0o755 and len(list(target.iterdir())) == 2
+
+
+def test_what_killed_servers_leave_in_tmp_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "PLACE", tmp_path)
+    started = time.time() - 100
+    monkeypatch.setattr(environments, "_servers_started", lambda: [started])
+    for name in ("old", "new", "full", "others"):
+        (tmp_path / f"python_env_{name}").mkdir()
+    (tmp_path / "python_env_full" / "bin").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "python_env_link").symlink_to(tmp_path / "elsewhere")
+    for name in ("old", "full", "others"):
+        os.utime(tmp_path / f"python_env_{name}", (started - 1, started - 1))
+    os.utime(tmp_path / "elsewhere", (started - 1, started - 1))
+    gone = {"python_env_old"}
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "python_env_others", OTHER, OTHER)
+    else:
+        gone.add("python_env_others")
+    before = {path.name for path in tmp_path.iterdir()}
+    environments.remove_environments()
+    assert before - {path.name for path in tmp_path.iterdir()} == gone
+
+
+def test_names_of_shared_memory_cannot_be_guessed() -> None:
+    names = {_parser().parse_args(["--model-repository", "r"]).shm_prefix for _ in range(2)}
+    assert len(names) == 2 and all(len(name) > 30 for name in names)
