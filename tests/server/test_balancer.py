@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -107,6 +108,33 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+
+
+def test_compressed_bodies_and_bodies_without_a_length_never_reach_a_server(balanced: Balanced) -> None:
+    """tritonserver took gigabytes for them."""
+    servers = [process for server in balanced.servers for process in server.matching("bin/tritonserver")]
+    before = [server.memory_info().rss for server in servers]
+    text = json.dumps({"text_input": "a" + " " * (100 << 20), "max_tokens": 1}).encode()
+    chunks = (b" " for _ in range(100_000))
+    for verb in ("infer", "generate"):
+        for body, headers, expected in (
+            (gzip.compress(text), {"Content-Encoding": "gzip"}, 415),
+            (chunks, {}, 411),
+            (b'{"text_input": "a", "max_tokens": 1}', {"Content-Encoding": "identity"}, None),
+        ):
+            url = f"{balanced.url}/v2/models/ensemble/{verb}"
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+            status = 0
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    status = answer.status
+            except urllib.error.HTTPError as error:
+                status = error.code
+            except urllib.error.URLError:  # it was refused before all of it was sent
+                status = expected or 0
+            assert status == expected if expected else status not in (0, 411, 415), (verb, status)
+    for server, was in zip(servers, before, strict=True):
+        assert server.memory_info().rss - was < 64 << 20
 
 
 def used(server: Server) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from running import ROOT, Server, wait_for
@@ -61,7 +62,6 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         )
     (folder / "nginx.conf").write_text(text)
     user = " user root;" if os.geteuid() == 0 else ""  # another could not enter the folder
-    user = " user root;" if os.geteuid() == 0 else ""  # another could not enter the folder
     command = [
         "nginx",
         "-c",
@@ -95,7 +95,7 @@ def proxy(nginx: tuple[int, ssl.SSLContext]) -> Ask:
     """Asks the proxy: (path, body, headers) to status and text."""
     port, trusted = nginx
 
-    def ask(path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    def ask(path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> tuple[int, str]:
         request = urllib.request.Request(f"https://127.0.0.1:{port}/{path}", body, headers)
         try:
             with urllib.request.urlopen(request, timeout=30, context=trusted) as answer:
@@ -142,6 +142,31 @@ def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server:
     status, text = proxy("v2/models/ensemble/generate", deep, **KEY)
     assert status == 400 and "error" in text, (status, text)
     assert server.text(PROMPT, 4)
+
+
+def test_compressed_bodies_and_floods_of_chunks_never_reach_the_server(proxy: Ask, server: Server) -> None:
+    """tritonserver took gigabytes for them."""
+    (tritonserver,) = server.matching("bin/tritonserver")
+    before = tritonserver.memory_info().rss
+    body = {"text_input": PROMPT + " " * (100 << 20), "max_tokens": 1}
+    packed = gzip.compress(json.dumps(body).encode())
+    for encoding in ("gzip", "deflate", "GZIP, identity"):
+        status, text = generate_packed(proxy, packed, encoding)
+        assert status == 415 and "without Content-Encoding" in text
+    assert generate_packed(proxy, b'{"text_input": "a", "max_tokens": 1}', "identity")[0] == 200
+    many = (b" " for _ in range(2 << 20))  # sent as chunks of one byte
+    assert proxy("v2/models/ensemble/generate", many, **KEY)[0] == 413
+    assert (
+        proxy(
+            "v2/models/ensemble/generate", (b"%c" % c for c in b'{"text_input": "a", "max_tokens": 1}'), **KEY
+        )[0]
+        == 200
+    )
+    assert tritonserver.memory_info().rss - before < 64 << 20
+
+
+def generate_packed(proxy: Ask, body: bytes, encoding: str) -> tuple[int, str]:
+    return proxy("v2/models/ensemble/generate", body, **KEY, **{"Content-Encoding": encoding})
 
 
 def test_slow_senders_wait_in_nginx_and_are_cut(

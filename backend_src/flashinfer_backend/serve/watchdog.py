@@ -222,6 +222,8 @@ class _Run:
             return self._problem_at_start()
         for fd, _ in self._poll(0.0):
             return f"the process of {self._pidfds[fd]} ended"
+        if reason := self._growth():
+            return reason
         for folder, engine in list(self._engines.items()):
             if engine is not None and not engine.alive:
                 if not self._others_serve(folder):
@@ -285,12 +287,27 @@ class _Run:
             return f"tritonserver has not answered for {HANGS_S:g} s"
         if self._postprocessing is not None and self._postprocessing.stuck:
             return f"postprocessing has not answered for {HANGS_S:g} s"
-        limit = self._policy.growth_mib
-        growth = (rundir.memory_bytes(self._child.pid) - self._ready_bytes) / MIB if limit else 0.0
-        if growth > limit:
-            self.grown = True
-            return f"tritonserver's memory has grown by {growth:.0f} MiB, more than {limit}"
         return ""
+
+    def _growth(self) -> str:
+        """Why the server has to be started again as it has grown. One request can take gigabytes in a second,
+        so this is looked at as often as anything else."""
+        if (growth := self._grown_mib()) <= self._policy.growth_mib:
+            return ""
+        self.grown = not self._grows_on
+        said = f"tritonserver's memory has grown by {growth:.0f} MiB, more than {self._policy.growth_mib}"
+        return said + (", and grows on" if self._grows_on else "")
+
+    def _grown_mib(self) -> float:
+        """Since it was ready; 0 where that has no bound."""
+        if not self._policy.growth_mib:
+            return 0.0
+        return (rundir.memory_bytes(self._child.pid) - self._ready_bytes) / MIB
+
+    @property
+    def _grows_on(self) -> bool:
+        """Whether it cannot be given the time to end what is open."""
+        return self._grown_mib() > 2 * self._policy.growth_mib
 
     def look_ready(self) -> bool:
         """Whether the server is ready now, with every process that its models should have."""
@@ -360,7 +377,7 @@ class _Run:
             if now > drained and not told:
                 told = True
                 _tell_stubs(peers.FAIL + message.encode())
-            if now > drained + end_s:
+            if now > drained + end_s or self._grows_on:
                 break
             self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
             self._poll_child(TICK_S)
