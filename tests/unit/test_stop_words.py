@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -247,3 +249,16 @@ def test_sequences_of_the_same_words_are_followed_each_on_its_own() -> None:
     assert second.feed(letters("d")) is None and second.held == 0
     assert first.feed(letters("d")) == StopMatch(0, 0, 3, 1, 4, 1)
     assert feed_all(second, [letters("x"), letters("y")]).word == 1
+
+
+def test_the_longest_word_is_freed_in_a_small_stack() -> None:
+    """The automaton is freed one call deeper for each character: longer words end the process."""
+    program = (
+        "import threading\n"
+        "from flashinfer_backend.core.bounds import MOST_WORD\n"
+        "from flashinfer_backend.text.stop_words import StopWords\n"
+        "def make(): StopWords(['x' * MOST_WORD], True, [[5] * MOST_WORD])\n"
+        "threading.stack_size(1 << 19)\n"
+        "thread = threading.Thread(target=make); thread.start(); thread.join()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

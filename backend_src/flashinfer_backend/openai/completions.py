@@ -128,6 +128,8 @@ def _check_ids(prompts: Sequence[list[int]], limits: Limits) -> None:
     for prompt in prompts:
         if not prompt:
             raise _not_prompts()
+        if len(prompt) > limits.max_input_len:  # sampling_params refuses it
+            continue
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < limits.vocab_size:
                 raise ApiError(
