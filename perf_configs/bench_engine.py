@@ -39,7 +39,7 @@ from perf_configs.engine_start import add_engine_options, parameters_from, start
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
 REQUESTS = 1000  # conversations of a file
-CONTEXT, STEPS, SPARE = 256, 100, 40  # tokens: prompt of decode steps, steps timed, steps before and after
+CONTEXT, STEPS, SPARE = 256, 100, 64  # tokens: prompt of decode steps, steps timed, steps before and after
 
 
 class LocalSocket:
@@ -133,22 +133,25 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
 
 
 def _graph_seconds(core: Core, rows: int) -> float:
-    """Device time of one replay of the decode graph that ran last, with what it read then; last tokens are
-    put back, the cache positions that it writes are written again by the next real step."""
+    """Device time of one replay of the decode graph that ran last, with what it read then; last tokens and
+    lengths are put back, the cache positions that it writes are written again by the next real step."""
     runner = core.runner
     assert runner.graphs is not None, "the model's decode graphs are switched off"
     torch.cuda.synchronize()
-    last_token = runner.state.last_token.clone()
+    state = runner.state
+    last_token, lengths = state.last_token.clone(), state.lengths.clone()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph = runner.graphs.graph(rows)
     for _ in range(3):
         graph.replay()
+    state.lengths.copy_(lengths)
     begin.record()
     for _ in range(REPLAYS):
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    runner.state.last_token.copy_(last_token)
+    state.last_token.copy_(last_token)
+    state.lengths.copy_(lengths)
     return begin.elapsed_time(end) / REPLAYS / 1e3
 
 

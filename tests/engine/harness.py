@@ -20,6 +20,7 @@ from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
+from flashinfer_backend.worker.runner import Proposer
 
 TIMEOUT_S = 60
 
@@ -149,7 +150,12 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
     assert core.scheduler.reserved_blocks == 0, "reservations leaked"
 
 
-def start_core(model_dir: Path, on_loss: Callable[[str], None] | None = None, **settings: object) -> Core:
+def start_core(
+    model_dir: Path,
+    on_loss: Callable[[str], None] | None = None,
+    proposer: Proposer | None = None,
+    **settings: object,
+) -> Core:
     """An engine on the CPU in float32 with small limits unless `settings` say otherwise."""
     values: dict[str, object] = {
         "device": "cpu",
@@ -160,7 +166,7 @@ def start_core(model_dir: Path, on_loss: Callable[[str], None] | None = None, **
         "kv_cache_free_gpu_mem_fraction": 0.02,  # several engines may share one test process
     } | settings
     config = EngineConfig(model_dir=str(model_dir), **values)  # type: ignore[arg-type]
-    return start(config, on_loss=on_loss)
+    return start(config, on_loss=on_loss, proposer=proposer)
 
 
 def asks(guide: str, **options: Any) -> SamplingParams:

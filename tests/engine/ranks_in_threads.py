@@ -116,7 +116,7 @@ def start_ranks(
             others.errors.append(error)
             meeting.abort()
 
-    def start_first(config: Any) -> Any:
+    def start_first(config: Any, **_: Any) -> Any:
         for rank in range(1, size):
             others.threads.append(threading.Thread(target=follow, args=(rank, config), daemon=True))
             others.threads[-1].start()

@@ -83,6 +83,8 @@ class Settings:
     slow_steps: int = 1
     pause_tokens: int = 12
     pause_rows: int = 3
+    drafts: int = 0
+    right_drafts: float = 0.5  # how many of them are
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -133,6 +135,8 @@ class Settings:
             enough = tail_blocks(window, block) + 2 + settings.step_tokens // block  # of one sequence
             few = min(settings.blocks, enough)
             settings.windows += ((window, rng.choice([few, few + 1, 2 * few, max(few, settings.blocks)])),)
+        if settings.full and not settings.windows:
+            settings.drafts, settings.right_drafts = rng.choice([0, 1, 3]), rng.choice([0.2, 0.5, 0.9, 1.0])
         return settings
 
 
@@ -200,7 +204,7 @@ class World:
             pauses=2,
             rest=3,
         )
-        self.scheduler = Scheduler(config, manager, END_IDS, numbers)
+        self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
         model_config = SimpleNamespace(vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len)
         # What the loop asks of a runner, and of a socket.
         self.device, self.others = SimpleNamespace(type="cpu"), None
@@ -228,6 +232,7 @@ class World:
         self.windows = [*[settings.longest] * settings.full, *(window for window, _ in settings.windows)]
         self.block_tables = np.zeros((len(pools), settings.slots, columns), np.int64)
         self.last_token = np.zeros(settings.slots, np.int32)
+        self.lengths = np.zeros(settings.slots, np.int64)
         self.caches = [np.zeros((pool.num_blocks + 1, settings.block), np.uint64) for pool in pools]
 
     # The clients.
@@ -436,14 +441,16 @@ class World:
         started()
         ends = np.cumsum(plan.lengths * (plan.feeds == Feeds.GIVEN))
         half = plan.num_rows // 2
+        tokens: list[list[int]] = []  # of each sampling row
         for row in range(plan.num_rows):
             if failing == "amid" and row == half:
                 self.counts["failed steps"] += 1
                 raise RuntimeError("the step fails as it was told to")
-            self._compute(plan, row, asked[row], plan.tokens[ends[row] - plan.lengths[row] : ends[row]])
+            tokens += self._compute(
+                plan, row, asked[row], plan.tokens[ends[row] - plan.lengths[row] : ends[row]]
+            )
             if row == half:
                 between_layers()
-        tokens = self.last_token[plan.sample_slots]
         failed = []
         if failing == "row":
             self.counts["failed rows"] += 1
@@ -451,9 +458,7 @@ class World:
         logits = [
             (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.logits_rows.tolist()
         ]
-        return SimpleNamespace(
-            plan=plan, download=self, tokens=tokens.copy(), context_logits=logits, failed=failed
-        )
+        return SimpleNamespace(plan=plan, download=self, tokens=tokens, context_logits=logits, failed=failed)
 
     @property
     def done(self) -> bool:
@@ -461,28 +466,52 @@ class World:
         return self.rng.random() < 0.5
 
     def read(self, launched: Any) -> StepOutput:
-        return StepOutput(tokens=launched.tokens)
+        each = launched.tokens
+        counts = np.array([len(tokens) for tokens in each]) if len(launched.plan.drafted_rows) else None
+        self.counts["accepted drafts"] += sum(map(len, each)) - len(each)
+        return StepOutput(np.array([token for tokens in each for token in tokens], np.int32), counts)
 
-    def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> None:
+    def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> list[list[int]]:
+        """The row's tokens if it samples: a list of them, else none."""
         slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
-        if plan.feeds[row] == Feeds.LAST:
+        if plan.feeds[row] == Feeds.GIVEN:
+            self.lengths[slot] = start
+        elif self.lengths[slot] > start or (not self.settings.drafts and self.lengths[slot] < start):
+            self.wrong.append(f"slot {slot} is at {self.lengths[slot]}, and planned to be at {start}")
+        start = int(self.lengths[slot])
+        end, right = start + length, 0  # right: drafts before the first wrong one
+        fed = asked.tokens[start:end].copy()
+        if plan.feeds[row] != Feeds.GIVEN:
             tokens = self.last_token[slot : slot + 1]
-        end = start + length
-        if not np.array_equal(tokens, asked.tokens[start:end]):
-            self.wrong.append(f"slot {slot} is fed {tokens} at {start}, not {asked.tokens[start:end]}")
+            while right < length - 1 and self.rng.random() < self.settings.right_drafts:
+                right += 1
+            fed[1 + right :] = (fed[1 + right :] + 1) % VOCABULARY
+        if not np.array_equal(tokens, fed[: len(tokens)]):
+            self.wrong.append(f"slot {slot} is fed {tokens} at {start}, not {fed}")
+        content = asked.content[start:end].copy()
+        for i in range(1 + right, length if plan.feeds[row] != Feeds.GIVEN else 0):
+            content[i] = step_hash(int(content[i - 1]), int(fed[i]))
         places = np.arange(start, end)
         size = self.settings.block
         for cache, blocks, window in zip(self.caches, self.block_tables[:, slot], self.windows, strict=True):
             if not blocks[places // size].all():
                 self.wrong.append(f"slot {slot} writes to block 0")
-            cache[blocks[places // size], places % size] = asked.content[start:end]
-            seen = np.arange(max(0, start - window + 1), end)
+            cache[blocks[places // size], places % size] = content
+            seen = np.arange(max(0, start - window + 1), start)
             read = cache[blocks[seen // size], seen % size]
             wrong = seen[read != asked.content[seen]]
             if len(wrong):
                 self.wrong.append(f"slot {slot} reads what is not its own at {wrong.tolist()}")
-        if plan.wants[row] & Wants.NEXT:
-            self.last_token[slot] = asked.tokens[end]
+        if plan.feeds[row] == Feeds.GIVEN:
+            self.lengths[slot] = end
+            if not plan.wants[row] & Wants.NEXT:
+                return []
+            sampled = asked.tokens[end : end + 1]
+        else:
+            sampled = asked.tokens[start + 1 : start + 2 + right]
+            self.lengths[slot] = start + len(sampled)
+        self.last_token[slot] = sampled[-1]
+        return [sampled.tolist()]
 
 
 class Load:

@@ -66,7 +66,7 @@ def test_sampling_has_one_variant_for_any_number_of_rows():
 
 
 def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
-    from flashinfer_backend.ops.triton_inputs import decode_inputs
+    from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
 
     cache = torch.empty(2, 16, 2, 64), torch.empty(2, 16, 2, 64)
@@ -78,9 +78,10 @@ def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
             _, slots, positions, blocks = data.view(4, tokens)
             qkv = torch.empty(tokens, 8 * 64)
             rope_and_store(qkv, positions, torch.empty(9, 64), *cache, slots, None, None, 1e-5, 4, 2)
-            decode_inputs(slots, positions, blocks, last, table, 16)
+            step_inputs(slots, last, last, table, 16, new_blocks=blocks)
+            step_inputs(slots, last, last, table, 16, given=(blocks, positions, tokens // 2))
 
-    assert names(prebuild_triton.collect(calls)) == {"_rope_and_store": 1, "_decode_inputs": 1}
+    assert names(prebuild_triton.collect(calls)) == {"_rope_and_store": 1, "_step_inputs": 2}
 
 
 @pytest.mark.parametrize("model", [BUNDLED, LLAMA], ids=["bundled", "llama"])
@@ -92,7 +93,7 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
             lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
         )
     found = names(variants)
-    assert {"_rope_and_store", "_decode_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
+    assert {"_rope_and_store", "_step_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
     assert found["_decode"] == len(numbers.decode_attention) and found["_block_best"] == 2
     assert (found["_linear"] > 15) == (model is LLAMA)  # the small model's products do not fit the tilings
     assert not list(tmp_path.iterdir())

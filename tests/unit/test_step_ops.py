@@ -7,28 +7,40 @@ import torch
 
 from flashinfer_backend.ops import torch_ops
 
-
-def test_decode_inputs_gathers_token_and_cache_location_of_each_row():
-    last_token = torch.tensor([10, 11, 12], dtype=torch.int32)
-    table = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
-    slots = torch.tensor([2, 0], dtype=torch.int32)
-    positions = torch.tensor([17, 3], dtype=torch.int32)
-    none = torch.tensor([-1, -1], dtype=torch.int32)
-    ids, locations = torch_ops.decode_inputs(slots, positions, none, last_token, table, 16)
-    assert ids.tolist() == [12, 10]
-    assert locations.tolist() == [6 * 16 + 1, 1 * 16 + 3]
-    assert table.tolist() == [[1, 2], [3, 4], [5, 6]]
+TABLE = [[1, 2], [3, 4], [5, 6], [0, 0]]  # the last slot is that of padding
 
 
-def test_decode_inputs_enters_new_blocks_into_the_block_table():
-    table = torch.tensor([[1, 2], [3, 4], [0, 0]], dtype=torch.int32)
-    slots = torch.tensor([1, 0, 2, 2], dtype=torch.int32)  # two rows of padding share a slot
-    positions = torch.tensor([16, 15, 0, 0], dtype=torch.int32)
-    blocks = torch.tensor([9, -1, -1, -1], dtype=torch.int32)
-    last_token = torch.zeros(3, dtype=torch.int32)
-    _, locations = torch_ops.decode_inputs(slots, positions, blocks, last_token, table, 16)
+def int32(values: list[int] | list[list[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_decodes_feed_the_last_tokens_of_their_slots():
+    lengths, table = int32([3, 0, 17, 0]), int32(TABLE)
+    found = torch_ops.step_inputs(int32([2, 0]), int32([10, 11, 12, 13]), lengths, table, 16)
+    ids, positions, locations = (part.tolist() for part in found)
+    assert (ids, positions, locations) == ([12, 10], [17, 3], [6 * 16 + 1, 1 * 16 + 3])
+    assert lengths.tolist() == [4, 0, 18, 0] and table.tolist() == TABLE
+
+
+def test_decodes_enter_new_blocks_into_the_block_table():
+    lengths, table = int32([15, 16, 0, 0]), int32(TABLE)
+    slots, blocks = int32([1, 0, 3, 3]), int32([9, -1, -1, -1])  # two rows of padding share a slot
+    _, positions, locations = torch_ops.step_inputs(slots, int32([0] * 4), lengths, table, 16, blocks)
+    assert positions.tolist() == [16, 15, 0, 0]
     assert locations.tolist() == [9 * 16, 1 * 16 + 15, 0, 0]
-    assert table.tolist() == [[1, 2], [3, 9], [0, 0]]
+    assert table.tolist() == [[1, 2], [3, 9], [5, 6], [0, 0]]
+    assert lengths.tolist() == [16, 17, 0, 0]
+
+
+def test_prompts_feed_given_tokens_and_leave_their_lengths():
+    lengths, table = int32([3, 99, 99, 0]), int32(TABLE)
+    slots = int32([0, 2, 2, 2, 1, 3, 3])
+    given = int32([0, 20, 21, 22, 30, 0, 0]), int32([0, 15, 16, 17, 4, 0, 0]), 1
+    found = torch_ops.step_inputs(slots, int32([10, 11, 12, 13]), lengths, table, 16, given=given)
+    ids, positions, locations = (part.tolist() for part in found)
+    assert (ids, positions) == ([10, 20, 21, 22, 30, 0, 0], [3, 15, 16, 17, 4, 0, 0])
+    assert locations == [19, 5 * 16 + 15, 6 * 16, 6 * 16 + 1, 3 * 16 + 4, 0, 0]
+    assert lengths.tolist() == [4, 5, 18, 0]
 
 
 def test_sample_suppresses_a_token_and_records_the_choice():

@@ -21,6 +21,7 @@ class Feeds(enum.IntEnum):
 
     GIVEN = 0  # those in the plan
     LAST = 1  # the token that its slot sampled last, which the device has
+    LAST_AND_DRAFTS = 2  # that, and behind it drafts, which the device has as well
 
 
 class Wants(enum.IntFlag):
@@ -29,6 +30,7 @@ class Wants(enum.IntFlag):
     NOTHING = 0  # its keys and values alone
     NEXT = 1  # a sampled token behind its last one
     LOGITS = 2  # of each of its tokens
+    NEXT_OF_EACH = 4  # a sampled token behind each; those are kept that follow from accepted drafts
 
 
 class NewSequence(msgspec.Struct):
@@ -48,12 +50,16 @@ class StepPlan:
 
     A row is a run of tokens of one sequence: its slot, its first position, its length, what it feeds and what
     it wants. A decode feeds the slot's last token; a chunk of a prompt feeds given tokens, and wants a next
-    one where it ends the known tokens. Rows that feed the last token come first, then the others of length 1.
-    Sampling rows are those that want a next token, in the same order.
+    one where it ends the known tokens. Rows that feed the last token alone come first, then the others of
+    length 1; rows with drafts come last. Sampling rows are those that want a next token or several, in the
+    same order.
+
+    The host learns late how many drafts were accepted. Until it has read a step with drafts of a sequence,
+    the starts of the sequence's next rows are upper bounds: their positions are those that the device has.
     """
 
     slots: np.ndarray  # int32 [rows]
-    starts: np.ndarray  # int32 [rows], tokens of the sequence whose keys and values are in the cache
+    starts: np.ndarray  # int32 [rows], tokens of the sequence whose keys and values are in the cache, at most
     lengths: np.ndarray  # int32 [rows]
     feeds: np.ndarray  # int8 [rows], Feeds
     wants: np.ndarray  # int8 [rows], Wants
@@ -84,13 +90,38 @@ class StepPlan:
 
     @cached_property
     def num_decodes(self) -> int:
-        """Rows that feed their slot's last token."""
+        """Rows that feed their slot's last token, with drafts or without."""
         return int(np.count_nonzero(self.feeds))
+
+    @property
+    def num_last(self) -> int:
+        """Rows that feed their slot's last token alone."""
+        return self.num_decodes - len(self.drafted_rows)
+
+    @cached_property
+    def drafted_rows(self) -> np.ndarray:
+        """Rows that feed drafts, intp [d]: the last ones."""
+        return (self.feeds == Feeds.LAST_AND_DRAFTS).nonzero()[0]
 
     @cached_property
     def sampling_rows(self) -> np.ndarray:
-        """Rows that want a next token, intp [s]."""
-        return (self.wants & Wants.NEXT).nonzero()[0]
+        """Rows that want a next token or several, intp [s]."""
+        return (self.wants & (Wants.NEXT | Wants.NEXT_OF_EACH)).nonzero()[0]
+
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """int32 [s], behind how many tokens of each sampling row one is sampled: all of them, or the last."""
+        rows = self.sampling_rows
+        return np.where(self.wants[rows] & Wants.NEXT_OF_EACH, self.lengths[rows], 1)
+
+    @cached_property
+    def sampled_tokens(self) -> np.ndarray:
+        """int32 [n], the step's tokens behind which one is sampled."""
+        rows, ends = self.sampling_rows, np.cumsum(self.lengths, dtype=np.int32)
+        if not len(self.drafted_rows):
+            return (ends if len(rows) == len(ends) else ends[rows]) - 1
+        before = ends[rows] - np.cumsum(self.samples)
+        return (np.arange(self.samples.sum()) + np.repeat(before, self.samples)).astype(np.int32)
 
     @cached_property
     def logits_rows(self) -> np.ndarray:
@@ -104,7 +135,7 @@ class StepPlan:
 
     @cached_property
     def sample_positions(self) -> np.ndarray:
-        """int32 [s], position that the sampled token will have."""
+        """int32 [s], position that the last sampled token will have, at most."""
         ends = self.starts + self.lengths
         return ends if len(self.sampling_rows) == len(ends) else ends[self.sampling_rows]
 
@@ -136,9 +167,10 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
 
 @dataclass
 class StepOutput:
-    """What a step came to. Rows are sampling rows."""
+    """What a step came to. Rows are sampling rows; those with a state have one token."""
 
-    tokens: np.ndarray  # int32 [s]
+    tokens: np.ndarray  # int32 [n], of one row behind the other
+    counts: np.ndarray | None = None  # int32 [s], tokens of each row, 1 or more; None: one of each
     log_probs: list[tuple[int, float]] = field(default_factory=list)
     top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]

@@ -319,7 +319,10 @@ class EngineLoop:
         output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())
         table = self.scheduler.table
-        outcome = accept(table, launched.plan, output.tokens)
+        outcome = accept(table, launched.plan, output.tokens, output.counts)
+        if output.counts is not None:
+            kept = np.bincount(outcome.rows, minlength=len(output.counts))
+            self.scheduler.correct(launched.plan, kept)
         requests = table.requests
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from flashinfer_backend.transport import protocol
 
 @dataclass
 class Outcome:
-    """Rows of a step that still have their owner; arrays [n]."""
+    """Tokens of the rows that still have their owner, those of a row one behind the other; arrays [n]."""
 
     rows: np.ndarray  # index into the step's sampling rows
     slots: np.ndarray  # intp
@@ -25,11 +25,25 @@ class Outcome:
     first: np.ndarray  # bool, this is the sequence's first output
 
 
-def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray) -> Outcome:
-    """Record the tokens (int32 [sampling rows]) of `plan` in `table`; releases nothing."""
+def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray, counts: np.ndarray | None = None) -> Outcome:
+    """Record the tokens of `plan` (as in StepOutput) in `table`, those of a row up to its end; releases
+    nothing."""
     slots = plan.sample_slots.astype(np.intp)
     rows = (table.epoch[slots] == plan.epochs).nonzero()[0]
-    slots, tokens = slots[rows], tokens[rows]
+    if counts is None:
+        return _accept(table, rows, slots[rows], tokens[rows])
+    first, parts = np.cumsum(counts) - counts, []
+    for turn in range(int(counts.max(initial=1))):
+        part = _accept(table, rows, slots[rows], tokens[first[rows] + turn])
+        parts.append(part)
+        rows = rows[(part.codes == protocol.RUNNING) & (counts[rows] > turn + 1)]
+    order = np.argsort(np.concatenate([part.rows for part in parts]), kind="stable")
+    columns = ([getattr(part, f.name) for part in parts] for f in fields(Outcome))
+    return Outcome(*(np.concatenate(column)[order] for column in columns))
+
+
+def _accept(table: SlotTable, rows: np.ndarray, slots: np.ndarray, tokens: np.ndarray) -> Outcome:
+    """One token of each of `rows`, whose slots are `slots` [n]."""
     known = table.known[slots]
     table.tokens[slots, known] = tokens
     known += 1

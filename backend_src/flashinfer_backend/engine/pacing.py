@@ -13,7 +13,7 @@ import math
 from flashinfer_backend.core.step import StepPlan
 
 SAFETY_S = 0.0003  # for waking up, beside the host's own time
-ROWS_PER_CLASS = 8  # decode steps of about as many rows take about as long
+TOKENS_PER_CLASS = 8  # decode steps of about as many tokens take about as long
 CLASSES_PER_OCTAVE = 8  # of tokens in steps with prompts: their time per token is alike
 
 _Class = tuple[bool, int]
@@ -27,7 +27,7 @@ class Pacer:
     too late: the estimate shrinks, so that waiting too long can never feed itself. It shrinks at once when a
     step is seen to have ended before its deadline.
 
-    decode_s: how long steps without prompts run, of as many rows as the last one that was measured; None
+    decode_s: how long steps without prompts run, of as many tokens as the last one that was measured; None
     before the first.
     """
 
@@ -86,7 +86,7 @@ class Pacer:
     def _class(plan: StepPlan) -> _Class:
         if plan.num_prompt_tokens:
             return True, int(CLASSES_PER_OCTAVE * math.log2(plan.num_tokens))
-        return False, plan.num_rows // ROWS_PER_CLASS
+        return False, plan.num_tokens // TOKENS_PER_CLASS
 
 
 def _scale(plan: StepPlan) -> int:

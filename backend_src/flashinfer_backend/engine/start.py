@@ -16,7 +16,7 @@ from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.worker.ranks import OtherRanks
-from flashinfer_backend.worker.runner import Runner
+from flashinfer_backend.worker.runner import Proposer, Runner
 from flashinfer_backend.worker.start import start_runner
 
 
@@ -50,21 +50,26 @@ def start(
     folder: Path | None = None,
     on_loss: Callable[[str], None] | None = None,
     name: str = "engine",
+    proposer: Proposer | None = None,
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
     folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
     a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
-    other ranks' lines of the log. Raises ValueError or OSError with what to change.
+    other ranks' lines of the log. proposer: guesses what follows in sequences, which steps then check.
+    Raises ValueError or OSError with what to change.
     """
     others = None
+    if proposer is not None and config.tensor_parallel_size > 1:
+        raise ValueError("drafts are proposed on one rank alone: tensor_parallel_size should be 1")
     if config.tensor_parallel_size > 1:
         others = OtherRanks(config, folder, on_loss, name)
     try:
         if others is None:
-            config, runner = start_runner(config)
+            config, runner = start_runner(config, proposer=proposer)
         else:
-            config, runner = start_runner(config, Shard(0, config.tensor_parallel_size), others.rendezvous)
+            shard = Shard(0, config.tensor_parallel_size)
+            config, runner = start_runner(config, shard, others.rendezvous, proposer)
             runner.others = others
             others.serve(limits_steps=runner.device.type == "cuda")
     except BaseException:
@@ -76,5 +81,6 @@ def start(
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)
-    scheduler = Scheduler(config, manager, spec.eos_token_ids, scheduling, logits_tokens)
+    drafts = proposer.count if proposer is not None else 0
+    scheduler = Scheduler(config, manager, spec.eos_token_ids, scheduling, logits_tokens, drafts)
     return Core(config, spec, scheduler, runner)

@@ -17,14 +17,13 @@ from torch import Tensor
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_fp8 import Norm
-from flashinfer_backend.ops.triton_inputs import decode_inputs
+from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import sample
 from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
-    "decode_inputs",
     "experts_add",
     "linear_add",
     "norm_gate_up_silu",
@@ -32,6 +31,7 @@ __all__ = [
     "rms_norm",
     "rope_and_store",
     "sample",
+    "step_inputs",
 ]
 
 

@@ -175,24 +175,41 @@ def gumbel_noise(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log(u))
 
 
-def decode_inputs(
+def step_inputs(
     slots: Tensor,
-    positions: Tensor,
-    new_blocks: Tensor,
     last_token: Tensor,
+    lengths: Tensor,
     block_table: Tensor,
     block_size: int,
-) -> tuple[Tensor, Tensor]:
-    """What decode rows feed the model: (input_ids, cache_locations), both int32 [R].
+    new_blocks: Tensor | None = None,
+    given: tuple[Tensor, Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step's tokens feed the model: (input_ids, positions, cache_locations), all int32 [T].
 
-    slots, positions, new_blocks: int32 [R]; last_token: int32 [slots]; block_table: int32 [slots, columns].
-    cache_locations is block * block_size + offset of each position. A row's new block, unless -1, is entered
-    into the block table as that position's; rows with one have slots of their own.
+    slots: int32 [T], of the tokens. last_token and lengths (tokens in the cache): int32 [slots]; block_table:
+    int32 [slots, columns]. A token is its slot's last one, at the position `lengths`; or, with `given` (input
+    ids and positions, int32 [T], and how many tokens are still the last ones of their slots, in front), those
+    behind are given. A slot's tokens follow each other. new_blocks: int32 [T], without `given`: each, unless
+    -1, is entered into the block table as that of the token's position.
+
+    cache_locations is block * block_size + offset of each position. `lengths` moves on behind the tokens;
+    that of the last slot, which padding has, stays 0.
     """
+    input_ids, positions, ends = last_token[slots], lengths[slots], slots
+    if given is not None:
+        tokens, places, decodes = given
+        input_ids = torch.cat([input_ids[:decodes], tokens[decodes:]])
+        positions = torch.cat([positions[:decodes], places[decodes:]])
+        follows = torch.cat([slots[1:] == slots[:-1], slots.new_zeros(1, dtype=torch.bool)])
+        ends = slots.masked_fill(follows, len(lengths) - 1)
+    lengths[ends] = positions + 1
+    lengths[-1] = 0
     columns = positions // block_size
-    blocks = torch.where(new_blocks >= 0, new_blocks, block_table[slots, columns])
-    block_table[slots, columns] = blocks
-    return last_token[slots], blocks * block_size + positions % block_size
+    blocks = block_table[slots, columns]
+    if new_blocks is not None:
+        blocks = torch.where(new_blocks >= 0, new_blocks, blocks)
+        block_table[slots, columns] = blocks
+    return input_ids, positions, blocks * block_size + positions % block_size
 
 
 def sample(

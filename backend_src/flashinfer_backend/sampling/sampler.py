@@ -32,30 +32,23 @@ FILTER_ROWS = 128  # at a time: the filters work on several copies of their logi
 
 @dataclass
 class SamplingRows:
-    """Per-row sampling state on the device, [s] each."""
+    """Per-row sampling state on the device, [n] each."""
 
     slots: Tensor  # int32
     temperature: Tensor  # float32
     seed: Tensor  # int64
-    position: Tensor  # int32, position the sampled token will have
     suppressed: Tensor  # int32, or -1
 
     @classmethod
     def upload(cls, plan: StepPlan, staging: StagingRing) -> SamplingRows:
-        rows = len(plan.sample_slots)
-        data = staging.upload(
-            [
-                plan.seed.view(np.int32),
-                plan.sample_slots,
-                plan.temperature.view(np.int32),
-                plan.sample_positions,
-                plan.suppressed,
-            ]
-        )
-        slots, temperature, position_, suppressed = data[2 * rows :].view(4, rows)
-        return cls(
-            slots, temperature.view(torch.float32), data[: 2 * rows].view(torch.int64), position_, suppressed
-        )
+        """A row for each token that is sampled."""
+        columns = [plan.seed, plan.sample_slots, plan.temperature, plan.suppressed]
+        if len(plan.drafted_rows):
+            columns = [np.repeat(column, plan.samples) for column in columns]
+        rows = len(columns[0])
+        data = staging.upload([column.view(np.int32) for column in columns])
+        slots, temperature, suppressed = data[2 * rows :].view(3, rows)
+        return cls(slots, temperature.view(torch.float32), data[: 2 * rows].view(torch.int64), suppressed)
 
 
 @dataclass
@@ -102,11 +95,13 @@ class Sampler:
             return []
         return [row for row in self._states.rows(plan) if row.state.grammar is not None]
 
-    def sample(self, logits: Tensor, plan: StepPlan) -> Tensor:
-        """Tokens int32 [s] of logits [s, V] for rows that ask for nothing else."""
+    def sample(self, logits: Tensor, position: Tensor, plan: StepPlan) -> Tensor:
+        """Tokens int32 [n], behind each of the plan's sampled_tokens, for rows that ask for nothing else.
+        logits [n, V]; position int32 [n], of the tokens that are sampled. What a row samples last is recorded
+        as its last token."""
         rows = SamplingRows.upload(plan, self._staging)
         record = (self._last_token, rows.slots)
-        return self._ops.sample(logits, rows.temperature, rows.seed, rows.position, rows.suppressed, record)
+        return self._ops.sample(logits, rows.temperature, rows.seed, position, rows.suppressed, record)
 
     def sample_stateful(self, logits: Tensor, tokens: Tensor, plan: StepPlan) -> Sampled:
         """Sample the stateful rows anew, into `tokens` (int32 [s], from `sample` or a graph), and report what

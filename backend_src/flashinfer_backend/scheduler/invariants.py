@@ -67,7 +67,9 @@ class InvariantChecker:
             int(plan.lengths[given].sum()) == len(plan.tokens),
             "a plan's given rows and tokens differ in number",
         )
-        _require(bool((np.diff(given.astype(np.int8)) >= 0).all()), "a decode row comes behind a prompt's")
+        kinds = {Feeds.LAST: 0, Feeds.GIVEN: 1, Feeds.LAST_AND_DRAFTS: 2}
+        order = [kinds[Feeds(kind)] for kind in plan.feeds]
+        _require(order == sorted(order), f"a plan's rows are in the order {order}")
         _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
         _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")
         _require(bool((np.diff(plan.lengths > 1) >= 0).all()), "a longer row comes before one of length 1")
@@ -87,10 +89,16 @@ class InvariantChecker:
             assert request is not None
             start, end = int(plan.starts[row]), int(ends[row])
             self._check_row(request, start, end)
-            decodes, length = not given[row], end - start
+            decodes, length, feeds = not given[row], end - start, plan.feeds[row]
             known = int(table.known[slot])
             if decodes:
-                _require(length == 1, f"request {request.handle}: a decode row has {length} tokens")
+                most = 1 + scheduler.drafts if feeds == Feeds.LAST_AND_DRAFTS else 1
+                _require(
+                    length <= most and (length > 1 or feeds == Feeds.LAST),
+                    f"request {request.handle}: a decode row has {length} tokens",
+                )
+                last = len(request.prompt) + request.max_new - 1
+                _require(end <= last, f"request {request.handle}: a row ends at {end}, the last is {last}")
                 _require(start >= known - 1, f"request {request.handle}: a token that is known is decoded")
             else:
                 tokens = plan.tokens[ends_of_tokens[row] - length : ends_of_tokens[row]]
@@ -98,7 +106,7 @@ class InvariantChecker:
                 _require(
                     same and end <= known, f"request {request.handle}: a row has other tokens than its own"
                 )
-            samples = bool(plan.wants[row] & Wants.NEXT)
+            samples = bool(plan.wants[row] & (Wants.NEXT_OF_EACH if length > 1 and decodes else Wants.NEXT))
             _require(
                 samples == (decodes or end == known),
                 f"request {request.handle}: a row that ends at {end} of {known} known tokens "
@@ -266,14 +274,17 @@ class InvariantChecker:
             known, computed = int(table.known[slot]), int(table.computed[slot])
             planned, read = int(table.planned_outputs[slot]), known - prompt
             needed = -(-max(request.num_tokens, computed) // size)
-            _require(table.num_blocks[slot] == needed, f"{name}: {table.num_blocks[slot]} of {needed} blocks")
+            # Those that rejected drafts would have needed are kept.
+            most = -(-(max(request.num_tokens, computed) + 2 * scheduler.drafts) // size)
+            columns = int(table.num_blocks[slot])
+            _require(needed <= columns <= most, f"{name}: {columns} of {needed} blocks")
             for pool, held in zip(scheduler.kv_manager.pools, request.held, strict=True):
-                right = needed if pool.tail is None else -(-computed // size)
+                right = columns if pool.tail is None else -(-computed // size)
                 blocks = len(held.blocks)
                 _require(blocks == right, f"{name} has {blocks} blocks for {computed} tokens, not {right}")
                 self._check_window(request, pool, held, computed, known)
             total = -(-(prompt + max_new) // size)
-            promised = max(0, total - needed) if reserves and scheduler.kv_manager.full else 0
+            promised = max(0, total - columns) if reserves and scheduler.kv_manager.full else 0
             _require(request.reserved_blocks == promised, f"{name} has a reservation that is not its own")
             _require(
                 request.registered_blocks <= computed // size,
@@ -286,7 +297,7 @@ class InvariantChecker:
                 continue
             _require(computed == prompt + planned - 1, f"{name}: {computed} tokens for output {planned}")
             _require(
-                0 <= planned - read <= in_flight,
+                0 <= planned - read <= in_flight * (1 + scheduler.drafts),
                 f"{name}: {planned} outputs are planned and {read} read, with {in_flight} steps in flight",
             )
             if planned < max_new:

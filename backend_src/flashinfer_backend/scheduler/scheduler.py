@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses what each step computes: decodes, and prompt chunks in order of admission.
 
-The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one
-token. A sequence that turns out to have ended leaves through `release`, and the rows that were
-planned for it meanwhile are recognised as stale by their epoch.
+The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one token, or with
+drafts all that it can, until `correct` is told otherwise. A sequence that turns out to have ended leaves
+through `release`, and the rows that were planned for it meanwhile are recognised as stale by their epoch.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Scheduler:
         end_ids: tuple[int, ...] = (),
         numbers: tuned.Scheduling | None = None,
         logits_tokens: int | None = None,
+        drafts: int = 0,
     ) -> None:
         """numbers: what was measured on the device; by default, those for devices that nobody has.
         logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
-        as many as of any other."""
+        as many as of any other. drafts: how many tokens a decode row checks at most besides its own."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
@@ -68,6 +69,12 @@ class Scheduler:
         self.prompt_tokens_reused = 0
         self.blocks_reused = 0  # by every sequence, each time it came to a slot
         self._logits_tokens = logits_tokens if config.enable_chunked_context else None
+        self.drafts = drafts
+        if drafts and (kv_manager.full is None or kv_manager.windows):
+            raise ValueError("drafts need a cache of one group that keeps all tokens")
+        self._row_tokens = np.ones(config.max_num_seqs, np.int32)  # by slot, of its next decode row
+        # Blocks that a decode row can need.
+        self._blocks_per_decode = -(-(1 + drafts) // config.tokens_per_block)
         # Blocks that were registered since the last plan was begun.
         self._named: list[tuple[BlockPool, int]] = []
         # Of the last plan: they may have left blocks behind their windows.
@@ -123,7 +130,7 @@ class Scheduler:
         updates: list[Update] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
-        chunks = self._plan_prompts(limit - len(self.decoding), updates)
+        chunks = self._plan_prompts(limit - self._size_decodes(limit), updates)
         pause = self._budget.pauses(sum(chunk.length for chunk in chunks))
         opened = self._grow_decodes(NONE if pause else self.decoding, in_flight, updates)
         if opened is None:
@@ -143,27 +150,50 @@ class Scheduler:
             opened = np.concatenate([opened, np.array(updates, np.int32)])
         return self._assemble(decoding, chunks, opened)
 
+    def _size_decodes(self, limit: int) -> int:
+        """Choose how many tokens each decode row feeds in a step of `limit` tokens; their sum.
+
+        Rows with a state get no drafts, because the state advances by one token a step, nor do rows before
+        their min_tokens. No row is planned beyond max_new: a sequence that can have reached it waits until
+        its steps are read."""
+        slots, table = self.decoding, self.table
+        if not self.drafts or not len(slots):
+            return len(slots)
+        planned = table.planned_outputs[slots]
+        drafts = np.minimum(self.drafts, table.max_new[slots] - planned - 1)
+        drafts[table.stateful[slots] | (planned < table.min_tokens[slots])] = 0
+        room = limit - len(slots)
+        if self.prefilling or self.queue:  # prompts get half of it, or all where they cannot be cut
+            room = room // 2 if self.config.enable_chunked_context else 0
+        drafts[np.cumsum(drafts) > room] = 0
+        self._row_tokens[slots] = 1 + drafts
+        return len(slots) + int(drafts.sum())
+
     def _grow_decodes(
         self, decoding: np.ndarray, in_flight: bool, updates: list[Update]
     ) -> np.ndarray | None:
-        """Give every decode the blocks that its next token needs: int32 [n, 4] of StepPlan.block_updates, and
+        """Give every decode the blocks that its next tokens need: int32 [n, 4] of StepPlan.block_updates, and
         those of windows in `updates`. None if results must be read first."""
         table, manager, size = self.table, self.kv_manager, self.config.tokens_per_block
         while True:
             slots = decoding.astype(np.intp)
-            rows = (table.computed[slots] >= table.num_blocks[slots] * size).nonzero()[0]
+            missing = table.computed[slots] + self._row_tokens[slots] - table.num_blocks[slots] * size
+            rows = (missing > 0).nonzero()[0]
             if not len(rows):
                 return NO_UPDATES
-            blocks = [] if manager.full is None else manager.full.allocate(len(rows))
+            counts = -(-missing[rows] // size)
+            blocks = [] if manager.full is None else manager.full.allocate(int(counts.sum()))
             if blocks is not None:
                 break
             if in_flight:
                 return None
             self._preempt_newest()
             decoding = self.decoding
-        needy = slots[rows]
+        needy = np.repeat(slots[rows], counts)
         columns = table.num_blocks[needy]
-        table.num_blocks[needy] += 1
+        if len(needy) > len(rows):
+            columns += np.arange(len(needy)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table.num_blocks[slots[rows]] += counts
         for slot, block in zip(needy.tolist(), blocks, strict=False):
             request = table.requests[slot]
             assert request is not None
@@ -239,7 +269,7 @@ class Scheduler:
             reserve = max(0, total - found - needed)
             headroom = reserve + self.reserved_blocks
         else:
-            headroom = len(self.running)  # each may ask for a block soon
+            headroom = len(self.running) * self._blocks_per_decode  # each may ask for as many soon
         short = full is not None and needed + headroom > full.available - unheld
         if short or not self.kv_manager.can_promise(request, found, whole=not chunked):
             if unheld or self.kv_manager.windows:
@@ -324,6 +354,11 @@ class Scheduler:
 
     def _assemble(self, decoding: np.ndarray, chunks: list[Chunk], updates: np.ndarray) -> StepPlan:
         table = self.table
+        if self.drafts:
+            drafted = decoding[self._row_tokens[decoding] > 1]
+            decoding = decoding[self._row_tokens[decoding] == 1]
+        else:
+            drafted = NONE
         rows = decoding.astype(np.intp)  # numpy indexes by these in a third of the time
         starts = table.computed[rows]
         table.computed[rows] = starts + 1
@@ -351,13 +386,26 @@ class Scheduler:
             rows = sampling.astype(np.intp)
             for chunk in chunks:
                 self._computed_prompt(chunk.request, chunk.start + chunk.length)
+        samples = 1
+        if len(drafted):
+            drafts = self._row_tokens[drafted]
+            slots = np.concatenate([slots, drafted])
+            starts = np.concatenate([starts, table.computed[drafted]])
+            lengths = np.concatenate([lengths, drafts])
+            feeds = np.concatenate([feeds, np.full(len(drafted), Feeds.LAST_AND_DRAFTS, np.int8)])
+            wants = np.concatenate([wants, np.full(len(drafted), Wants.NEXT_OF_EACH, np.int8)])
+            table.computed[drafted] += drafts
+            samples = np.concatenate([np.ones(len(sampling), np.int32), drafts])
+            sampling = np.concatenate([sampling, drafted])
+            rows = sampling.astype(np.intp)
         outputs = table.planned_outputs[rows]
         suppressed = np.where(outputs < table.min_tokens[rows], table.end_id[rows], np.int32(-1))
-        outputs += 1
+        outputs += samples
         table.planned_outputs[rows] = outputs
         # Sequences whose last token this step makes stay in their slots until it is read.
         going_on = sampling[outputs < table.max_new[rows]]
-        self.decoding = going_on if len(decoding) else np.concatenate([self.decoding, going_on])
+        streams = len(decoding) + len(drafted)
+        self.decoding = going_on if streams else np.concatenate([self.decoding, going_on])
         new, self._new = self._new, []
         freed, self._freed = self._freed, []
         return StepPlan(
@@ -377,6 +425,18 @@ class Scheduler:
             freed=freed,
         )
 
+    def correct(self, plan: StepPlan, kept: np.ndarray) -> None:
+        """Book what a step with drafts came to, before a sequence of it is released. kept: int32 [sampling
+        rows], tokens of each; 0 of those whose slot has another owner."""
+        table = self.table
+        short = plan.samples - kept
+        rows = ((kept > 0) & (short > 0)).nonzero()[0]
+        slots, short = plan.sample_slots[rows], short[rows]
+        waiting = table.planned_outputs[slots] == table.max_new[slots]
+        table.planned_outputs[slots] -= short
+        table.computed[slots] -= short
+        self.decoding = np.concatenate([self.decoding, slots[waiting]])
+
     def abandon(self, plan: StepPlan, failed: list[int]) -> list[Request]:
         """Undo a step that could not be launched, when all earlier ones have been read. Forgets the blocks
         that it should have written, releases the requests in slots `failed` and returns them; the others'
@@ -385,11 +445,12 @@ class Scheduler:
         for pool, block in self._named:
             pool.forget(block)
         size = self.config.tokens_per_block
-        for slot, start in zip(plan.slots.tolist(), plan.starts.tolist(), strict=True):
+        for slot, length in zip(plan.slots.tolist(), plan.lengths.tolist(), strict=True):
             request = self.table.requests[slot]
             if request is None:
                 continue
-            self.table.computed[slot] = start
+            self.table.computed[slot] -= length
+            start = int(self.table.computed[slot])
             request.registered_blocks = min(request.registered_blocks, start // size)
         culprits = [request for slot in failed if (request := self.table.requests[slot]) is not None]
         for request in culprits:

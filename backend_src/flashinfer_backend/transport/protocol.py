@@ -5,9 +5,11 @@ The engine binds one ZeroMQ ROUTER socket at `<run dir>/engine.sock`; each stub 
 DEALER. Stub to engine: one frame, a msgpack-encoded `ToEngine` message. Engine to stub: a
 one-byte kind, then its payload:
 
-    TOKENS   int32 [n, 3] little endian (local id, token id, finish code), optionally
-             followed by one more frame, a msgpack list of `RowReport`, and a frame for
-             each of these that has context logits
+    TOKENS   int32 [n, 3] little endian (local id, token id, finish code); the tokens of a
+             sequence follow each other, and the last one alone has a finish code.
+             Optionally followed by one more frame, a msgpack list of `RowReport` (one at
+             most of a sequence, which belongs to its last token of this frame), and a
+             frame for each of these that has context logits
     FAILURE  msgpack `Failure`
     STATUS   msgpack `Status`
 
@@ -186,7 +188,7 @@ _FOLLOWS = memoryview(b"")  # in the place of context logits, which have their o
 
 
 def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) -> bytes:
-    """Token frame of n rows from three integer arrays [n]."""
+    """Token frame of n tokens from three integer arrays [n]."""
     frame = np.empty((len(local_ids), 3), dtype="<i4")
     frame[:, 0] = local_ids
     frame[:, 1] = tokens

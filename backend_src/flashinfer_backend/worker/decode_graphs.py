@@ -18,7 +18,7 @@ from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.worker.capture import GraphCapture
 from flashinfer_backend.worker.device_state import DeviceState
 
-COLUMNS = 7  # int32 words per row of a graph's input, beside attention's
+COLUMNS = 6  # int32 words per row of a graph's input, beside attention's
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -45,8 +45,8 @@ class DecodeGraphs:
         self._state = state
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
-        # Inert rows: dummy slot, position 0, no new block, temperature 0, nothing suppressed.
-        self._padding = np.array([[state.dummy_slot], [0], [-1], [0], [-1]], np.int32)
+        # Inert rows: dummy slot, no new block, temperature 0, nothing suppressed.
+        self._padding = np.array([[state.dummy_slot], [-1], [0], [-1]], np.int32)
         self._opened = np.full(state.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model = state.model
@@ -84,9 +84,8 @@ class DecodeGraphs:
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
         columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
-        slots, positions, blocks, temperature, suppressed = columns
+        slots, blocks, temperature, suppressed = columns
         slots[:rows] = plan.slots
-        positions[:rows] = plan.starts
         updates, opened = plan.block_updates, self._opened
         opened[updates[:, 1]] = updates[:, 3]
         blocks[:rows] = opened[plan.slots]
@@ -94,9 +93,11 @@ class DecodeGraphs:
         temperature[:rows] = plan.temperature.view(np.int32)
         suppressed[:rows] = plan.suppressed
         columns[:, rows:] = self._padding
+        kv_lens = self._ones[:size].copy()
+        kv_lens[:rows] += plan.starts
         batch = AttentionBatch(
             q_lens=self._ones[:size],
-            kv_lens=positions + 1,
+            kv_lens=kv_lens,
             slots=slots,
             block_table=self._state.block_table,
         )
@@ -130,9 +131,9 @@ class DecodeGraphs:
         and device state."""
         state = self._state
         seed = data[: 2 * size].view(torch.int64)
-        slots, positions, blocks, temperature, suppressed = data[2 * size :].split(size)
-        input_ids, cache_locations = state.ops.decode_inputs(
-            slots, positions, blocks, state.last_token, state.block_table, state.block_size
+        slots, blocks, temperature, suppressed = data[2 * size :].split(size)
+        input_ids, positions, cache_locations = state.ops.step_inputs(
+            slots, state.last_token, state.lengths, state.block_table, state.block_size, blocks
         )
         hidden = state.model(input_ids, positions, cache_locations, state.kv_cache.layers, attention)
         logits = state.model.logits(hidden, self._logits[:size])

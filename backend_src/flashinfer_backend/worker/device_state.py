@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the steps of one rank share on its device.
 
-State is indexed by slot: block table and last token. One more row than there are slots serves as the dummy
-that padded rows of a CUDA graph use; its only block is block 0.
+State is indexed by slot: block table, length, last token and drafts. There is one row more than slots: the
+dummy that padding uses, whose only block is block 0 and whose length is 0.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
 
 
 class DeviceState:
-    """Model, KV cache, attention, block table int32 [slots + 1, blocks] and last tokens int32 [slots + 1].
+    """Model, KV cache, attention, and of each slot: block table int32 [slots + 1, blocks], length (tokens in
+    the cache) and last token, int32 [slots + 1], and guesses at what follows it, int32 [slots + 1, drafts].
 
     Steps are enqueued on one stream, so what one of them writes the next one reads.
     """
 
-    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Transformer,
+        ops: ModuleType,
+        kv_cache: KVCache,
+        drafts: int = 0,
+    ) -> None:
         self.model, self.ops, self.device = model, ops, model.device
         self.kv_cache = kv_cache
         self.block_size = kv_cache.format.block_size
@@ -33,7 +42,9 @@ class DeviceState:
         self.dummy_slot = config.max_num_seqs
         rows = config.max_num_seqs + 1
         self.block_table = torch.zeros((rows, self.max_blocks), dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
         self.attention = self._make_attention(config)
 
@@ -66,8 +77,54 @@ class DeviceState:
             ).view(2, -1)
             self.block_table.view(-1)[where] = blocks
 
-    def cache_locations(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Places in the cache (block * block size + offset), int32 [T], of tokens given by slot and
-        position."""
-        blocks = self.block_table[slots, positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
+    def feed(
+        self, plan: StepPlan, size: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What the plan's tokens feed the model: input_ids, positions and cache_locations (ops.step_inputs),
+        int32 [size], of which those behind the plan's tokens are padding. And the plan's sampled_tokens.
+
+        Moves lengths on, for rows with drafts as if all were accepted.
+        """
+        count, given = plan.num_tokens, slice(plan.num_last, plan.num_last + len(plan.tokens))
+        starts = np.where(plan.feeds == Feeds.GIVEN, plan.starts, 0) - (
+            np.cumsum(plan.lengths) - plan.lengths
+        )
+        data = np.zeros((3, size), np.int32)
+        data[0, :count], data[0, count:] = np.repeat(plan.slots, plan.lengths), self.dummy_slot
+        data[1, :count] = np.arange(count) + np.repeat(starts, plan.lengths)
+        data[2, given] = plan.tokens
+        uploaded = self.staging.upload([data.reshape(-1), plan.sampled_tokens])
+        slots, positions, tokens = uploaded[: 3 * size].view(3, size)
+        if given.stop < count:  # rows with drafts, whose places count from their last token on
+            own, place = slots[given.stop : count], positions[given.stop : count]
+            known = torch.cat([self.last_token.unsqueeze(1), self.drafts], dim=1)
+            tokens[given.stop : count] = known[own, place]
+            positions[given.stop : count] = place + self.lengths[own]
+        inputs = self.ops.step_inputs(
+            slots,
+            self.last_token,
+            self.lengths,
+            self.block_table,
+            self.block_size,
+            given=(tokens, positions, plan.num_last),
+        )
+        return inputs, uploaded[3 * size :]
+
+    def accept(self, plan: StepPlan, tokens: torch.Tensor) -> torch.Tensor:
+        """Check the drafts of a step that has been sampled: int32 [d], how many tokens each row with drafts
+        comes to. tokens: int32 [n], what was sampled behind each of the plan's sampled_tokens.
+
+        A draft is accepted where it is what was sampled in its place, and so are all before it: then the
+        tokens behind are those that steps without drafts would have given.
+        """
+        rows = plan.drafted_rows
+        slots, lengths = self.staging.upload([plan.slots[rows], plan.lengths[rows]]).view(2, -1)
+        columns = torch.arange(self.drafts.shape[1] + 1, dtype=torch.int32, device=self.device)
+        inside = columns < lengths.unsqueeze(1)
+        sampled = torch.full(inside.shape, -1, dtype=torch.int32, device=self.device)
+        sampled[inside] = tokens[len(tokens) - int(plan.lengths[rows].sum()) :]
+        agrees = (self.drafts[slots] == sampled[:, :-1]) & inside[:, 1:]
+        counts = agrees.int().cumprod(1).sum(1, dtype=torch.int32) + 1
+        self.lengths[slots] += counts - lengths
+        self.last_token[slots] = sampled.gather(1, counts.long().unsqueeze(1) - 1).squeeze(1)
+        return counts

@@ -136,7 +136,7 @@ def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
 def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> None:
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
-    from flashinfer_backend.ops.triton_inputs import decode_inputs
+    from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import sample
 
@@ -158,7 +158,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.norm_eps, heads, kv_heads)
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
-    decode_inputs(words(4), words(4), words(4), last_token, table, block)
+    step_inputs(words(4), last_token, last_token, table, block, new_blocks=words(4))
+    step_inputs(words(4), last_token, last_token, table, block, given=(words(4), words(4), 1))
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, words(4))
     sample(empty(4, model.vocab_size), heat, seed, words(4), words(4), record)
     sample(empty(4, model.vocab_size, of=torch.float32), heat, seed, words(4), None, record)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
@@ -39,6 +40,16 @@ def _nothing() -> None:
     pass
 
 
+class Proposer(Protocol):
+    """Guesses what follows. `count`: tokens of a guess, 1 or more."""
+
+    count: int
+
+    def propose(self, slots: torch.Tensor, lengths: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+        """Drafts int32 [s, count] for the sequences in `slots`, which have `lengths` tokens in the cache and
+        their last token behind these; int32 [s] each."""
+
+
 @dataclass
 class Launched:
     """A step on its way; Runner.read gives its output when `download` has arrived."""
@@ -52,10 +63,12 @@ class Launched:
 
 
 class _Computed(NamedTuple):
-    """logits [s or more, V] (rank 0's), tokens int32 [s], and Launched's context_logits and failed."""
+    """logits [n or more, V] (rank 0's), tokens int32 [n], how many of them each row with drafts keeps int32
+    [d], and Launched's context_logits and failed."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
+    accepted: torch.Tensor | None
     context: list[tuple[int, np.ndarray]]
     failed: list[tuple[int, str]]
 
@@ -67,10 +80,25 @@ class Runner:
     tokens, so that nothing which a rank computes otherwise than another can part them.
     """
 
-    def __init__(self, config: EngineConfig, model: Transformer, ops: ModuleType, kv_cache: KVCache) -> None:
-        self.state = DeviceState(config, model, ops, kv_cache)
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Transformer,
+        ops: ModuleType,
+        kv_cache: KVCache,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """proposer: of drafts. Raises ValueError where these cannot be checked."""
+        drafts = proposer.count if proposer is not None else 0
+        self.state = DeviceState(config, model, ops, kv_cache, drafts)
         self.device = self.state.device
-        self._readback = ReadbackRing(2 * config.max_num_seqs, self.device)  # tokens, log probabilities
+        self._proposer = proposer
+        if drafts and not isinstance(self.state.attention, TorchPagedAttention):
+            raise ValueError(
+                "other attention than plain torch takes lengths from the host: use attention_backend torch"
+            )
+        # Tokens, log probabilities; with drafts, up to so many more tokens, and how many are accepted.
+        self._readback = ReadbackRing((2 + 2 * drafts) * config.max_num_seqs, self.device)
         vocab, state = model.spec.vocab_size, self.state
         self.sampler = Sampler(ops, vocab, config, self.device, state.staging, state.last_token)
         self.graphs: DecodeGraphs | None = None
@@ -123,7 +151,12 @@ class Runner:
             sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
-        return Launched(plan, self._readback.download(sampled.readback), sampled, computed.context, failed)
+        readback = sampled.readback
+        if computed.accepted is not None:
+            readback = torch.cat([computed.accepted, readback])
+        if self._proposer is not None and len(plan.sampling_rows):
+            self._propose(self._proposer, plan)
+        return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -139,26 +172,29 @@ class Runner:
         """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
+        accepted: torch.Tensor | None = None
         if (
             self.graphs is not None
-            and plan.num_decodes == plan.num_rows
+            and plan.num_last == plan.num_rows
             and plan.num_rows <= self.graphs.largest
         ):
             tokens, logits = self.graphs.replay(plan)  # rows of padding behind the logits
             started()  # the device begins when all of the graph is there
         else:
-            hidden, sampling = self._forward(plan, started, between_layers)
+            hidden, sampling, positions = self._forward(plan, started, between_layers)
             if len(plan.logits_rows):
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
-            tokens = self._sample(logits, plan)
-        return _Computed(logits, tokens, context, failed)
+            tokens = self._sample(logits, positions, plan)
+            if len(plan.drafted_rows):
+                accepted = self.state.accept(plan, tokens)
+        return _Computed(logits, tokens, accepted, context, failed)
 
-    def _sample(self, logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """Tokens int32 [s], on every rank, for rows that ask for nothing but a temperature."""
+    def _sample(self, logits: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Tokens int32 [n], on every rank, for rows that ask for nothing but a temperature."""
         collectives = self.state.model.collectives
         if collectives.shard.rank == 0:
-            return collectives.broadcast(self.sampler.sample(logits, plan))
+            return collectives.broadcast(self.sampler.sample(logits, positions, plan))
         tokens = torch.empty(len(plan.sample_slots), dtype=torch.int32, device=self.device)
         collectives.broadcast(tokens)
         self._record(tokens, plan)
@@ -173,8 +209,19 @@ class Runner:
         """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
         return self.read(self.launch(plan))
 
+    def _propose(self, proposer: Proposer, plan: StepPlan) -> None:
+        """Drafts for the next rows of the sequences that this step has sampled for."""
+        state = self.state
+        slots = state.staging.upload([plan.sample_slots])
+        state.drafts[slots] = proposer.propose(slots, state.lengths[slots], state.last_token[slots])
+
     def rehearse(self, plan: StepPlan) -> None:
-        """Run a step of start-up, which every rank plans by itself."""
+        """Run a step of start-up, which every rank plans by itself, as if its sequences had come to its
+        starts."""
+        state = self.state
+        slots, starts = state.staging.upload([plan.slots, plan.starts]).view(2, -1)
+        with torch.inference_mode():
+            state.lengths[slots] = starts
         if self.state.model.collectives.shard.rank:
             self.follow(plan)
         else:
@@ -185,38 +232,36 @@ class Runner:
         values = launched.download.wait()
         if self.others is not None:
             self.others.step_read()
-        return self.sampler.read(launched.sampled, len(launched.plan.sample_slots), values)
+        plan = launched.plan
+        drafted = len(plan.drafted_rows)
+        accepted, values = values[:drafted], values[drafted:]
+        output = self.sampler.read(launched.sampled, len(plan.sampled_tokens), values)
+        if drafted:
+            counts = np.concatenate([np.ones(len(plan.samples) - drafted, np.int32), accepted])
+            each = np.arange(len(output.tokens)) - np.repeat(
+                np.cumsum(plan.samples) - plan.samples, plan.samples
+            )
+            output.tokens, output.counts = output.tokens[each < np.repeat(counts, plan.samples)], counts
+        return output
 
     def _forward(
         self, plan: StepPlan, started: Callback, between_layers: Callback
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The residual stream behind the last layer: of the sampling rows' last tokens; or, where context
-        logits are wanted, of all tokens, and which of these are the sampling rows'."""
-        state, ends = self.state, np.cumsum(plan.lengths)
-        offsets = np.repeat(plan.starts - (ends - plan.lengths), plan.lengths)
-        positions = (np.arange(plan.num_tokens) + offsets).astype(np.int32)
-        graphs = self.mixed_graphs
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The residual stream behind the last layer: of the tokens behind which one is sampled; or, where
+        context logits are wanted, of all tokens, and which of these those are. And positions int32 [n] of
+        what is sampled."""
+        state, graphs = self.state, self.mixed_graphs
         size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
-        padding = np.zeros(size - plan.num_tokens, np.int32)
         state.update_block_table(plan)
-        parts = [
-            (ends - 1)[plan.sampling_rows].astype(np.int32),
-            np.concatenate([np.repeat(plan.slots, plan.lengths), padding + state.dummy_slot]),
-            np.concatenate([positions, padding]),
-            np.concatenate([np.zeros(plan.num_decodes, np.int32), plan.tokens, padding]),
-        ]
-        data = state.staging.upload(parts).split([len(part) for part in parts])
-        last_rows, token_slots, token_positions, input_ids = data
-        if plan.num_decodes:
-            input_ids[: plan.num_decodes] = state.last_token[token_slots[: plan.num_decodes]]
+        inputs, sampling = state.feed(plan, size)
+        positions = inputs[1][sampling] + 1
+        kv_lens = plan.starts + plan.lengths
+        if self._proposer is not None:  # those are upper bounds
+            kv_lens = inputs[1].cpu().numpy()[np.cumsum(plan.lengths) - 1] + 1
         batch = AttentionBatch(
-            q_lens=plan.lengths,
-            kv_lens=plan.starts + plan.lengths,
-            slots=plan.slots,
-            block_table=state.block_table,
+            q_lens=plan.lengths, kv_lens=kv_lens, slots=plan.slots, block_table=state.block_table
         )
-        inputs = (input_ids, token_positions, state.cache_locations(token_slots, token_positions))
-        rows = None if len(plan.logits_rows) else last_rows  # of which the last layer's output is wanted
+        rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None else None
         if graphs is not None and full is not None:
             hidden = graphs.run_full(*inputs, full, rows)
@@ -229,7 +274,7 @@ class Runner:
             else:
                 caches = state.kv_cache.layers
                 hidden = state.model(*inputs, caches, state.attention, rows, between_layers)
-        return hidden, None if rows is not None else last_rows
+        return hidden, None if rows is not None else sampling, positions
 
     def _keep_context(
         self,

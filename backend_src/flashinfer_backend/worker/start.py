@@ -26,7 +26,7 @@ from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.decode_graphs import default_sizes
-from flashinfer_backend.worker.runner import Runner
+from flashinfer_backend.worker.runner import Proposer, Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cach
 
 
 def start_runner(
-    config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = ""
+    config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "", proposer: Proposer | None = None
 ) -> tuple[EngineConfig, Runner]:
     """Load the model and allocate everything; the config with every automatic value filled in.
 
@@ -89,7 +89,7 @@ def start_runner(
         config = msgspec.structs.replace(
             config, max_seq_len=tokens, max_input_len=min(config.max_input_len, tokens - 1)
         )
-    runner = Runner(config, model, ops, KVCache.allocate(cache_format, num_blocks, device))
+    runner = Runner(config, model, ops, KVCache.allocate(cache_format, num_blocks, device), proposer)
     _warm_up(config, runner)
     log.info(
         "KV cache of %d blocks of %d tokens; ready after %.1f s",

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts, right and wrong ones, change when tokens come, and not which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.transport import protocol
+
+PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
+
+
+def parameters() -> list[SamplingParams]:
+    """Greedy and sampled ones; every third has a state, and so no drafts."""
+    params = [
+        SamplingParams(max_tokens=25 + 5 * i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
+        for i in range(len(PROMPTS))
+    ]
+    params[2].frequency_penalty = params[5].repetition_penalty = 1.3
+    params[8].log_probs = True
+    params[3].max_tokens, params[4].max_tokens = 1, 2
+    return params
+
+
+class Replay:
+    """Drafts from answers that are known, each token of them spoilt with a probability."""
+
+    def __init__(self, count: int, spoilt: float) -> None:
+        self.count, self.spoilt = count, spoilt
+        self.sequences: list[list[int]] = []
+        self._random = torch.Generator().manual_seed(count)
+
+    def propose(self, slots: torch.Tensor, lengths: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+        drafts = torch.zeros(len(slots), self.count, dtype=torch.int32)
+        for row, (length, last) in enumerate(zip(lengths.tolist(), last_tokens.tolist(), strict=True)):
+            known = [s for s in self.sequences if len(s) > length and s[length] == last]
+            follows = known[0][length + 1 : length + 1 + self.count] if known else []
+            drafts[row, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
+        wrong = torch.rand(drafts.shape, generator=self._random) < self.spoilt
+        return torch.where(wrong, (drafts + 1) % 250, drafts)
+
+
+def answers(tmp_path: Path, params: list[SamplingParams], **settings: Any) -> tuple[list[Any], Any, Any]:
+    core = start_core(Path("bundled"), check_invariants=True, tokens_per_block=16, **settings)
+    with serve(core, tmp_path) as client:
+        ids = [client.submit(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+        client.wait(ids)
+        client.wait_idle()
+        # Their prefixes are in the cache: what is found there was computed of accepted tokens alone.
+        again = [client.submit(PROMPTS[i] + client.tokens[ids[i]][:20], params[i]) for i in (0, 6)]
+        client.wait(again)
+        assert not client.failure, client.failure
+        ids += again
+        found = [(client.tokens[i], client.code[i]) for i in ids]
+        log_probs = [report.log_prob for report in client.reports[ids[8]] if report.log_prob is not None]
+        assert len(log_probs) == len(client.tokens[ids[8]])
+        # An end id is counted nowhere.
+        assert client.loop.generated_tokens == sum(len(tokens) for tokens, _ in found)
+        return found, core, client.loop
+
+
+@pytest.mark.parametrize(("count", "spoilt"), [(1, 0.0), (3, 0.3), (4, 1.0)])
+@pytest.mark.parametrize("blocks", [0, 320])
+def test_tokens_are_those_of_steps_without_drafts(count: int, spoilt: float, blocks: int, tmp_path: Path):
+    settings: dict[str, Any] = {"max_tokens_in_paged_kv_cache": blocks}
+    expected, core, loop = answers(tmp_path / "without", parameters(), **settings)
+    assert not blocks or core.scheduler.preemptions
+    proposer = Replay(count, spoilt)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, _, drafted = answers(tmp_path / "with", parameters(), proposer=proposer, **settings)
+    assert found == expected
+    # Wrong drafts cost no steps, right ones save some.
+    assert drafted.iteration < loop.iteration * (0.9 if spoilt < 1 else 1.1)
+
+
+def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
+    """With an end id or stop words that lie within what a step accepts."""
+    params = [SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
+    plain, _, _ = answers(tmp_path / "plain", _logged(params))
+    for i, (each, (tokens, _)) in enumerate(zip(params, plain, strict=False)):
+        at = 10 + i
+        if i % 3 == 0:
+            each.end_id = tokens[at]
+        else:
+            each.stop_sequences = [tokens[at - i % 3 : at + 1]]
+        each.min_tokens = 4 if i == 9 else 0
+    expected, _, _ = answers(tmp_path / "without", _logged(params))
+    codes = {code for _, code in expected}
+    assert {protocol.FINISHED_END_ID, protocol.FINISHED_STOP_WORDS} <= codes
+    proposer = Replay(4, 0.1)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, plain, strict=False)]
+    found, _, _ = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    assert found == expected
+
+
+def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
+    params[8].log_probs = True
+    return params
+
+
+def test_drafts_are_refused_where_they_cannot_be_checked():
+    with pytest.raises(ValueError, match="tensor_parallel_size should be 1"):
+        start_core(Path("bundled"), proposer=Replay(2, 0.0), tensor_parallel_size=2)
