@@ -241,7 +241,8 @@ def _first_interrupt() -> Iterator[threading.Event]:
 
 
 def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
-    """Raises OSError or ValueError for arguments that contradict each other or name what is not there."""
+    """Asks the server for its tokenizer where none is given. Raises OSError or ValueError for arguments that
+    contradict each other or name what is not there, and ready.NotReadyError."""
     scenario: Scenario | None = None
     if args.scenario is not None:
         if fixed := sorted(given & OF_SCENARIO):
@@ -300,6 +301,10 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         think_seconds=think, api_key=key, priority_per_output_token=priority,
     )  # fmt: skip
     warm_up = warm_up if args.warm_up is None else args.warm_up
+    if args.tokenizer is None:
+        if args.ready_timeout:
+            ready.wait_ready(load, args.ready_timeout)
+        args.tokenizer = ready.tokenizer_folder(load)
     made = Bench(args, command, load_tokenizer(args.tokenizer), load, spec, lengths, points, warm_up)
     for count in {point.num_prompts for point in points} if not args.find_rate else {2}:
         made.prompts(count, args.seed)  # errors in them show before anything is sent
@@ -371,6 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         bench = plan(args, given_options(parser, argv), f"{parser.prog} {shlex.join(argv)}")
+    except ready.NotReadyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         parser.error(str(error))
     failed = 0

@@ -35,7 +35,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         allow_abbrev=False,
         prog=PROG,
-        usage=f"{PROG} --tokenizer FOLDER [options]",
+        usage=f"{PROG} [options]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,8 +76,9 @@ def _server(group: Any) -> None:
 
 def _prompts(group: Any) -> None:
     add = group.add_argument
-    add("--tokenizer", metavar="FOLDER", required=True,
-        help="folder with tokenizer.json; bundled: the small model's in the backend's package")  # fmt: skip
+    add("--tokenizer", metavar="FOLDER",
+        help="folder with tokenizer.json, or bundled, the backend's small model (default: the folder that the"
+        " server names)")  # fmt: skip
     add("--scenario", metavar="NAME|FILE",
         help="prompts, lengths, rates and sampling of a TOML file; NAME: one of"
         " perf_configs/scenarios/")  # fmt: skip

@@ -83,6 +83,36 @@ def listed_models(url: str, api_key: str | None = None) -> list[str]:
     return names
 
 
+def tokenizer_folder(load: Load) -> str:
+    """The tokenizer's folder as the server names it: `tokenizer_dir` of a Triton ensemble's preprocessing,
+    `root` of an OpenAI server's model, as vLLM lists it. Raises OSError, or ValueError without
+    one."""
+    told: Any = None
+    if load.backend == "triton-grpc":
+        import tritonclient.grpc as triton
+
+        try:
+            with triton.InferenceServerClient(load.target) as client:
+                config = client.get_model_config("preprocessing", client_timeout=LOOK_SECONDS).config
+                told = config.parameters["tokenizer_dir"].string_value
+        except triton.InferenceServerException:
+            pass  # no such model
+    else:
+        path = "/v1/models" if load.backend in OPENAI else "/v2/models/preprocessing/config"
+        try:
+            answer: Any = json.loads(_get(load.url.rstrip("/") + path, load.api_key))
+            if load.backend in OPENAI:
+                models = {model["id"]: model.get("root") for model in answer["data"]}
+                told = models[load.model or next(iter(models))]
+            else:
+                told = answer["parameters"]["tokenizer_dir"]["string_value"]
+        except (urllib.error.HTTPError, KeyError, TypeError, AttributeError, StopIteration):
+            pass  # no such model, or another kind of server
+    if not told or not isinstance(told, str):
+        raise ValueError("the server does not name its tokenizer's folder: give it by --tokenizer FOLDER")
+    return told
+
+
 def server_version(load: Load) -> str:
     """Name and version as the server tells them, or "unknown"."""
     base = load.url.rstrip("/")

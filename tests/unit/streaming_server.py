@@ -26,6 +26,7 @@ class StreamingServer:
         self.chunk_seconds = chunk_seconds
         self.bodies: list[dict[str, Any]] = []
         self.models: list[str] = []  # what it lists, where there are any
+        self.tokenizer = ""  # the folder that it names, where it does
         self.in_flight = 0
         self.most_in_flight = 0
         self.loop = asyncio.new_event_loop()
@@ -55,7 +56,11 @@ class StreamingServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 if head.startswith("get"):
-                    data = [{"id": name} for name in self.models]
+                    data = [{"id": name, "root": self.tokenizer} for name in self.models]
+                    if "/preprocessing/config" in head and self.tokenizer:
+                        parameters = {"tokenizer_dir": {"string_value": self.tokenizer}}
+                        await self._answer(writer, 200, {"parameters": parameters})
+                        continue
                     await self._answer(writer, 200, {"version": "1.0"} | ({"data": data} if data else {}))
                     continue
                 length = int(re.findall(r"content-length: *(\d+)", head)[0])

@@ -130,6 +130,24 @@ def load_arguments(server, tokenizer_folder, *more):
     ]
 
 
+@pytest.mark.parametrize("backend", ["triton", "openai"])
+def test_the_server_names_the_tokenizer(server, tokenizer_folder, capsys, tmp_path, backend):
+    server.models = ["m"]
+    arguments = ["--backend", backend, "--url", server.url, "--num-prompts", "1", "--workers", "1"]
+    arguments += ["--ready-timeout", "0", "--warm-up", "0", "--output", str(tmp_path / "out.json")]
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "does not name its tokenizer's folder: give it by --tokenizer" in told
+    server.tokenizer = "/of/another/machine"
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert "/of/another/machine/tokenizer.json does not exist; --tokenizer must" in capsys.readouterr().err
+    server.tokenizer = str(tokenizer_folder)
+    assert bench.main(arguments) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["arguments"]["tokenizer"] == str(tokenizer_folder)
+
+
 def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_path):
     output = tmp_path / "out.json"
     assert bench.main(load_arguments(server, tokenizer_folder, "--output", str(output))) == 0
