@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,7 @@ class OpenAiServer:
         status, _, answer = self.call(path, body, key)
         error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["type"], answer
+        assert not re.search(r"\b(None|True|False|NoneType)\b", error["message"]), answer
         return status, error["message"], error["param"], error["code"]
 
     @contextlib.contextmanager

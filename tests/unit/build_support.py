@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def refused(build, tmp_path):
 
     def run(*arguments: object, **options: Any) -> str:
         status, out, err = build(*arguments, **options)
+        assert not re.search(r"\b(None|True|False|NoneType)\b", err)
         assert (status, out) == (2, "")
         assert not (tmp_path / "repo").exists()
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".repo")] == []

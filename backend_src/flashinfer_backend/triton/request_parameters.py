@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from flashinfer_backend.core.bounds import FIELDS, check
+from flashinfer_backend.core.values import shown
 
 REQUEST_TYPES = ("context_and_generation",)
 # Priorities are Triton's: 1 goes first, 0 stands for the default. The engine's default is 0.
@@ -34,7 +35,7 @@ def read_request_parameters(parameters: str, timeout_us: int) -> tuple[int, int]
     given: dict[str, Any] = json.loads(parameters)
     kind = given.get("request_type", REQUEST_TYPES[0])
     if kind not in REQUEST_TYPES:  # disaggregated serving
-        raise ValueError(f"request_type is {kind!r}; only {REQUEST_TYPES[0]} is supported")
+        raise ValueError(f"request_type is {shown(kind)}; only {REQUEST_TYPES[0]} is supported")
     if "timeout" in given:
         timeout_us = given["timeout"]
         if type(timeout_us) is not int or not 0 <= timeout_us <= MOST_TIMEOUT_US:
@@ -47,8 +48,8 @@ def _priority(given: dict[str, Any]) -> int:
     for name, value in found.items():
         if type(value) is not int or not 0 <= value <= LAST_PRIORITY:
             raise ValueError(
-                f"{name} is {value!r}; it should be an integer in 1..{LAST_PRIORITY}, of which 1 goes first,"
-                f" or 0 for the default, {DEFAULT_PRIORITY}"
+                f"{name} is {shown(value)}; it should be an integer in 1..{LAST_PRIORITY}, of which 1 is"
+                f" first, or 0 for the default, {DEFAULT_PRIORITY}"
             )
     if len(set(found.values())) > 1:
         both = " and ".join(f"{name} is {value}" for name, value in found.items())
@@ -59,6 +60,6 @@ def _priority(given: dict[str, Any]) -> int:
 
 def _bad_timeout(value: Any) -> str:
     return (
-        f"timeout is {value!r}; it should be the microseconds that the request may wait for its turn, an"
+        f"timeout is {shown(value)}; it should be the microseconds that the request may wait for its turn, an"
         " integer of at least 1, or 0 for as long as it takes"
     )
