@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
 from watching import MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402

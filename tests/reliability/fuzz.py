@@ -35,7 +35,7 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "server")]
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
 from openai_server import OpenAiServer, model_with_template, openai_running  # noqa: E402
 from running import Server, build_repository, running  # noqa: E402
