@@ -125,6 +125,10 @@ class Server:
             return bool(a.status == 200)
         return False
 
+    def connection(self) -> http.client.HTTPConnection:
+        """To the HTTP port."""
+        return http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=TIMEOUT_S)
+
     def raw(self, body: bytes, model: str = "ensemble", verb: str = "generate") -> tuple[int, Message, str]:
         """Status, headers and text of the answer to a POST."""
         request = urllib.request.Request(f"{self.url}/v2/models/{model}/{verb}", body)

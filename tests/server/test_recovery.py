@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import queue
 import random
@@ -280,6 +281,23 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
         for events in streams.join():
             assert "shutting down" in str(events[-1]), events[-1]
         assert server.launcher.wait(60) == 0
+        wait_gone(server)
+
+
+def test_nothing_is_waited_for_once_nothing_is_open(tmp_path: Path) -> None:
+    """tritonserver would wait for the client that has left, for ten minutes. For one that is still there it
+    does. The model is spread over two ranks, which end, too."""
+    repository = build_repository(tmp_path, "tensor_parallel_size=2")
+    with running(repository, tmp_path, options=["--drain-seconds", "600"]) as server:
+        with contextlib.closing(server.connection()) as left:
+            left.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(ENDLESS))
+            assert left.getresponse().read(10)
+        wait_for(lambda: not server.engine_status().requests_active, "the engine to drop it")
+        streams = start_streams(server, 1, max_tokens=200)
+        assert server.interrupt() == 0
+        (events,) = streams.join()
+        assert events[-1]["finish_reason"] == "length", events
+        assert "waiting for the end of the engine" in server.log
         wait_gone(server)
 
 

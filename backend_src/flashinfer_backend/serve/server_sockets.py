@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import socket
 import struct
+import termios
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,20 @@ def close_silent_clients(server_pid: int) -> int:
                 sock.shutdown(socket.SHUT_RDWR)
                 closed += 1
     return closed
+
+
+def has_unsent(server_pid: int) -> bool | None:
+    """Whether a client of a server has not taken all that was sent to it yet; None where this process may not
+    look."""
+    looked = False
+    for _, sock in _sockets(server_pid):
+        looked = True
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and not _listens(sock):
+            with contextlib.suppress(OSError):  # it has just been closed
+                (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, b"\0" * 4))
+                if unsent:
+                    return True
+    return False if looked else None
 
 
 def _sockets(pid: int, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, socket.socket]]:

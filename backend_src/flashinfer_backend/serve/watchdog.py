@@ -27,6 +27,7 @@ from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, replica_of, run_dir
 from flashinfer_backend.serve.asking import ask
 from flashinfer_backend.serve.environments import remove_environments
+from flashinfer_backend.serve.idle import Idleness
 from flashinfer_backend.serve.openai_door import OpenAiDoor
 from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
@@ -372,15 +373,21 @@ class _Run:
         self._seen.update(stubs_of(self._child.pid))
         self._child.send_signal(signal.SIGTERM)
         drained, told = asked_at + self._policy.drain_s, False
-        while self._child.poll() is None:
-            now = time.monotonic()
-            if now > drained and not told:
-                told = True
-                _tell_stubs(peers.FAIL + message.encode())
-            if now > drained + end_s or self._grows_on:
-                break
-            self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
-            self._poll_child(TICK_S)
+        idleness = Idleness(folder for folder, engine in self._engines.items() if engine is not None)
+        try:
+            while self._child.poll() is None:
+                now = time.monotonic()
+                if now > drained and not told:
+                    told = True
+                    _tell_stubs(peers.FAIL + message.encode())
+                if now > drained + end_s or self._grows_on:
+                    break
+                self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
+                if self.ready_at and idleness.idle(self._child.pid, [stub.pid for stub in self._seen]):
+                    break
+                self._poll_child(TICK_S)
+        finally:
+            idleness.close()
         self.end()
 
     def end(self) -> int:
@@ -428,6 +435,9 @@ def _tell_stubs(message: bytes) -> None:
 def _end_engines() -> None:
     folders = _run_dirs()
     records = [supervisor.read_record(folder) for folder in folders]
+    living = [str(record.pid) for record in records if record is not None and record.alive]
+    if living:
+        _say(f"waiting for the end of the engine (process {' and '.join(living)})")
     supervisor.stop(*(record for record in records if record is not None))
     for folder in folders:
         rundir.remove(folder)
