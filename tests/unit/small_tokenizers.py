@@ -8,6 +8,7 @@ from functools import cache
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -75,6 +76,29 @@ def _without_special(state: str, names: list[str]) -> str:
     content = json.loads(state)
     content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in names]
     return json.dumps(content)
+
+
+BYTES = decoders.ByteFallback()
+MARK = decoders.Replace("▁", " ")
+# Other orders and kinds of steps over SentencePiece's tokens.
+OTHER_DECODERS = {
+    "replace last": [BYTES, decoders.Fuse(), MARK],
+    "replace last, strip": [BYTES, decoders.Fuse(), MARK, decoders.Strip(" ", 1, 0)],
+    "metaspace": [BYTES, decoders.Metaspace()],
+    "metaspace, no first": [BYTES, decoders.Metaspace(prepend_scheme="never")],
+    "strip two": [MARK, BYTES, decoders.Fuse(), decoders.Strip(" ", 2, 0)],
+    "strip the end": [MARK, BYTES, decoders.Fuse(), decoders.Strip(" ", 0, 1)],
+    "regex": [decoders.Replace(Regex("▁"), " "), BYTES, decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+    "regex last": [BYTES, decoders.Fuse(), decoders.Replace(Regex("^▁"), ""), MARK],
+    "strip each": [MARK, BYTES, decoders.Strip("q", 1, 0)],
+}
+
+
+@cache
+def other_decoder(name: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(sentencepiece().to_str())
+    tokenizer.decoder = decoders.Sequence(OTHER_DECODERS[name])
+    return tokenizer
 
 
 @cache

@@ -7,10 +7,10 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import KINDS, TEXT, byte_level, sentencepiece, word_level
-from tokenizers import Tokenizer
+from small_tokenizers import KINDS, OTHER_DECODERS, TEXT, byte_level, other_decoder, sentencepiece, word_level
+from tokenizers import Tokenizer, decoders
 
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder, vocabulary_size
 
@@ -115,6 +115,62 @@ def test_deltas_of_random_byte_tokens(data, cuts, skip, strip):
     assert streamed(decoder, ids, cuts) == expected
     if not invalid:
         assert expected == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+OTHERS = {
+    (name, skip): DeltaDecoder(other_decoder(name), skip) for name in OTHER_DECODERS for skip in (True, False)
+}
+
+
+@settings(max_examples=600, deadline=None)
+@given(data=st.data(), cuts=cut_lists, skip=st.booleans(), flush_alone=st.booleans())
+@pytest.mark.parametrize("name", OTHER_DECODERS)
+def test_deltas_of_other_decoders(name, data, cuts, skip, flush_alone):
+    tokenizer, decoder = other_decoder(name), OTHERS[name, skip]
+    byte_ids = {b: tokenizer.token_to_id(f"<0x{b:02X}>") for b in range(256)}
+    # Of the first token Metaspace drops every mark, and a run of bytes is one token, longer than a context.
+    mark = "é" if "metaspace" in name else "▁"
+    spelled = st.sampled_from(["é", "😀", " ", mark, "京"]).map(
+        lambda char: [byte_ids[b] for b in char.encode()]
+    )
+    marks = st.sampled_from(["▁", "▁the", "<s>", "d"]).map(lambda token: [tokenizer.token_to_id(token)])
+    some = st.integers(0, vocabulary_size(tokenizer) + 3).filter(lambda i: i not in byte_ids.values())
+    parts = data.draw(st.lists(st.one_of(spelled, marks, some.map(lambda i: [i])), max_size=14))
+    ids = [i for part in parts for i in part]
+    assume(no_long_gap(ids, decoder) and decoder.context(ids))
+    full = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert streamed(decoder, ids, cuts, flush_alone) == full
+    assert streamed(decoder, ids, list(range(len(ids))), flush_alone) == full
+
+
+def test_characters_of_several_tokens_come_once():
+    tokenizer, decoder = other_decoder("replace last"), OTHERS["replace last", True]
+    ids = tokenizer.encode("dé 😀é", add_special_tokens=False).ids
+    pieces = [decoder.delta(ids[max(0, n - CONTEXT_IDS) : n], [ids[n]], False) for n in range(len(ids))]
+    assert "".join(pieces) == tokenizer.decode(ids) and pieces.count("😀") == 1 and pieces.count("") == 3
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_in_words():
+    tokenizer = Tokenizer.from_str(sentencepiece().to_str())
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 1)]
+    )
+    decoder = DeltaDecoder(tokenizer)
+    blank = tokenizer.token_to_id("▁")
+    for call in (lambda: decoder.decode([blank]), lambda: decoder.delta([], [blank], False)):
+        with pytest.raises(ValueError, match="the tokenizer failed"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "metaspace", *OTHER_DECODERS])
+def test_an_answer_behind_its_prompt_keeps_its_first_space(name):
+    tokenizer = other_decoder(name) if name in OTHER_DECODERS else KINDS[name]()
+    decoder = DeltaDecoder(tokenizer)
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
+    for n in (1, 2, 3, 9, len(ids) - 1):
+        before = [*[tokenizer.token_to_id("<|turn|>")] * 9, *ids[:n]]
+        text = decoder.delta([], before, False) + decoder.delta(decoder.context(before), ids[n:], True)
+        assert text == tokenizer.decode(ids)
 
 
 def test_every_utf8_fault_is_replaced_as_the_library_does():

@@ -13,7 +13,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tokenizers import Tokenizer
 
@@ -21,6 +22,7 @@ CONTEXT_IDS = 8
 REPLACEMENT = "\ufffd"
 MAX_PENDING_BYTES = 3
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+SENTINEL = "x"  # a token for the text before a context that was cut
 PER_BYTE = "flashinfer_backend.replace_each_byte"
 
 
@@ -45,24 +47,42 @@ class DeltaDecoder:
     * SentencePiece spells unusual characters as runs of byte tokens. `Tokenizer.decode` replaces
       every byte of a run that is not valid UTF-8 as a whole, including its valid characters before
       the fault, which a stream has already sent. The deltas replace only the bytes at fault.
-    * Decoders other than ByteLevel, the SentencePiece family (Replace, ByteFallback, Fuse, Strip of
-      at most one leading character) and Metaspace are streamed as the difference of two decodes.
+    * ByteLevel, Metaspace and SentencePiece's usual decoder (Replace, ByteFallback, Fuse, Strip of at most
+      one leading character) are read from a table. The text of other decoders is the difference of two
+      decodes: where a Replace finds what two chunks write together, the first has sent its part unreplaced.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pieces: list[bytes] | None = None  # id -> bytes; None: the decoder is of another kind
+        self._tokens: list[
+            str | None
+        ] = []  # id -> token, None: it writes nothing; for decoders of another kind
+        self._spells_bytes = self._is_byte_level = False  # of these
         self._first: dict[int, bytes] = {}  # where a piece differs as the first one of a sequence
         self._errors = "replace"
         self._fill_tables()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a whole sequence. Raises ValueError for a negative id."""
+        """Text of a whole sequence. Raises ValueError for a negative id, and where the tokenizer fails."""
         _refuse_negative(ids)
-        # As a batch other threads run meanwhile.
-        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=self._skip_special_tokens)
-        return str(text)
+        if not any(map(self._writes, ids)):
+            return ""  # some decoders panic here
+        with panics_are_errors():
+            # As a batch other threads run meanwhile.
+            (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=self._skip_special_tokens)
+            return str(text)
+
+    def context(self, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that `delta` needs to write what follows all of them: the last 8 that write something."""
+        found: list[int] = []
+        for i in reversed(ids):
+            if self._writes(i):
+                found.append(i)
+                if len(found) == CONTEXT_IDS:
+                    break
+        return found[::-1]
 
     def delta(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
         """Text that `new_ids` add after `context_ids`, the last ids before them (all, if fewer than 8).
@@ -88,9 +108,14 @@ class DeltaDecoder:
 
     def piece(self, token: int) -> bytes:
         """What one token writes by itself: bytes, since a token may be part of a character."""
-        if self._pieces is None:
-            return self.decode([token]).encode()
-        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+        if not self._writes(token):
+            return b""
+        if self._pieces is not None:
+            return self._pieces[token]
+        text = self._shown([token])[0]
+        if self._spells_bytes and _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        return self._written([SENTINEL, text], whole=True)[len(SENTINEL) :].encode()
 
     def writes_all(self, ids: Sequence[int]) -> bool:
         """Whether every one of `ids` shows in the text: none is a skipped special or unknown token."""
@@ -98,10 +123,11 @@ class DeltaDecoder:
 
     def _writing(self, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that write something."""
-        pieces = self._pieces
-        if pieces is None:
-            return [i for i in ids if self.decode([i])]
-        return [i for i in ids if 0 <= i < len(pieces) and pieces[i]]
+        return [i for i in ids if self._writes(i)]
+
+    def _writes(self, token: int) -> bool:
+        table: Sequence[bytes | str | None] = self._tokens if self._pieces is None else self._pieces
+        return 0 <= token < len(table) and bool(table[token])
 
     def _pending(self, context_ids: Sequence[int]) -> bytes:
         """The bytes of an incomplete character at the end of the context."""
@@ -119,11 +145,25 @@ class DeltaDecoder:
         return tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
 
     def _difference(self, context_ids: Sequence[int], new_ids: Sequence[int], last: bool) -> str:
-        sent = self.decode(context_ids).rstrip(REPLACEMENT)
-        full = self.decode([*context_ids, *new_ids])
-        same = next((n for n, (a, b) in enumerate(zip(sent, full, strict=False)) if a != b), len(sent))
-        text = full[same:]
-        return text if last else text.rstrip(REPLACEMENT)
+        before = [] if len(context_ids) < CONTEXT_IDS else [SENTINEL]
+        before += self._shown(context_ids)
+        sent = self._written(before, whole=False)
+        return self._written(before + self._shown(new_ids), whole=last)[len(sent) :]
+
+    def _shown(self, ids: Sequence[int]) -> list[str]:
+        return [token for i in ids if i < len(self._tokens) and (token := self._tokens[i])]
+
+    def _written(self, tokens: list[str], whole: bool) -> str:
+        """Their text, without an incomplete character at its end unless `whole`."""
+        if self._spells_bytes:
+            tokens = _without_faults(tokens, whole)
+        elif self._is_byte_level and not whole:
+            tokens = _without_incomplete(tokens)
+        if not tokens:
+            return ""
+        decoder = self._tokenizer.decoder
+        with panics_are_errors():
+            return decoder.decode(tokens) if decoder is not None else " ".join(tokens)
 
     def _fill_tables(self) -> None:
         tokenizer = self._tokenizer
@@ -151,11 +191,59 @@ class DeltaDecoder:
                 self._first = {
                     i: piece[len(strip) :] for i, piece in enumerate(self._pieces) if piece.startswith(strip)
                 }
+        else:
+            self._tokens = tokens
+            # Behind Fuse there are no tokens left that are bytes.
+            self._spells_bytes = "ByteFallback" in kinds[: [*kinds, "Fuse"].index("Fuse")]
+            self._is_byte_level = kinds[:1] == ["ByteLevel"]
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """1 + the largest token id, added tokens included."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+@contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """The tokenizers library's panics, which are no Exception, raised as ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(f"the tokenizer failed (a panic of the tokenizers library): {error}") from None
+
+
+def _without_faults(tokens: list[str], whole: bool) -> list[str]:
+    """Tokens of which some are bytes, `<0xE2>`. ByteFallback replaces all of a run of these where any is at
+    fault: here the bytes at fault become tokens of their own, and those of an incomplete character at the end
+    are left out unless `whole`."""
+    result: list[str] = []
+    run = bytearray()
+    for token in [*tokens, ""]:
+        if _BYTE_TOKEN.fullmatch(token):
+            run.append(int(token[3:5], 16))
+            continue
+        text = codecs.utf_8_decode(run, "surrogateescape", whole or bool(token))[0]
+        for char in text:
+            is_fault = "\udc80" <= char <= "\udcff"
+            result += [REPLACEMENT] if is_fault else [f"<0x{byte:02X}>" for byte in char.encode()]
+        run.clear()
+        result.append(token)
+    return result[:-1]
+
+
+def _without_incomplete(tokens: list[str]) -> list[str]:
+    """Byte-level tokens without the bytes of an incomplete character at the end: there each byte has a character."""
+    data = b"".join(map(_byte_level_piece, tokens[-MAX_PENDING_BYTES:]))
+    left_out = len(data) - codecs.utf_8_decode(data, "replace", False)[1]
+    tokens = list(tokens)
+    while left_out:
+        token = tokens.pop()
+        if len(token) > left_out:
+            tokens.append(token[:-left_out])
+        left_out -= min(left_out, len(token))
+    return tokens
 
 
 def _refuse_negative(ids: Sequence[int]) -> None:
