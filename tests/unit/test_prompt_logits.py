@@ -181,7 +181,7 @@ def test_log_probs_of_a_prompt_are_text_at_once() -> None:
     prompt = generator.integers(3, VOCAB, tokens).astype(np.int32)
     data = logits.tobytes()
     tracemalloc.start()
-    lists = prompt_lists(prompt, data, 20, DECODER)
+    lists = prompt_lists(prompt, data, 20, DECODER, DECODER)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     text = msgspec.json.encode(lists.json())
@@ -191,9 +191,8 @@ def test_log_probs_of_a_prompt_are_text_at_once() -> None:
     assert answer["token_logprobs"][0] is None and answer["top_logprobs"][0] is None
     chosen = exact[np.arange(tokens - 1), prompt[1:]]
     np.testing.assert_allclose(answer["token_logprobs"][1:], chosen, atol=1e-6)
-    offset = 0
     for place, (token, begin) in enumerate(zip(answer["tokens"], answer["text_offset"], strict=True)):
-        assert begin == offset and token == DECODER.piece(int(prompt[place])).decode(errors="replace")
-        offset += len(token)
+        assert begin == len(DECODER.delta([], prompt[:place].tolist(), last=False))
+        assert token == DECODER.piece(int(prompt[place])).decode(errors="replace")
     for best, values in zip(answer["top_logprobs"][1:], exact, strict=False):
         assert max(best.values()) == pytest.approx(values.max(), abs=1e-6) and len(best) <= 21

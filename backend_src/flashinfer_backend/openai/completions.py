@@ -99,9 +99,10 @@ async def completions(door: Door, asked: Asked) -> Response:
         params.context_logits = wants_prompt
         rows.append((generation_request(request, prompt, params, bool(request.stream)), count))
     pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
+    written = door.decoder(request.skip_special_tokens)
 
     def reduce(prompt: np.ndarray, logits: memoryview) -> TokenLists:
-        return prompt_lists(prompt, logits, request.logprobs or 0, pieces)
+        return prompt_lists(prompt, logits, request.logprobs or 0, pieces, written)
 
     streams = door.generate(rows, request.skip_special_tokens, reduce)
     reply = _Reply(door, request, model, streams, count)
@@ -200,7 +201,8 @@ class _Reply:
         if not self._wants_probs:
             return None
         top = self._request.logprobs or 0
-        lists = TokenLists(self._pieces, self._offsets.get(stream.index, 0))
+        offset = self._offsets.get(stream.index, 0)
+        lists = TokenLists(self._pieces, self._decoder, offset, stream.context_ids)
         if len(chunk.ids) * (1 + top) < MANY_LOG_PROBS:
             lists.add_chunk(chunk, top)
         else:
@@ -211,7 +213,7 @@ class _Reply:
     def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
         if self._request.logprobs is None:
             return None
-        return (lists or TokenLists(self._pieces)).json()
+        return (lists or TokenLists(self._pieces, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
         """The whole answer."""
@@ -249,7 +251,8 @@ class _Reply:
         return {**self._head, "choices": choices, "usage": self._usage.body()}
 
     def _prompt_text(self, stream: Stream) -> str:
-        return self._decoder.decode(stream.row.prompt.tolist())
+        # An incomplete character at its end is part of what comes next.
+        return self._decoder.delta([], stream.row.prompt.tolist(), last=self._request.max_tokens == 0)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes."""

@@ -111,6 +111,15 @@ class Door:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
 
+    def special_stops(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of those stop words that hold special tokens, which are left out of the text."""
+        decoder, named = self.decoder(), self.tokenizer.backend.id_to_token
+        return [
+            ids
+            for word, ids in zip(words, self.tokenizer.encode_batch(words, False), strict=True)
+            if any(not decoder.writes_all([i]) and (named(i) or word) in word for i in ids)
+        ]
+
     def generate(
         self,
         rows: Sequence[tuple[GenerationRequest, int]],
@@ -130,6 +139,10 @@ class Door:
                     f" {bound.sequences}. Ask for fewer answers at a time",
                     param="n",
                 )
+        if skip_special_tokens and rows:
+            special = self.special_stops(rows[0][0].stop_words)  # the same in all rows
+            for row, _ in rows:
+                row.params.stop_sequences += special
         return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
 
     def render(

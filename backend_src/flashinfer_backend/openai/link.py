@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -101,7 +101,8 @@ class EngineLink:
         streams = Streams(self)
         try:
             for row, count in rows:
-                group = [Stream(row, self, streams) for _ in range(count)]
+                context = decoder.context(row.prompt.tolist())
+                group = [Stream(row, self, streams, context) for _ in range(count)]
                 if row.params.context_logits:
                     assert reduce is not None
                     group[0].logits = PromptLogits(self, group, decoder, reduce)
@@ -132,8 +133,10 @@ class Stream(Generation):
     """One sequence; its number among those of its request is `index`. `logits`: what becomes of its prompt's,
     if they are asked for; set before it is submitted."""
 
-    def __init__(self, row: GenerationRequest, link: EngineLink, streams: Streams) -> None:
-        super().__init__(row, link.engines.cancel, lambda: link.schedule(self))
+    def __init__(
+        self, row: GenerationRequest, link: EngineLink, streams: Streams, context_ids: Sequence[int] = ()
+    ) -> None:
+        super().__init__(row, link.engines.cancel, lambda: link.schedule(self), context_ids)
         self.streams = streams
         self.index = len(streams.all)
         self.logits: PromptLogits | None = None

@@ -6,14 +6,14 @@ Twenty alternatives of each token of a prompt are many objects. As text they tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from flashinfer_backend.openai.link import log_probs
 from flashinfer_backend.serving.generation import Chunk
-from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
 LOWEST = -9999.0  # JSON has no infinity; other servers write this, too
 GROUPS = 512  # of a vocabulary, for finding its largest logits
@@ -24,9 +24,13 @@ encode = msgspec.json.encode
 class TokenLists:
     """What is known of tokens in their order."""
 
-    def __init__(self, decoder: DeltaDecoder, offset: int = 0) -> None:
-        """decoder: writes tokens, special ones too. offset: characters before the first token."""
-        self._decoder = decoder
+    def __init__(
+        self, decoder: DeltaDecoder, written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
+    ) -> None:
+        """decoder: writes tokens, special ones too. written: writes the text, in which they have offsets.
+        offset: characters of the text before the first token. context_ids: the last ids before it."""
+        self._decoder, self._written = decoder, written
+        self._context = list(context_ids)
         self._parts = {name: bytearray() for name in NAMES}
         self.offset = offset
         self.count = 0  # tokens that have a log probability
@@ -47,7 +51,8 @@ class TokenLists:
         for part, content in zip(self._parts.values(), (text, value, best, self.offset), strict=True):
             part += encode(content)
             part += b","
-        self.offset += len(text)
+        self.offset += len(self._written.delta(self._context, [token], last=False))
+        self._context = [*self._context[1 - CONTEXT_IDS :], token]
 
     def add_chunk(self, chunk: Chunk, top: int) -> None:
         """A chunk's tokens, with so many of the likeliest."""
@@ -56,7 +61,7 @@ class TokenLists:
 
     def followed_by(self, later: TokenLists) -> TokenLists:
         """These tokens and then those of `later`, whose offset has to begin where this one ends."""
-        both = TokenLists(self._decoder, later.offset)
+        both = TokenLists(self._decoder, self._written, later.offset)
         both._parts = {name: part + later._parts[name] for name, part in self._parts.items()}
         return both
 
@@ -77,12 +82,16 @@ NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def prompt_lists(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder
+    prompt: np.ndarray,
+    logits: bytes | memoryview,
+    top: int,
+    decoder: DeltaDecoder,
+    written: DeltaDecoder,
 ) -> TokenLists:
     """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
-    token. The first token has no log probability."""
+    token. The first token has no log probability. decoder, written: as of TokenLists."""
     rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
-    lists = TokenLists(decoder)
+    lists = TokenLists(decoder, written)
     lists.add(int(prompt[0]), None, ())
     for row, token in zip(rows, prompt[1:].tolist(), strict=False):  # the last row is about what follows
         high = float(row.max())

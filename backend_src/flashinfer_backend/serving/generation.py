@@ -7,7 +7,7 @@ Nothing here knows who asked: Triton's stubs and the OpenAI API share it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,14 +108,19 @@ class Generation:
     """
 
     def __init__(
-        self, row: GenerationRequest, cancel: Callable[[int], None], schedule: Callable[[], None]
+        self,
+        row: GenerationRequest,
+        cancel: Callable[[int], None],
+        schedule: Callable[[], None],
+        context_ids: Sequence[int] = (),
     ) -> None:
         """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon; it
-        may be called once too often."""
+        may be called once too often. context_ids: DeltaDecoder.context of the prompt where the text goes on
+        with it; without them the text begins anew."""
         self.row: GenerationRequest = row
         self.handle = 0
         self.ended = False
-        self.context_ids: list[int] = []  # the last ids that were sent
+        self.context_ids = list(context_ids)  # the last ids that were sent
         self.cum_log_prob = 0.0
         self.failure: str | None = None
         self.refused = False  # with a failure: whether the engine never admitted the sequence
@@ -146,7 +151,9 @@ class Generation:
             self._followed = followed = sibling._followed
         else:
             self._followed = followed = _follow(self.row, decoder, sibling)
-        self._matcher = StopWordMatcher(followed.words, decoder, followed.prompt, self.row.free_of_stops)
+        self._matcher = StopWordMatcher(
+            followed.words, decoder, followed.prompt or self.context_ids, self.row.free_of_stops
+        )
         return followed.params
 
     def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:

@@ -75,7 +75,7 @@ class DeltaDecoder:
             return str(text)
 
     def context(self, ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that `delta` needs to write what follows all of them: the last 8 that write something."""
+        """What `delta` needs of `ids` to write the text behind them: the last 8 that write something."""
         found: list[int] = []
         for i in reversed(ids):
             if self._writes(i):
@@ -234,7 +234,7 @@ def _without_faults(tokens: list[str], whole: bool) -> list[str]:
 
 
 def _without_incomplete(tokens: list[str]) -> list[str]:
-    """Byte-level tokens without the bytes of an incomplete character at the end: there each byte has a character."""
+    """Byte-level tokens, of which each character is a byte, without an incomplete character at the end."""
     data = b"".join(map(_byte_level_piece, tokens[-MAX_PENDING_BYTES:]))
     left_out = len(data) - codecs.utf_8_decode(data, "replace", False)[1]
     tokens = list(tokens)

@@ -61,9 +61,9 @@ class StopWordMatcher:
     def __init__(
         self, words: StopWords, decoder: DeltaDecoder, context_ids: Sequence[int] = (), free: int = 0
     ) -> None:
-        """context_ids: the prompt, where the text follows it in one decode, else empty (a sequence's first
-        token may lose its leading space). free: of the sequence's first ids; a word that is complete with one
-        of them is no match."""
+        """context_ids: the prompt or the end of it, where the text follows it in one decode, else empty (a
+        sequence's first token may lose its leading space). free: how many of the sequence's first ids
+        complete no stop word."""
         self._words = words
         self._ids: list[int] = []  # the last ids, enough to hold the beginning of any id word
         self._starts: list[int] = []  # the text's length before each of them
