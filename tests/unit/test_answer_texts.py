@@ -89,6 +89,7 @@ def test_an_answer_keeps_the_space_before_its_first_word(kind: str, streaming: b
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_stop_that_is_a_special_token_ends_the_answer(streaming: bool) -> None:
     tokenizer = byte_level()
+    ids = tokenizer.encode("The fox<|turn|>jumps", add_special_tokens=False).ids
     assert answered(tokenizer, [0], ids, streaming, ["<|turn|>"]) == "The fox"
     assert answered(tokenizer, [0], ids, streaming, ["umps"]) == "The foxj"
 
