@@ -52,7 +52,10 @@ def lark_grammar(text: str) -> str:
     """The Lark grammar of an EBNF grammar whose first rule is `root`. Raises GrammarError."""
     if len(text) > MOST_CHARACTERS:
         raise GrammarError(f"it has {len(text)} characters; it should have at most {MOST_CHARACTERS}")
-    return _Lark(_Parser(text).rules()).text()
+    try:
+        return _Lark(_Parser(text).rules()).text()
+    except RecursionError:
+        raise GrammarError("its rules are nested too deeply; write it with shorter chains of them") from None
 
 
 class _Parser:

@@ -21,7 +21,8 @@ MOST_SUBSCHEMAS = 10_000
 MOST_OPTIONAL = 400  # properties of one object: creation takes the square of them, masks run into a limit
 MOST_MULTIPLE = 4096  # the states of multipleOf; 999 983 took 9 s and 300 MB
 MOST_COUNT = 100_000  # of a limit of lengths, items or properties
-EXACT = 2**53  # llguidance rounds larger numbers, and ends the process with -2^63
+EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
+DIGITS = "give at most 15, all of them within 15 places behind the point"
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 OF_TYPE: dict[str, tuple[str, ...]] = {
@@ -334,6 +335,18 @@ def _check_values(checked: Schema, path: str) -> None:
             if (value > 0) != keyword.endswith("aximum"):
                 raise _refused(path, f"{keyword!r} {_short(str(value))} is beyond 2^53", "use a string")
             checked[keyword] = int(inner)
+        elif _is_rounded(value):
+            raise _refused(path, f"{keyword!r} {value!r} has too many digits", DIGITS)
+    low = max(checked.get("minimum", -EXACT), checked.get("exclusiveMinimum", -EXACT))
+    high = min(checked.get("maximum", EXACT), checked.get("exclusiveMaximum", EXACT))
+    # Above 1 and below 1.5, llguidance admits 1.
+    whole = [
+        k for k in ("exclusiveMinimum", "exclusiveMaximum") if checked.get(k, 0.5) == checked.get(k, 0) // 1
+    ]
+    if kinds != "integer" and whole and high - low < 1:
+        raise _refused(
+            path, f"{whole[0]!r} with a range below 1 is not supported", "give a bound that is not whole"
+        )
     step = checked.get("multipleOf", 1)
     # jsonschema divides in floating point, which is exact for integers and powers of two alone.
     if not (0 < step <= MOST_MULTIPLE and (step == int(step) or math.frexp(step)[0] == 0.5)):
@@ -359,6 +372,11 @@ def _check_values(checked: Schema, path: str) -> None:
     _check_constants([*values, checked.get("const")], path)
 
 
+def _is_rounded(value: Any) -> bool:
+    """Whether llguidance may read a number as the one next to it."""
+    return isinstance(value, float) and not float(f"{value:.15g}") == value == round(value, 15)
+
+
 def _check_constants(value: Any, path: str) -> None:
     """Numbers that llguidance would write as others."""
     for item in value.values() if isinstance(value, dict) else value:
@@ -369,6 +387,8 @@ def _check_constants(value: Any, path: str) -> None:
                 raise GrammarError("it has a number that is too large")
             what = _short(str(item))
             raise _refused(path, f"{what} in 'enum' or 'const' is beyond 2^53", "use a string")
+        elif _is_rounded(item):
+            raise _refused(path, f"{item!r} in 'enum' or 'const' has too many digits", DIGITS)
 
 
 def _pattern(pattern: Any, path: str) -> str:

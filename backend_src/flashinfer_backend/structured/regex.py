@@ -23,6 +23,8 @@ else:
 
 MOST_CHARACTERS = 16_384  # of one expression: the first mask of a text of 20 000 characters takes 30 ms
 MOST_REPEATS = 100_000
+MOST_DEPTH = 100
+TOO_DEEP = f"it is nested too deeply; it should have at most {MOST_DEPTH} groups in each other"
 # As ECMA-262 has them; of the blanks Python's `re` knows a few more.
 DIGITS, WORD = "0-9", "0-9A-Za-z_"
 BLANKS = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
@@ -51,7 +53,7 @@ def rust_regex(regex: str, whole: bool = False) -> str:
     try:
         parsed = parser.parse(text)
     except RecursionError:
-        raise GrammarError("it is nested too deeply; write it with fewer groups in each other") from None
+        raise GrammarError(TOO_DEEP) from None
     except (re.error, OverflowError, ValueError) as error:
         raise GrammarError(str(error)) from None
     if parsed.state.flags & ~re.UNICODE:
@@ -62,9 +64,13 @@ def rust_regex(regex: str, whole: bool = False) -> str:
 class _Writer:
     def __init__(self, whole: bool) -> None:
         self._whole = whole
+        self._depth = 0
 
     def sequence(self, items: Any, first: bool, last: bool) -> str:
         """first, last: nothing comes before or behind, so that an anchor may stand there."""
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise GrammarError(TOO_DEEP)
         items = list(items)
         begin, end = 0, len(items)
         while begin < end and _is_anchor(items[begin], "begin"):
@@ -77,6 +83,7 @@ class _Writer:
             self._item(item, first and i == begin, last and i == end - 1)
             for i, item in enumerate(items[begin:end], begin)
         ]
+        self._depth -= 1
         if self._whole:
             return "".join(inner)
         return "^" * bool(begin) + "".join(inner) + "$" * (end < len(items))
@@ -119,10 +126,10 @@ def _class(parts: Any) -> str:
     negated = "^" if parts and parts[0][0] is sre.NEGATE else ""
     text = ""
     for kind, value in parts[bool(negated) :]:
-        if kind is sre.LITERAL:
-            text += _character(value)
-        elif kind is sre.RANGE:
-            text += _range(*value)
+        if kind in (sre.LITERAL, sre.RANGE):
+            low, high = value if kind is sre.RANGE else (value, value)
+            if not (negated and 0xD800 <= low <= high <= 0xDFFF):
+                text += _range(low, high)
         else:
             text += CLASSES[value]
     return f"[{negated}{text}]"
@@ -132,7 +139,7 @@ def _range(low: int, high: int) -> str:
     """Without the surrogates U+D800 to U+DFFF, which no UTF-8 text has."""
     if low < 0xD800 and high > 0xDFFF:
         return f"{_character(low)}-\\x{{d7ff}}\\x{{e000}}-{_character(high)}"
-    return f"{_character(low)}-{_character(high)}"
+    return _character(low) if low == high else f"{_character(low)}-{_character(high)}"
 
 
 def _character(code: int) -> str:

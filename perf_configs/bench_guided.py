@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What guided requests cost through an OpenAI API that runs, beside plain ones of the same run:
+
+    .venv/bin/python -m perf_configs.bench_guided --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
+
+The first table has the time per output token (TPOT) and to the first one (TTFT) at each concurrency: plain,
+guided, and half of each. The second has the TTFT of grammars that the server has never seen, of which each
+request brings another. The third has what making the grammar of strict tools takes on this host, in all five
+formats of calls, with the vocabulary of --tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from client.arguments import integer
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.openai.formats.choice import TOOL_FORMATS
+from flashinfer_backend.openai.strict import calls_guide
+from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.text.tokenizer import TextTokenizer
+
+WORDS = ("time", "river", "stone", "paper", "garden", "winter", "engine", "copper", "letter", "window")
+TOOL = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 100},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "notes": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+    },
+    "required": ["city", "days", "unit", "notes"],
+    "additionalProperties": False,
+}
+
+
+def schema(name: str) -> dict[str, Any]:
+    """Free strings without an end before max_tokens. name: of a property, which makes it another schema."""
+    texts = {"type": "array", "items": {"type": "string", "maxLength": 1000}, "minItems": 1000}
+    return {"type": "object", "properties": {name: texts}, "required": [name], "additionalProperties": False}
+
+
+@dataclass
+class Answer:
+    ttft_s: float
+    tpot_s: float
+    tokens: int
+
+
+async def ask(
+    session: aiohttp.ClientSession, args: argparse.Namespace, guide: dict[str, Any] | None
+) -> Answer:
+    words = random.choices(WORDS, k=args.input_words)
+    body: dict[str, Any] = {
+        "model": args.model,
+        "messages": [{"role": "user", "content": "Write a long story in JSON about " + " ".join(words)}],
+        "max_tokens": args.output_tokens,
+        "temperature": 0.8,
+        "seed": random.randrange(2**31),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if guide is None:
+        body["ignore_eos"] = True
+    else:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": guide}}
+    began = time.perf_counter()
+    first = last = 0.0
+    tokens = 0
+    async with session.post(f"{args.url}/v1/chat/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {await response.text()}")
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(event["error"])
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+            if any(choice["delta"].get("content") for choice in event["choices"]):
+                last = time.perf_counter()
+                first = first or last
+    return Answer(first - began, (last - first) / max(tokens - 1, 1), tokens)
+
+
+def median_ms(values: list[float]) -> float:
+    return statistics.median(values) * 1e3
+
+
+async def at_once(session: aiohttp.ClientSession, args: argparse.Namespace, count: int, kind: str) -> str:
+    """A row of the first table."""
+    known = schema("story")
+    guides = [known if kind == "guided" or (kind == "mixed" and i % 2) else None for i in range(count)]
+    answers = await asyncio.gather(*(ask(session, args, guide) for guide in guides))
+    parts = []
+    for guided in (False, True):
+        of_kind = [a for a, guide in zip(answers, guides, strict=True) if (guide is not None) == guided]
+        if of_kind:
+            name = f"{kind}, {'guided' if guided else 'plain'} half" if kind == "mixed" else kind
+            tpot, ttft = median_ms([a.tpot_s for a in of_kind]), median_ms([a.ttft_s for a in of_kind])
+            tokens = sum(a.tokens for a in of_kind) / len(of_kind)
+            parts.append(f"| {count} | {name} | {tpot:.2f} | {ttft:.1f} | {tokens:.0f} |")
+    return "\n".join(parts)
+
+
+async def run(args: argparse.Namespace) -> None:
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with session.get(f"{args.url}/v1/models") as response:
+            args.model = args.model or (await response.json())["data"][0]["id"]
+        for kind in ("plain", "guided"):
+            await at_once(session, args, min(max(args.concurrency), 16), kind)  # to warm up
+        print("| at once | requests | TPOT, ms | TTFT, ms | tokens |\n|---:|---|---:|---:|---:|")
+        for count in args.concurrency:
+            for kind in ("plain", "guided", *(["mixed"] if count > 1 else [])):
+                print(await at_once(session, args, count, kind), flush=True)
+        print("\n| one at a time | TTFT, ms: median | worst |\n|---|---:|---:|")
+        short = argparse.Namespace(**{**vars(args), "output_tokens": 8})
+        for name, guided in (("plain", False), ("grammars never seen", True)):
+            found = []
+            for i in range(args.new_grammars):
+                unseen = schema(f"p{random.randrange(2**31)}_{i}") if guided else None
+                found.append((await ask(session, short, unseen)).ttft_s)
+            print(f"| {name} | {median_ms(found):.1f} | {max(found) * 1e3:.1f} |", flush=True)
+
+
+def tools_table(checkpoint: str) -> None:
+    size = TextTokenizer(resolve_model_dir(checkpoint)).vocab_size
+    compiler = GrammarCompiler(checkpoint, size)
+    compiler.compile("regex", "a", 0)
+    print(f"\n| strict tools, {Path(checkpoint).name} | first grammar, ms | further ones |\n|---|---:|---:|")
+    for tool_format in TOOL_FORMATS:
+        if tool_format == "none":
+            continue
+        times = []
+        for i in range(11):
+            functions = {f"get_weather_{i}_{k}": TOOL for k in range(4)}
+            reasoning = "harmony" if tool_format == "harmony" else "think"
+            began = time.perf_counter()
+            compiler.compile(*calls_guide(functions, tool_format, reasoning, False), 0)
+            times.append(time.perf_counter() - began)
+        # The first one of a format also makes llguidance's vocabulary with the format's marks as text.
+        print(f"| {tool_format} | {times[0] * 1e3:.1f} | {median_ms(times[1:]):.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:9000", help="of the OpenAI API")
+    parser.add_argument("--model", default="", help="its name; by default the first that the API lists")
+    parser.add_argument(
+        "--tokenizer", default="", help="checkpoint folder; without one there is no third table"
+    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--input-words", type=integer(1), default=100)
+    parser.add_argument("--output-tokens", type=integer(2), default=256)
+    parser.add_argument("--new-grammars", type=integer(1), default=20)
+    args = parser.parse_args()
+    random.seed(0)
+    try:
+        asyncio.run(run(args))
+    except (RuntimeError, aiohttp.ClientError) as error:
+        parser.exit(1, f"{args.url}: {error}\n")
+    if args.tokenizer:
+        tools_table(args.tokenizer)
+
+
+if __name__ == "__main__":
+    main()

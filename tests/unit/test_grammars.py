@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regular expressions and EBNF as grammars, their bounds, masks of rows and along drafts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.structured.compiler import (
+    HEAD,
+    MOST_CHARACTERS,
+    GrammarCompiler,
+    Vocabulary,
+    make_tokenizer,
+    token_bytes,
+)
+from flashinfer_backend.structured.ebnf import MOST_RULES
+from flashinfer_backend.structured.grammar import Grammar, GrammarError
+from flashinfer_backend.structured.masks import SequenceGrammars
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from unit.grammars import admits, matcher
+
+ALPHABET = "ab(c\n"
+WORDS = ["".join(word) for size in range(5) for word in itertools.product(ALPHABET, repeat=size)]
+
+# Python's `re` says what each means; `.` is (?s:.) there.
+REGEXES = [
+    "a|b*c", "(a|ab)(c|bc)?", "^a.b$", "^(a|b$)$", "a{2,3}", "(?:ab){2}c?", "[^a]+", r"[\s\S]{2}", r"\(a?\(",
+    "(?P<n>a|b)c", "(?<möglich>a)b", r"\x61[\x62\x63]", r"[\^a]b", "[a-c]{0,2}", "", "^$|a", r"\n[^\n]",
+    "a+?b", r"\Db", r"\W+", r"\u0061b", "[(]|[[]", "[]a]", "(^a|^b)c",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_regular_expression_means_what_it_means_to_python(regex):
+    grammar = matcher("regex", regex)
+    plain = re.compile(regex.replace("(?<m", "(?P<m"), re.DOTALL)
+    assert [word for word in WORDS if admits(grammar, word) != bool(plain.fullmatch(word))] == []
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_pattern_of_a_schema_is_searched_for(regex):
+    import json
+
+    grammar = matcher("json_schema", json.dumps({"type": "string", "pattern": regex}))
+    plain = re.compile(regex.replace("(?<m", "(?P<m"))
+    wrong = [
+        word
+        for word in WORDS
+        if admits(grammar, json.dumps(word)) != bool(plain.search(word)) and not word.endswith("\n")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("regex", [r"\u{1F600}é", "[é-\U0010ffff]{2}", r"[^\ud800-\udfffa]é", r"\D\W"])
+def test_characters_beyond_ascii(regex):
+    grammar = matcher("regex", regex)
+    assert admits(grammar, "😀é") and not admits(grammar, b"\xed\xa0\x80\xc3\xa9")
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        ("a^b", "within the text"),
+        ("a$b", "within the text"),
+        ("(^a)+", "beginning and the end alone"),
+        (r"a\b", "within the text"),
+        ("(?=a)b", r"\(\?= and \(\?<="),
+        ("a(?!b)", r"\(\?! and"),
+        ("(?i)a", "flags such as"),
+        ("(?i:a)", "flags of groups"),
+        (r"(a)\1", "references to groups"),
+        ("a++", "possessive"),
+        ("a{1,4294967298}", "too large"),
+        ("a{100001}", "beyond 100000"),
+        (r"a\z", r"bad escape \\z"),
+        (r"\p{L}", r"bad escape \\p"),
+        (r"\x6", "incomplete escape"),
+        ("([", "unterminated character set"),
+        ("[\\ud800-\\udbff]", "half of a surrogate pair"),
+        ("(" * 5000 + ")" * 5000, "nested too deeply"),
+        ("(" * 300 + ")" * 300, "nest"),
+        ("a" * 20_000, "20000 characters"),
+    ],
+)
+def test_what_a_regular_expression_cannot_say_is_refused(regex, words):
+    with pytest.raises(GrammarError, match=words) as refused:
+        matcher("regex", regex)
+    assert len(str(refused.value)) < 1000
+
+
+def nested(depth: int) -> str:
+    return "" if depth == 0 else f"a{nested(depth - 1)}b"
+
+
+# Grammars, texts of theirs, texts that are not.
+GRAMMARS: list[tuple[str, list[str], list[str]]] = [
+    ('root ::= "yes" | "no"', ["yes", "no"], ["", "yesno", "ye"]),
+    ('root ::= item (", " item){1,2} "."\nitem ::= [A-Z] [a-z]{2,3}', ["Abc, Def."], ["Abc.", "Ab, Def."]),
+    ('root ::= "a" root "b" | ""', ["", "ab", nested(30)], ["a", "aab"]),
+    ("root ::= [^a-c\\n]+ # comment\n", ["xyz", "é😀"], ["a", "x\n"]),
+    (r'root ::= "\x41\u00e9\"\\" [\]\-x]', ['Aé"\\]', 'Aé"\\-'], ["Aé"]),
+    ('root ::= ("a" |\n  "b")\n  "c"', ["ac", "bc"], ["a"]),
+    ('root ::= x{2} y?\nx ::= "a"\ny ::= .', ["aa", "aa\n"], ["a", "aaxx"]),
+    ('root::="a"\nunused ::= "b"', ["a"], ["b"]),
+    # A longer match would take what is behind it.
+    ('root ::= x\nx ::= [a-z]+ "b" | "(" x ")"', ["xxb", "(xbb)"], ["b", "(xb"]),
+    ('root ::= ("ab" | x) ("cd" | "e")\nx ::= "abce" | "(" x ")"', ["abcd", "abcee", "(abce)cd"], ["abce"]),
+    ('root ::= "if" root | id\nid ::= [a-z]+ ":"', ["ifif:", "ifx:", "if:"], ["if"]),
+    ("root ::= e\ne ::= n | e [-+] e | \"(\" e \")\"\nn ::= [0-9]+", ["1", "12+(3-44)"], ["1+", "()"]),
+    ('root ::= w root | w\nw ::= "a" "a"? "b"*', ["a", "aabab", "abba"], ["b", ""]),
+]  # fmt: skip
+JSON_GRAMMAR = r"""
+root ::= value
+value ::= object | array | string | number | "true" ws | "null" ws
+object ::= "{" ws (pair ("," ws pair)*)? "}" ws
+pair ::= string ":" ws value
+array ::= "[" ws (value ("," ws value)*)? "]" ws
+string ::= "\"" ([^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)? ws
+ws ::= [ \t\n]*
+"""
+GRAMMARS.append(
+    (JSON_GRAMMAR, ['{"a": [1, -2.5e3, true ,{"b" :"c\\n"}], "é":null}'], ['{"a"}', "[1,]", "01"])
+)
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), GRAMMARS)
+def test_ebnf(grammar, good, bad):
+    made = matcher("ebnf_grammar", grammar)
+    assert [text for text in good if not admits(made, text)] == []
+    assert [text for text in bad if admits(made, text)] == []
+
+
+def random_rules(rng: random.Random) -> dict[str, Any]:
+    """Trees: ("text" or "set" or "ref", what), ("seq" or "or", parts), ("rep", tree, mark)."""
+
+    def tree(depth: int) -> Any:
+        kind = rng.choice(
+            ["text", "set", "ref", "text"] if not depth else ["seq", "or", "rep", "text", "ref", "seq"]
+        )
+        if kind == "text":
+            return ("text", "".join(rng.choices("abc", k=rng.randint(0, 3))))
+        if kind == "set":
+            return ("set", rng.choice(["a", "bc", "ab", "abc"]))
+        if kind == "ref":
+            return ("ref", rng.choice(["root", "x", "y"]))
+        if kind == "rep":
+            return ("rep", tree(depth - 1), rng.choice("*+?"))
+        return (kind, [tree(depth - 1) for _ in range(2)])
+
+    return {name: tree(3) for name in ("root", "x", "y")}
+
+
+def as_ebnf(node: Any) -> str:
+    kind, what = node[0], node[1]
+    if kind in ("text", "set", "ref"):
+        return {"text": f'"{what}"', "set": f"[{what}]", "ref": what}[kind]
+    if kind == "rep":
+        return f"({as_ebnf(what)}){node[2]}"
+    return "(" + (" | " if kind == "or" else " ").join(map(as_ebnf, what)) + ")"
+
+
+def language(rules: dict[str, Any], longest: int) -> set[str]:
+    """All words of up to so many characters, by a fixpoint over the rules."""
+    words: dict[str, set[str]] = {name: set() for name in rules}
+
+    def of(node: Any) -> set[str]:
+        kind, what = node[0], node[1]
+        if kind in ("text", "ref"):
+            return {what} if kind == "text" else words[what]
+        if kind == "set":
+            return set(what)
+        if kind == "or":
+            return of(what[0]) | of(what[1])
+        if kind == "seq":
+            return {a + b for a in of(what[0]) for b in of(what[1]) if len(a + b) <= longest}
+        once, found = of(what), {""} if node[2] != "+" else set(of(what))
+        if node[2] == "?":
+            return found | once
+        while more := {a + b for a in found for b in once if len(a + b) <= longest} - found:
+            found |= more
+        return found
+
+    before = None
+    while before != (before := {name: set(found) for name, found in words.items()}):
+        words |= {name: {w for w in of(node) if len(w) <= longest} for name, node in rules.items()}
+    return words["root"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_ebnf_admits_its_language(seed):
+    rng, tried = random.Random(seed), 0
+    words = ["".join(word) for size in range(6) for word in itertools.product("abc", repeat=size)]
+    for _ in range(60):
+        rules = random_rules(rng)
+        expected = language(rules, 5)
+        if not expected - {""}:
+            continue
+        made = matcher(
+            "ebnf_grammar", "\n".join(f"{name} ::= {as_ebnf(rule)}" for name, rule in rules.items())
+        )
+        tried += 1
+        wrong = [word for word in words if admits(made, word) != (word in expected)]
+        assert wrong == [], (rules, wrong[:5])
+    assert tried > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("ebnf_grammar", 'root ::= "a" b', 'Rule "b" is not defined'),
+        ("ebnf_grammar", 'x ::= "a"', 'Rule "root" is not defined'),
+        ("ebnf_grammar", 'root ::= "a"\nroot ::= "b"', 'line 2: Rule "root" is defined twice'),
+        ("ebnf_grammar", 'root ::= ("a"', r"a \) is missing"),
+        ("ebnf_grammar", "root ::= 'a'", "is not understood"),
+        ("ebnf_grammar", "root ::= *", "nothing stands before"),
+        ("ebnf_grammar", 'root ::= "a"{3,2}', "wrong way round"),
+        ("ebnf_grammar", "root ::= [z-a]", "from a higher to a lower"),
+        ("ebnf_grammar", "root ::= []", "no characters"),
+        ("ebnf_grammar", r'root ::= "\ud800"', "no character"),
+        ("ebnf_grammar", "root ::= " + "(" * 200 + '"a"' + ")" * 200, "nested more than 100 deep"),
+        ("ebnf_grammar", 'root ::= "a"{200000}', "beyond 100000"),
+        (
+            "ebnf_grammar",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(MOST_RULES)),
+            f"more than {MOST_RULES} rules",
+        ),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_wrong_and_too_large_grammars_are_refused(kind, text, words):
+    with pytest.raises(GrammarError, match=words):
+        matcher(kind, text)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf_grammar"])
+def test_the_size_of_a_grammar_is_bounded(kind):
+    with pytest.raises(GrammarError, match=f"at most {MOST_CHARACTERS}"):
+        GrammarCompiler("bundled", 2048).compile(kind, "x" * (MOST_CHARACTERS + 1), 1)
+
+
+@pytest.mark.parametrize("back", ["", ' | "(" root ")"'])
+def test_the_longest_chain_of_rules_is_taken_or_refused(back):
+    chain = [f'r{i} ::= r{i + 1} | "ab"{back if i == 7 else ""}' for i in range(998)]
+    grammar = "\n".join(["root ::= r0", *chain, 'r998 ::= "x"'])
+    try:
+        assert admits(matcher("ebnf_grammar", grammar), "x")
+    except GrammarError as error:
+        assert back and "nested too deeply" in str(error)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler("bundled", 2048)
+
+
+def tokens_of(words: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+FOLLOWED = [
+    ("json", ""),
+    ("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}'),
+    ("regex", r"[\w .-]{3,12}é*"),
+    ("ebnf_grammar", 'root ::= "a" root "b" | [0-9]+'),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), FOLLOWED)
+def test_a_mask_has_the_tokens_that_the_matcher_takes(compiler, kind, text):
+    rng, grammar = random.Random(0), compiler.compile(kind, text, 1)
+    for _ in range(25):
+        mask = tokens_of(grammar.words)
+        taken = [i for i in range(2048) if i != 1 and grammar.matcher.validate_tokens([i])]
+        assert [i for i in mask if i != 1] == taken and (1 in mask) == grammar.matcher.is_accepting()
+        if not taken:
+            break
+        assert grammar.advance([rng.choice(taken)]) is None and grammar.fill(grammar.words) is None
+
+
+def test_rows_move_on_together(compiler):
+    grammars, alone = [[compiler.compile(*each, 1) for each in FOLLOWED] for _ in range(2)]
+    rows, rng = SequenceGrammars("bundled", 2048), random.Random(3)
+    for _ in range(10):
+        moves = []
+        for grammar, other in zip(grammars, alone, strict=True):
+            choices = [i for i in tokens_of(grammar.words) if i != 1]
+            if choices:
+                moves.append((grammar, rng.choice(choices)))
+                assert other.advance([moves[-1][1]]) is None
+                other.fill(other.words)
+        rows.advance(moves)
+        masks = rows.stacked([(grammar, -1) for grammar in grammars])
+        assert (masks.view(np.uint32) == np.stack([other.words for other in alone])).all()
+
+
+def test_a_row_that_fails_leaves_the_others_alone(compiler):
+    rows = SequenceGrammars("bundled", 2048)
+    good, wrong = compiler.compile("regex", "a{5}", 1), compiler.compile("regex", "a{5}", 1)
+    (token,) = [i for i in tokens_of(good.words) if good.matcher.validate_tokens([i] * 5) == 5][:1]
+    rows.advance([(good, token), (wrong, 5)])
+    rows.wait()
+    assert good.problem is None and good.tokens == 1
+    assert "after 0 tokens" in str(wrong.problem)
+    rows.advance([(good, token)])
+    rows.wait()
+    assert good.problem is None and good.tokens == 2
+
+
+@pytest.mark.parametrize("end_id", [1, -1, 40])
+def test_masks_along_a_draft_are_those_of_each_token(compiler, end_id):
+    """And the state is what it was before, also where the draft goes on behind an end."""
+    tokenizer = TextTokenizer(resolve_model_dir("bundled")).backend
+    draft = [*tokenizer.encode("cat 12", add_special_tokens=False).ids, 1, 1]
+    grammar, walked = [compiler.compile("regex", "cat [0-9]{2}", end_id) for _ in range(2)]
+    for begin in (0, 1):
+        words = np.zeros((len(draft) + 1, 64), np.uint32)
+        before = grammar.words.copy()
+        count = grammar.masks_along(draft[begin:], words)
+        assert count == len(draft) - begin - 1, "up to the end, which is one of the draft's tokens"
+        other = compiler.compile("regex", "cat [0-9]{2}", end_id)
+        for i, token in enumerate(draft[:-1]):
+            if i >= begin:
+                assert (words[i - begin] == other.words).all()
+            if token != 1:
+                assert other.advance([token]) is None
+                other.fill(other.words)
+        assert (grammar.words == before).all() and grammar.tokens == begin
+        grammar.fill(grammar.words)
+        assert (grammar.words == before).all()
+        assert grammar.advance([draft[begin]]) is None
+        grammar.fill(grammar.words)
+    assert walked.masks_along([5, 5], np.zeros((3, 64), np.uint32)) == 1, "the first token does not follow"
+    grammar.rollback(2)
+    grammar.fill(grammar.words)
+    assert (grammar.words == walked.words).all()
+
+
+def test_tokens_are_bytes_of_text():
+    byte_level = token_bytes({"decoder": {"type": "ByteLevel"}})
+    assert byte_level("Ġaé") == b" a\xe9" and byte_level("Ċ") == b"\n"
+    pieces = token_bytes({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}})
+    assert pieces("▁ran") == b" ran" and pieces("<0xE9>") == b"\xe9"
+
+
+def test_special_tokens_are_no_text_unless_asked_for():
+    folder = resolve_model_dir("bundled")
+    for as_text, expected in (((), False), (None, True)):
+        made = make_tokenizer(folder, 2048, as_text)
+        grammar = Grammar(llguidance.LLMatcher(made, "start: /[a-z_<>|]+/"), made.eos_token, -1, 2048)
+        assert bool(grammar.matcher.validate_tokens([2])) == expected
+
+
+def test_without_an_end_of_its_own_a_vocabulary_has_one():
+    made = llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(Vocabulary([b"a", b"b", b"<2>"], [2], 2)), n_vocab=3
+    )
+    grammar = Grammar(llguidance.LLMatcher(made, HEAD + 'start: "a"'), 2, -1, 3)
+    assert tokens_of(grammar.words) == [0]
+    assert grammar.advance([0]) is None and grammar.fill(grammar.words) is None
+    assert grammar.exhausted and grammar.complete
