@@ -184,6 +184,37 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         called("weather", '{"unit": "Paris</para'),
     ),
     "xml, no call": (maker("qwen3_coder"), "A \n<tool_call>hello", [content("A \n<tool_call>hello")]),
+    "xml, without the opening mark": (
+        maker("qwen3_coder"),
+        "I look.\n\n" + XML.removeprefix("<tool_call>\n"),
+        [content("I look."), *called("weather", XML_ARGUMENTS)],
+    ),
+    "xml, without the opening mark, another function": (
+        maker("qwen3_coder"),
+        "See <function=other> and <function=weath",
+        [content("See <function=other> and <function=weath")],
+    ),
+    "xml, without the ends of parameters": (
+        maker("qwen3_coder"),
+        XML.replace("</parameter>\n", "") + XML,
+        [*called("weather", XML_ARGUMENTS), *called("weather", XML_ARGUMENTS)],
+    ),
+    "xml, without the last end of a parameter": (
+        maker("qwen3_coder"),
+        "<tool_call><function=weather><parameter=city>\nUlm\n</function>\n</tool_call>\n",
+        called("weather", '{"city": "Ulm"}'),
+    ),
+    "xml, a value with the function's end in it": (
+        maker("qwen3_coder"),
+        "<tool_call><function=weather><parameter=city>\na\n</function>\n</tool_call>\nb\n</parameter>\n"
+        "</function>\n</tool_call>",
+        called("weather", '{"city": "a\\n</function>\\n</tool_call>\\nb"}'),
+    ),
+    "xml, two functions in one tag": (
+        maker("qwen3_coder"),
+        "<tool_call>\n<function=now>\n</function>\n" + XML.removeprefix("<tool_call>\n") + "\nDone",
+        [*called("now", "{}"), *called("weather", XML_ARGUMENTS), content("Done")],
+    ),
     "hermes, cut off before a name": (maker("hermes"), "A <tool_call>{", [content("A <tool_call>{")]),
     "mistral, cut off before a name": (maker("mistral"), "A [TOOL_CALLS]wea", [content("A [TOOL_CALLS]wea")]),
     "qwen3_coder, cut off before a name": (

@@ -21,16 +21,19 @@ class MarkedReader:
     """Content up to a mark, then a call, then content again. Blanks beside a call are dropped, unless they
     stand between two pieces of content: then the second one begins with them.
 
-    A subclass reads what follows the mark (`_read_call`).
+    A subclass reads what follows the mark (`_read_call`). `slip`: what some models begin a call with instead
+    of the mark; it is part of the call.
     """
 
     mark: str
+    slip = ""
 
     def __init__(self) -> None:
         self._text = ""  # held back, or not read yet
         self._in_call = False
         self._after_call = False  # only blanks have come since
         self._said = False  # there was content
+        self._mark = self.mark  # of the latest call
         self._blanks = ""  # since the latest content, the calls in between left out
 
     def feed(self, text: str) -> list[Event]:
@@ -46,11 +49,14 @@ class MarkedReader:
                 if self._said:
                     self._blanks += self._text[: len(self._text) - len(begin)]
                 self._text, self._after_call = begin, not begin
-            content, mark, rest = self._text.partition(self.mark)
-            if not mark:
-                safe, self._text = split_held(self._text, self.mark)
+            marks = [mark for mark in (self.mark, self.slip) if mark and mark in self._text]
+            if not marks:
+                safe, self._text = split_held(self._text, self.mark, *filter(None, [self.slip]))
                 self._say(events, safe)
                 return events
+            self._mark = min(marks, key=self._text.index)
+            content, _, rest = self._text.partition(self._mark)
+            rest = self._mark + rest if self._mark == self.slip else rest
             said = content.rstrip()
             self._say(events, said)
             self._blanks += content[len(said) :]
@@ -88,7 +94,7 @@ class MarkedReader:
 
     def _not_a_call(self, events: list[Event], raw: str) -> None:
         """What followed the mark is no call: it is content, with the mark and the blanks before it."""
-        self._say(events, self.mark + raw)
+        self._say(events, raw if self._mark == self.slip else self._mark + raw)
         self._in_call = False
 
     def _say(self, events: list[Event], text: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashinfer_backend.openai.formats.text_schemas import Text, text_of
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
+LINE_END = f"\n{END_FUNCTION}"
 
 
 NULLS = ("null", "None")  # the template shows the model the second one
@@ -25,19 +27,26 @@ class QwenXmlReader(MarkedReader):
     A value stands between two line breaks. It becomes a JSON string where the function's schema says so,
     else whatever JSON it is. Of a function that a guide holds to its schema, each value is plain text or JSON
     by `plain_text`, as in the guide (openai/strict.py).
+
+    Read as well is what the model writes where no guide holds it: a call of a known function without
+    <tool_call>, several functions in one, and parameters without </parameter>, which end before the tag of
+    another one of the function's parameters on a new line, or with the function.
     """
 
-    mark = "<tool_call>"
+    mark, slip = "<tool_call>", FUNCTION
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], guided: Collection[str] = ()) -> None:
         """schemas: the JSON schema of each function's parameters. guided: functions that a guide holds to
         theirs."""
         super().__init__()
         self._schemas, self._guided = schemas, guided
+        if guided:  # a call without the mark is not held to its schema
+            self.slip = ""
 
     def _begin_call(self) -> None:
         self._state = "function"
         self._parameters = 0
+        self._at_end = False  # of all text
         self._is_string = self._may_be_null = False
         self._value = ""
         self._name = ""
@@ -51,16 +60,27 @@ class QwenXmlReader(MarkedReader):
         return True
 
     def _in_function(self, events: list[Event]) -> None:
-        name = self._tag(FUNCTION)
+        text, name = self._text, self._tag(FUNCTION)
         if name is None:
             begin = self._text.lstrip()
             if begin and not (FUNCTION.startswith(begin) or begin.startswith(FUNCTION)):
                 raw, self._text = self._text, ""
                 self._not_a_call(events, "")
                 self._text = raw
+            elif self._mark == self.slip and not any(
+                _may_begin(begin, f"{FUNCTION}{known}>") for known in self._schemas
+            ):
+                self._not_a_slip(events, text)
             return
-        self._name, self._state = name, "between"
+        if self._mark == self.slip and name not in self._schemas:
+            self._not_a_slip(events, text)
+            return
+        self._name, self._state, self._given = name, "between", set[str]()
         events.append(Event(CALL, name))
+
+    def _not_a_slip(self, events: list[Event], text: str) -> None:
+        self._text = text[len(FUNCTION) :]
+        self._not_a_call(events, FUNCTION)
 
     def _in_between(self, events: list[Event]) -> None:
         """Before a parameter or the end of the function."""
@@ -80,8 +100,11 @@ class QwenXmlReader(MarkedReader):
     def _begin_value(self, key: str, events: list[Event]) -> None:
         parameters = self._schemas.get(self._name, {})
         properties = parameters.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        properties = properties if isinstance(properties, Mapping) else {}
+        schema = properties.get(key)
         self._value = ""
+        self._given.add(key)
+        self._next_tags = [f"\n{PARAMETER}{other}>" for other in properties if other not in self._given]
         if self._name in self._guided:
             text = plain_text(schema, parameters)
             if text is None:
@@ -119,15 +142,35 @@ class QwenXmlReader(MarkedReader):
 
     def _in_value(self, events: list[Event]) -> None:
         value, close, rest = self._text.partition(END_PARAMETER)
+        if self._name not in self._guided and (end := self._missing_end(value, not close)) is not None:
+            value, close, rest = value[:end], END_PARAMETER, self._text[end:]
         if close:
-            self._text, self._state = rest, "between"
-            value = value.removesuffix("\n")
-        else:
-            # The line break before the end is no part of the value.
-            cut = len(value) - held(value, END_PARAMETER)
-            if value[:cut].endswith("\n"):
-                cut -= 1
-            value, self._text = value[:cut], value[cut:]
+            self._state = "between"
+            self._give_value(value.removesuffix("\n"), close, rest, events)
+            return
+        # The line break before the end is no part of the value; a function's end may be, as what follows says.
+        cut = len(value) - held(value, END_PARAMETER, LINE_END, *self._next_tags)
+        if self._name not in self._guided and 0 <= (at := value.find(LINE_END)) < cut:
+            cut = at
+        if value[:cut].endswith("\n"):
+            cut -= 1
+        self._give_value(value[:cut], "", value[cut:], events)
+
+    def _missing_end(self, value: str, is_open: bool) -> int | None:
+        """Where a value ends whose </parameter> was left out. value: what comes before the next one, or, if
+        is_open, all there is."""
+        tags = [at for tag in self._next_tags if (at := value.find(tag)) >= 0]
+        limit = min(tags, default=len(value))
+        ends = [found.start() for found in re.finditer(LINE_END, value[:limit])]
+        for at in ends:
+            if _begins_call(value[at + len(LINE_END) :]):
+                return at
+        if tags:
+            return limit
+        return ends[-1] if ends and is_open and self._at_end else None
+
+    def _give_value(self, value: str, close: str, rest: str, events: list[Event]) -> None:
+        self._text = rest
         if self._is_string:
             self._add_text(value, bool(close), events)
             return
@@ -157,10 +200,19 @@ class QwenXmlReader(MarkedReader):
         elif begin.startswith(END_CALL):
             self._text = begin[len(END_CALL) :]
             self._leave_call()
-        elif begin and not _may_begin(begin, END_FUNCTION, END_CALL):
+        elif self.slip and begin.startswith(FUNCTION):  # another one in the same tag
+            self._text = begin
+            self._mark = self.slip
+            self._begin_call()
+        elif begin and not _may_begin(begin, END_FUNCTION, END_CALL, FUNCTION):
             self._leave_call()
 
     def _end_in_call(self, events: list[Event]) -> None:
+        self._at_end = True
+        if self._state == "value" and LINE_END in self._text and self._name not in self._guided:
+            self._read_call(events)
+            if not self._in_call:
+                return
         if self._state == "function":
             self._not_a_call(events, self._text)
         elif self._state == "between":
@@ -185,6 +237,11 @@ class QwenXmlReader(MarkedReader):
             return None
         self._text = rest
         return name.strip()
+
+
+def _begins_call(text: str) -> bool:
+    """Whether what follows a function's end begins the next call."""
+    return text.lstrip().removeprefix(END_CALL).lstrip().startswith((QwenXmlReader.mark, FUNCTION))
 
 
 def _may_begin(text: str, *tags: str) -> bool:
