@@ -148,7 +148,7 @@ class QwenXmlReader(MarkedReader):
             self._state = "between"
             self._give_value(value.removesuffix("\n"), close, rest, events)
             return
-        # The line break before the end is no part of the value; a function's end may be, as what follows says.
+        # The line break before the end is no part of the value; a function's end may be: what follows tells.
         cut = len(value) - held(value, END_PARAMETER, LINE_END, *self._next_tags)
         if self._name not in self._guided and 0 <= (at := value.find(LINE_END)) < cut:
             cut = at
