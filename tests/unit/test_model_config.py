@@ -70,7 +70,7 @@ def test_published_config(tmp_path):
     config = parse(tmp_path, generation={"eos_token_id": [128009, -1, 7, 128256, 1 << 40]})
     heads = config.attention
     assert (heads.heads, heads.kv_heads, heads.head_dim, len(config.layers)) == (32, 8, 128, 32)
-    assert (config.dtype, heads.rope.theta, config.bos_token_id) == ("bfloat16", 500000.0, 128000)
+    assert (config.dtype, heads.rope.theta) == ("bfloat16", 500000.0)
     assert config.eos_token_ids == (128009, 7, 128001, 128008)
     assert not (heads.qkv.bias or heads.qk_norm or config.tie_word_embeddings)
 

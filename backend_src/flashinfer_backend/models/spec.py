@@ -284,7 +284,6 @@ class ModelSpec:
     norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
     initializer_range: float

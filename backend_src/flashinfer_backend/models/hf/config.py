@@ -246,7 +246,6 @@ class Config:
             norm_eps=float(eps),
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             max_position_embeddings=self.count("max_position_embeddings"),
-            bos_token_id=self.raw.get("bos_token_id"),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             dtype=self._dtype(),
             initializer_range=float(self.raw.get("initializer_range", 0.02)),
