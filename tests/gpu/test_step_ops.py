@@ -7,44 +7,16 @@ import pytest
 import torch
 
 from flashinfer_backend.ops import torch_ops
+from step_inputs_cases import CASES, agrees
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64, 300])
-@pytest.mark.parametrize("decodes", ["all", "some"])
-def test_step_inputs(rows, decodes):
+@pytest.mark.parametrize(("rows", "prompts"), CASES)
+def test_step_inputs(rows, prompts):
     from flashinfer_backend.ops import cuda_ops
 
-    torch.manual_seed(rows)
-    slots = torch.randperm(399, device="cuda")[:rows].int()
-    lengths = torch.randint(0, 150, (400,), device="cuda").int()
-    lengths[399] = 0
-    last_token = torch.randint(0, 1000, (400,), device="cuda").int()
-    table = torch.randint(0, 5000, (400, 10), device="cuda").int()
-    options = {}
-    if decodes == "all":
-        new_blocks = torch.randint(5000, 9000, (rows,), device="cuda").int()
-        new_blocks[torch.rand(rows, device="cuda") < 0.7] = -1
-        new_blocks[rows // 2 + 1 :] = -1
-        options["new_blocks"] = new_blocks
-    else:
-        first = rows // 3
-        slots[first:] = slots[first:].repeat_interleave(4)[: rows - first]  # runs of tokens of one slot
-        tokens = torch.randint(0, 1000, (rows,), device="cuda").int()
-        places = torch.randint(0, 150, (rows,), device="cuda").int()
-        options["given"] = tokens, places, first
-    slots[rows // 2 + 1 :] = 399  # padding shares a slot, and has place 0
-    if "given" in options:
-        options["given"][1][rows // 2 + 1 :] = 0
-    mine, expected = ((table.clone(), lengths.clone()) for _ in range(2))
-    for actual, reference in zip(
-        cuda_ops.step_inputs(slots, last_token, mine[1], mine[0], 16, **options),
-        torch_ops.step_inputs(slots, last_token, expected[1], expected[0], 16, **options),
-        strict=True,
-    ):
-        assert torch.equal(actual, reference)
-    assert torch.equal(mine[0], expected[0]) and torch.equal(mine[1], expected[1])
+    agrees(cuda_ops.step_inputs, rows, prompts, "cuda")
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])

@@ -19,6 +19,9 @@ from flashinfer_backend.transport.protocol import (
     FINISHED_STOP_WORDS,
     NO_TOKEN,
     RUNNING,
+    RowReport,
+    pack_tokens,
+    with_reports,
 )
 
 R, E, L, S = RUNNING, FINISHED_END_ID, FINISHED_LENGTH, FINISHED_STOP_WORDS
@@ -83,3 +86,11 @@ def test_tokens_of_a_slot_that_has_another_owner_are_dropped() -> None:
     table.vacate(0)
     outcome = accept(table, plan, np.array([3, 4, 5, 6], np.int32), np.array([2, 2]))
     assert outcome.rows.tolist() == [1, 1] and outcome.tokens.tolist() == [5, 6]
+
+
+def test_a_report_comes_with_the_last_token_of_its_sequence() -> None:
+    """Times of a sequence's end come with its end, and a first token's with it."""
+    ids, tokens, codes = np.array([[5, 4, 4, 4, 6], [9, 1, 2, 3, 8], [R, R, R, L, R]])
+    five, four = RowReport(5, queue_ns=1), RowReport(4, queue_ns=2)
+    rows = list(with_reports(pack_tokens(ids, tokens, codes), [five, four]))
+    assert rows == [(5, 9, R, five), (4, 1, R, None), (4, 2, R, None), (4, 3, L, four), (6, 8, R, None)]

@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
 
+import step_inputs_cases
 from flashinfer_backend.ops import torch_ops
 
 TABLE = [[1, 2], [3, 4], [5, 6], [0, 0]]  # the last slot is that of padding
@@ -41,6 +47,16 @@ def test_prompts_feed_given_tokens_and_leave_their_lengths():
     assert (ids, positions) == ([10, 20, 21, 22, 30, 0, 0], [3, 15, 16, 17, 4, 0, 0])
     assert locations == [19, 5 * 16 + 15, 6 * 16, 6 * 16 + 1, 3 * 16 + 4, 0, 0]
     assert lengths.tolist() == [4, 5, 18, 0]
+
+
+def test_step_inputs_in_tritons_interpreter():
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, step_inputs_cases.__file__], env=environment, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
 
 
 def test_sample_suppresses_a_token_and_records_the_choice():

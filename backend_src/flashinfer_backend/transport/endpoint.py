@@ -280,15 +280,11 @@ class Endpoint:
                     raise ValueError(f"the engine sent a message of unknown kind {kind!r}")
 
     def _deliver(self, payload: bytes, frames: list[bytes | memoryview]) -> None:
-        rows = protocol.unpack_tokens(payload).tolist()
-        reports = {}
-        if frames:
-            last = {local_id: i for i, (local_id, _, _) in enumerate(rows)}
-            reports = {last[report.local_id]: report for report in protocol.unpack_reports(frames)}
-            frames.clear()  # from here on context logits belong to who takes them
+        reports = protocol.unpack_reports(frames)
+        frames.clear()  # from here on context logits belong to who takes them
         sinks, prompts = self._sinks, self._prompts
         changed = False
-        for i, (local_id, token, code) in enumerate(rows):
+        for local_id, token, code, report in protocol.with_reports(payload, reports):
             if local_id in prompts:
                 with self._lock:
                     self._forget_prompt(local_id)
@@ -298,7 +294,7 @@ class Endpoint:
             else:
                 sink, changed = self._forget(local_id), True
             if sink is not None:
-                sink.on_token(token, code, reports.pop(i, None))
+                sink.on_token(token, code, report)
         if changed:
             self._on_load()
 

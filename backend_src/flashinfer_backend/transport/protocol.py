@@ -20,6 +20,7 @@ because a frame goes to the one stub that submitted its rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -199,6 +200,17 @@ def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) ->
 def unpack_tokens(frame: bytes) -> np.ndarray:
     """int32 [n, 3] view of a token frame."""
     return np.frombuffer(frame, dtype="<i4").reshape(-1, 3)
+
+
+def with_reports(frame: bytes, reports: list[RowReport]) -> Iterator[tuple[int, int, int, RowReport | None]]:
+    """(local id, token, code, report) of each row of a token frame, in order. Takes the reports out of their
+    list: each comes with the last row of its sequence."""
+    rows = unpack_tokens(frame).tolist()
+    last = {local_id: i for i, (local_id, _, _) in enumerate(rows)} if reports else {}
+    by_row = {last[report.local_id]: report for report in reports}
+    reports.clear()
+    for i, (local_id, token, code) in enumerate(rows):
+        yield local_id, token, code, by_row.pop(i, None)
 
 
 def pack_reports(reports: list[RowReport]) -> list[bytes | memoryview]:
