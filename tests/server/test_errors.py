@@ -28,7 +28,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"timeout": "soon"}, 'timeout is "soon"'),
     ({"timeout": 1.5}, "timeout is 1.5"),
     ({"timeout": True}, "timeout is true"),
-    ({"request_type": None}, "request_type is null"),
     ({"priority": 10}, "priority is 10; it should be an integer in 1..9"),
     ({"queue_priority": "high"}, 'queue_priority is "high"'),
     ({"priority": 1, "queue_priority": 2}, "two names of one value"),

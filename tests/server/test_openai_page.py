@@ -117,7 +117,7 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
 def test_the_bundled_model_is_said_to_be_tiny(door: OpenAiServer, browser: Browser) -> None:
     _open_page(door, browser)
     assert _text(browser, "#hint") == ""
-    listed = json.dumps({"data": [{"id": "bundled_model"}]})
+    listed = json.dumps({"data": [{"id": "bundled"}]})
     browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
     wait_for(lambda: "is tiny" in _text(browser, "#hint"), "the hint")
 
