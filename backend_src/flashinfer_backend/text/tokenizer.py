@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from flashinfer_backend.core.checkpoint_json import read_object_if_there
-from flashinfer_backend.text.delta import vocabulary_size
+from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
+from flashinfer_backend.text.delta import panics_are_errors, vocabulary_size
 
 # Where a role's token may be named (by text) or given (by id), most specific first.
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 ID_FILES = ("generation_config.json", "config.json")
 
 
@@ -29,6 +31,7 @@ class TextTokenizer:
         Raises FileNotFoundError or ValueError saying which file is missing or unreadable.
         """
         self.backend = _load_backend(folder)
+        _add_named_tokens(self.backend, folder)
         # Lengths are the caller's business: nothing is cut or filled up here.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -43,7 +46,8 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text, uncut. add_special_tokens: with the tokens that the tokenizer puts around
         a text, such as bos."""
-        encodings = self._encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        with panics_are_errors():
+            encodings = self._encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _role_id(self, folder: Path, role: str) -> int | None:
@@ -58,6 +62,63 @@ class TextTokenizer:
                 if isinstance(value, int) and value >= 0:
                     return value
         return None
+
+
+def _add_named_tokens(backend: Tokenizer, folder: Path) -> None:
+    """Special tokens that tokenizer_config.json or special_tokens_map.json has and tokenizer.json lacks, and
+    whether those in a text are split: as in transformers."""
+    config, *_ = files = [read_object_if_there(folder / name) for name in TOKEN_FILES]
+    where = folder / TOKEN_FILES[0]
+    check_kinds(config, {"split_special_tokens": "flag", "added_tokens_decoder": "object"}, f"{where}: ")
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    try:
+        listed = {int(i): _added(token) for i, token in (config.get("added_tokens_decoder") or {}).items()}
+        named = [_added(token) for file in files for token in _named(file, backend)]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise ValueError(
+            f"{where} should list tokens as transformers writes them: added_tokens_decoder as"
+            ' {"id": {"content": "text"}}, special tokens as texts or objects with a content'
+        ) from None
+    known = backend.get_added_tokens_decoder()
+    for i, token in sorted(listed.items()):
+        if repr(known.get(i)) != repr(token):
+            is_new = backend.token_to_id(token.content) is None
+            _add(backend, token)
+            if is_new and backend.token_to_id(token.content) != i:
+                raise ValueError(
+                    f"{where} gives the token {token.content!r} the id {i}; behind the tokens of"
+                    f" tokenizer.json it gets {backend.token_to_id(token.content)}, and they should agree"
+                )
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in named:
+        if token.content and token.content not in contents:
+            token.special = True
+            _add(backend, token)
+
+
+def _add(backend: Tokenizer, token: AddedToken) -> None:
+    (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _added(token: Any) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(token["content"], **{name: token[name] for name in options if name in token})
+
+
+def _named(file: dict[str, Any], backend: Tokenizer) -> list[Any]:
+    """Tokens with a role, where the vocabulary has them, and further special tokens."""
+    more: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = file.get(key) or []
+        more += tokens.values() if isinstance(tokens, dict) else tokens
+    for role in ROLES:
+        token = file.get(f"{role}_token")
+        content = token["content"] if isinstance(token, dict) else token
+        if content and backend.token_to_id(content) is not None:
+            more.append(token)
+    return more
 
 
 def _load_backend(folder: Path) -> Tokenizer:
