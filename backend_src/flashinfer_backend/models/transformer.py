@@ -66,10 +66,9 @@ class Layer(nn.Module):
         out: Tensor | None = None,
     ) -> Tensor:
         """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given)."""
-        mixer, ops = self.spec.mixer, self.ops
-        qkv = ops.norm_linear(hidden, self.input_norm, self.eps, self.qkv, self.qkv.bias)
+        mixer, ops, qkv = self.spec.mixer, self.ops, self.qkv
         return ops.rope_and_store(
-            qkv,
+            ops.norm_linear(hidden, self.input_norm, self.eps, qkv, qkv.bias),
             positions,
             self.cos_sin,
             *kv_cache,
@@ -189,12 +188,12 @@ class Transformer(nn.Module):
         """What a step runs before the attention of layer `index`, from the attention of the layer before on,
         or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
         given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward()."""
-        input_ids, positions, cache_locations = inputs
+        (input_ids, positions, cache_locations), layers = inputs, self.layers
         if attended is None or hidden is None:
             hidden = self.embed(input_ids)
         else:
-            hidden = self.layers[index - 1].after(attended, hidden, self.collectives)
-        q = self.layers[index].before(hidden, positions, cache_locations, kv_caches[index], out)
+            hidden = layers[index - 1].after(attended, hidden, self.collectives)
+        q = layers[index].before(hidden, positions, cache_locations, kv_caches[index], out)
         return q, hidden
 
     def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
