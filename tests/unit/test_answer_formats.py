@@ -184,6 +184,30 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         called("weather", '{"unit": "Paris</para'),
     ),
     "xml, no call": (maker("qwen3_coder"), "A \n<tool_call>hello", [content("A \n<tool_call>hello")]),
+    **{
+        f"{tools}, a call in reasoning that is not closed": (
+            maker(tools, "think"),
+            f"<think>Hm. I use <tools>.\n{call}",
+            [Event(REASONING, "Hm. I use <tools>."), *called("weather", arguments)],
+        )
+        for tools, call, arguments in (
+            ("hermes", HERMES, PARIS),
+            ("qwen3_coder", XML, XML_ARGUMENTS),
+            ("qwen3_coder", XML.removeprefix("<tool_call>\n"), XML_ARGUMENTS),
+            ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}", PARIS),
+            ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', PARIS),
+        )
+    },
+    "a call in reasoning that is closed": (
+        maker("hermes", "think"),
+        f"<think>I write {HERMES}, no?</think>Yes.",
+        [Event(REASONING, f"I write {HERMES}, no?"), content("Yes.")],
+    ),
+    "a mark in reasoning that is cut off": (
+        maker("hermes", "think"),
+        "<think>I write <tool_call> and",
+        [Event(REASONING, "I write <tool_call> and")],
+    ),
     "xml, without the opening mark": (
         maker("qwen3_coder"),
         "I look.\n\n" + XML.removeprefix("<tool_call>\n"),

@@ -72,6 +72,9 @@ def make_reader(
         reader = MistralReader()
     else:
         reader = PlainReader()
+    marks: tuple[str, ...] = ()
+    if not bound and isinstance(reader, MarkedReader | Llama3Reader):  # a guide leaves reasoning free
+        marks = tuple(filter(None, (reader.mark, getattr(reader, "slip", ""))))
     if or_content and isinstance(reader, MarkedReader | Llama3Reader):
         reader = CallsOrContentReader(reader)
-    return ThinkReader(reader, inside) if reasoning == "think" else reader
+    return ThinkReader(reader, inside, marks) if reasoning == "think" else reader

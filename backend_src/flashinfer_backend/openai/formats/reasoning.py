@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from flashinfer_backend.openai.formats.events import CONTENT, REASONING, Event, Reader, split_held
+from flashinfer_backend.openai.formats.events import CALL, CONTENT, REASONING, Event, Reader, split_held
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkReader:
-    """Splits the reasoning off and hands the rest to another reader. Blanks around the two are dropped."""
+    """Splits the reasoning off and hands the rest to another reader. Blanks around the two are dropped.
 
-    def __init__(self, rest: Reader, inside: bool) -> None:
-        """inside: the prompt ends with the opening mark, so the text begins with reasoning."""
-        self._rest = rest
+    A call in reasoning that is never closed is a call. So from a call's mark on the reasoning is held back,
+    until it is closed, and then was reasoning, or the text ends.
+    """
+
+    def __init__(self, rest: Reader, inside: bool, marks: tuple[str, ...] = ()) -> None:
+        """inside: the prompt has opened the reasoning, so the text begins with it. marks: of calls."""
+        self._rest, self._marks = rest, marks
         self._state = "opened" if inside else "before"
         self._text = ""  # held back
 
@@ -38,8 +42,10 @@ class ThinkReader:
                 events.append(Event(REASONING, reasoning.rstrip()))
                 self._state, self._text = "closed", after
             else:
-                safe, self._text = split_held(self._text, CLOSE)
+                at = self._call()
+                safe, held = split_held(self._text[:at], CLOSE, *self._marks)
                 events.append(Event(REASONING, safe))
+                self._text = held + self._text[at:]
         if self._state == "closed":
             self._text = self._text.lstrip()
             if self._text:
@@ -51,8 +57,17 @@ class ThinkReader:
         if self._state == "before" and self._text:
             events += self._rest.feed(self._text)
         elif self._state == "inside" and self._text:
-            events.append(Event(REASONING, self._text))
+            at = self._call()
+            found = [*self._rest.feed(self._text[at:]), *self._rest.finish()]
+            if any(event.kind == CALL for event in found):
+                return [event for event in found if event.kind != CONTENT or event.text.strip()]
+            return [Event(REASONING, self._text)]
         return events + self._rest.finish()
+
+    def _call(self) -> int:
+        """Where a call's mark is in the text held back, or its end."""
+        found = [at for mark in self._marks if (at := self._text.find(mark)) >= 0]
+        return min(found, default=len(self._text))
 
     def _hand_over(self, text: str) -> list[Event]:
         self._state, self._text = "rest", ""
