@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -16,21 +15,21 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 NONE = np.empty(0, np.int32)
 
 
-class Feeds(enum.IntEnum):
-    """What a row's tokens are."""
+class Feeds:
+    """What a row's tokens are. Not an enum: numpy takes its own numbers ten times as fast."""
 
-    GIVEN = 0  # those in the plan
-    LAST = 1  # the token that its slot sampled last, which the device has
-    LAST_AND_DRAFTS = 2  # that, and behind it drafts, which the device has as well
+    GIVEN = np.int8(0)  # those in the plan
+    LAST = np.int8(1)  # the token that its slot sampled last, which the device has
+    LAST_AND_DRAFTS = np.int8(2)  # that, and behind it drafts, which the device has as well
 
 
-class Wants(enum.IntFlag):
-    """What a row is computed for."""
+class Wants:
+    """What a row is computed for; bits."""
 
-    NOTHING = 0  # its keys and values alone
-    NEXT = 1  # a sampled token behind its last one
-    LOGITS = 2  # of each of its tokens
-    NEXT_OF_EACH = 4  # a sampled token behind each; those are kept that follow from accepted drafts
+    NOTHING = np.int8(0)  # its keys and values alone
+    NEXT = np.int8(1)  # a sampled token behind its last one
+    LOGITS = np.int8(2)  # of each of its tokens
+    NEXT_OF_EACH = np.int8(4)  # a sampled token behind each; those are kept that follow from accepted drafts
 
 
 class NewSequence(msgspec.Struct):

@@ -68,7 +68,7 @@ class InvariantChecker:
             "a plan's given rows and tokens differ in number",
         )
         kinds = {Feeds.LAST: 0, Feeds.GIVEN: 1, Feeds.LAST_AND_DRAFTS: 2}
-        order = [kinds[Feeds(kind)] for kind in plan.feeds]
+        order = [kinds[kind] for kind in plan.feeds]
         _require(order == sorted(order), f"a plan's rows are in the order {order}")
         _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
         _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")

@@ -177,11 +177,13 @@ class Scheduler:
         table, manager, size = self.table, self.kv_manager, self.config.tokens_per_block
         while True:
             slots = decoding.astype(np.intp)
-            missing = table.computed[slots] + self._row_tokens[slots] - table.num_blocks[slots] * size
-            rows = (missing > 0).nonzero()[0]
+            last = table.computed[slots] - table.num_blocks[slots] * size  # place of the last token
+            if self.drafts:
+                last += self._row_tokens[slots] - 1
+            rows = (last >= 0).nonzero()[0]
             if not len(rows):
                 return NO_UPDATES
-            counts = -(-missing[rows] // size)
+            counts = last[rows] // size + 1
             blocks = [] if manager.full is None else manager.full.allocate(int(counts.sum()))
             if blocks is not None:
                 break
@@ -375,10 +377,8 @@ class Scheduler:
             starts = np.concatenate([starts, added[:, 1]])
             lengths = np.concatenate([lengths, added[:, 2]])
             feeds = np.concatenate([feeds, np.full(len(chunks), Feeds.GIVEN, np.int8)])
-            wanted = np.where(reaches, Wants.NEXT, Wants.NOTHING) | np.where(
-                logits, Wants.LOGITS, Wants.NOTHING
-            )
-            wants = np.concatenate([wants, wanted.astype(np.int8)])
+            wanted = reaches * Wants.NEXT | np.array(logits) * Wants.LOGITS
+            wants = np.concatenate([wants, wanted])
             tokens = np.concatenate(
                 [table.tokens[c.request.slot, c.start : c.start + c.length] for c in chunks]
             )
