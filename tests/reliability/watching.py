@@ -23,8 +23,8 @@ PARTS = {
     "tritonserver": "bin/tritonserver",
     "OpenAI API": "flashinfer_backend.openai.worker",
 }
-# And those that only look after others.
-KEEPERS = {"OpenAI API's parent": "flashinfer_backend.openai", "serve": "flashinfer_backend.serve"}
+# And what only looks after others.
+KEEPERS = {"serve": "flashinfer_backend.serve"}
 MIB = 1 << 20
 
 

@@ -25,7 +25,7 @@ import psutil
 import zmq
 
 from flashinfer_backend.config_tools import cli
-from flashinfer_backend.serve import launcher as serve
+from flashinfer_backend.launch import launcher as serve
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from ports import free_ports

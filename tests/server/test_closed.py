@@ -15,7 +15,7 @@ from running import Server, running
 from test_generate import PROMPT
 from tritonclient.utils import InferenceServerException
 
-from flashinfer_backend.serve.launcher import CLOSED, UNSENDABLE
+from flashinfer_backend.launch.launcher import CLOSED, UNSENDABLE
 
 PATHS = {
     "shared-memory": "v2/systemsharedmemory/status",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import Server, running, wait_for
 
-from flashinfer_backend.serve import preflight
+from flashinfer_backend.launch import preflight
 from ports import free_ports
 
 

@@ -122,7 +122,7 @@ def source_of(words: list[str]) -> tuple[Path, list[str]] | None:
     if words[1:2] == ["build.py"]:
         return PACKAGE / "config_tools/cli.py", words[2:]
     if words[1:2] == ["-m"] and words[2] != "pytest":
-        name = words[2].replace(".", "/")
+        name = words[2].replace(".", "/").replace("backend/serve", "backend/launch")  # serve.py runs that
         if words[2] == "client.perf_analyzer":
             return None  # it hands its arguments on
         place = (ROOT / "backend_src" if name.startswith("flashinfer_backend") else ROOT) / name

@@ -13,9 +13,9 @@ import pytest
 
 from flashinfer_backend import prebuild
 from flashinfer_backend.config_tools.settings import engine_parameters
+from flashinfer_backend.launch import launcher, probe
 from flashinfer_backend.openai import worker
 from flashinfer_backend.openai.__main__ import main
-from flashinfer_backend.serve import launcher, probe
 from ports import free_ports
 
 ROOT = Path(__file__).parents[2]

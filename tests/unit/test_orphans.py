@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, run_dir
-from flashinfer_backend.serve import openai_door
-from flashinfer_backend.serve.watchdog import Policy, Watchdog
+from flashinfer_backend.launch import openai_door
+from flashinfer_backend.launch.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import orphans, rundir
 
 SERVER, OTHER = 4194305, 4194306  # no process has them

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer_backend.serve import environments
-from flashinfer_backend.serve.launcher import _parser
+from flashinfer_backend.launch import environments
+from flashinfer_backend.launch.launcher import _parser
 from flashinfer_backend.transport import orphans, rundir
 
 OTHER = 65534

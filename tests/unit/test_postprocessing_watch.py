@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
+from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

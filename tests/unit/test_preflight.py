@@ -16,8 +16,8 @@ import pytest
 from build_support import MODEL_REPO
 
 from flashinfer_backend.config_tools import cli
-from flashinfer_backend.serve import preflight
-from flashinfer_backend.serve.preflight import FEWEST_FILES, Installation, ServeError
+from flashinfer_backend.launch import preflight
+from flashinfer_backend.launch.preflight import FEWEST_FILES, Installation, ServeError
 
 C_COMPILER = shutil.which("cc")
 
@@ -210,7 +210,7 @@ def test_too_few_open_files_are_told(most: int) -> None:
     """In a process of its own, as a limit cannot be raised again."""
     code = f"""
 import resource
-from flashinfer_backend.serve.preflight import ServeError, check_open_files
+from flashinfer_backend.launch.preflight import ServeError, check_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))
 try:
     check_open_files()

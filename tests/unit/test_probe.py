@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from flashinfer_backend.serve.probe import problem
+from flashinfer_backend.launch.probe import problem
 from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 LOCAL = ipaddress.ip_address("127.0.0.1")

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.config_tools import cli
-from flashinfer_backend.openai.arguments import RECEIVE_S
-from flashinfer_backend.serve import launcher as serve
-from flashinfer_backend.serve import preflight
-from flashinfer_backend.serve.openai_door import OpenAiDoor
-from flashinfer_backend.serve.preflight import ServeError
-from flashinfer_backend.serve.server_log import ServerLog
-from flashinfer_backend.serve.server_sockets import (
+from flashinfer_backend.launch import launcher as serve
+from flashinfer_backend.launch import preflight
+from flashinfer_backend.launch.openai_door import OpenAiDoor
+from flashinfer_backend.launch.preflight import ServeError
+from flashinfer_backend.launch.server_log import ServerLog
+from flashinfer_backend.launch.server_sockets import (
     FRESH_MS,
     close_silent_clients,
     limit_stalled_clients,
     widen_thread_pipes,
 )
+from flashinfer_backend.openai.arguments import RECEIVE_S
 from flashinfer_backend.transport import addresses
 
 # Messages that fit into a pair of sockets nobody reads from, counted once a line is read from stdin.

@@ -22,7 +22,7 @@ TABLE = ["I1122 02:02:16.8 3985 server.cc:604] ", "+-----+", "| Model |", "+----
 
 FOLLOW = """
 import sys
-from flashinfer_backend.serve.server_log import ServerLog
+from flashinfer_backend.launch.server_log import ServerLog
 log = ServerLog()
 {before}
 child = log.popen([sys.executable, "-c", "import sys; print(sys.argv[1])", sys.argv[1]])
@@ -160,7 +160,7 @@ def test_the_loaders_complaint_about_a_stub_is_fatal_at_once():
     ],
 )
 def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, told, tmp_path):
-    from flashinfer_backend.serve import server_log
+    from flashinfer_backend.launch import server_log
 
     stub = tmp_path / "triton_python_backend_stub"
     stub.write_text(f"#!/bin/sh\n{f'echo {said}' if said else 'true'}\n")

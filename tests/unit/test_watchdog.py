@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flashinfer_backend.serve import watchdog
+from flashinfer_backend.launch import watchdog
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub
 from flashinfer_backend.transport.supervisor import EngineRecord

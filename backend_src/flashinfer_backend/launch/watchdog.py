@@ -25,13 +25,13 @@ from typing import Any
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, replica_of, run_dir
-from flashinfer_backend.serve.asking import ask
-from flashinfer_backend.serve.environments import remove_environments
-from flashinfer_backend.serve.idle import Idleness
-from flashinfer_backend.serve.openai_door import OpenAiDoor
-from flashinfer_backend.serve.postprocessing_watch import PostprocessingWatch
-from flashinfer_backend.serve.server_log import ServerLog, memory_of_stubs
-from flashinfer_backend.serve.server_sockets import (
+from flashinfer_backend.launch.asking import ask
+from flashinfer_backend.launch.environments import remove_environments
+from flashinfer_backend.launch.idle import Idleness
+from flashinfer_backend.launch.openai_door import OpenAiDoor
+from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
+from flashinfer_backend.launch.server_log import ServerLog, memory_of_stubs
+from flashinfer_backend.launch.server_sockets import (
     close_silent_clients,
     limit_stalled_clients,
     widen_thread_pipes,

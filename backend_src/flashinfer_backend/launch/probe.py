@@ -11,7 +11,7 @@ import json
 import sys
 
 from flashinfer_backend.core.arguments import some_seconds
-from flashinfer_backend.serve.asking import ask
+from flashinfer_backend.launch.asking import ask
 
 BUSY = ("queue", "try again")  # in the words of a server that is well, but refuses
 
@@ -41,7 +41,7 @@ def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m flashinfer_backend.serve.probe", description=__doc__
+        allow_abbrev=False, prog="python -m flashinfer_backend.launch.probe", description=__doc__
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", default="ensemble", help="default: %(default)s")

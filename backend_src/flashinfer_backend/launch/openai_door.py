@@ -16,11 +16,11 @@ from flashinfer_backend.core.arguments import port_number
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
 from flashinfer_backend.openai.options import llm_parameters, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
-from flashinfer_backend.serve.preflight import ServeError
 from flashinfer_backend.transport.addresses import Address, reachable_at
 
 PREFIX = "--openai-"

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from flashinfer_backend.core import processes
-from flashinfer_backend.serve.server_sockets import has_unsent
+from flashinfer_backend.launch.server_sockets import has_unsent
 from flashinfer_backend.transport import protocol
 
 IDLE_S = 1.0

@@ -22,8 +22,8 @@ import numpy as np
 from flashinfer_backend.core.arguments import count, port_number, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
-from flashinfer_backend.serve.openai_door import OpenAiDoor, add_arguments
-from flashinfer_backend.serve.preflight import (
+from flashinfer_backend.launch.openai_door import OpenAiDoor, add_arguments
+from flashinfer_backend.launch.preflight import (
     Installation,
     ServeError,
     check_batch_sizes,
@@ -34,7 +34,7 @@ from flashinfer_backend.serve.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.serve.watchdog import DRAIN_S, MIB, Policy, Watchdog
+from flashinfer_backend.launch.watchdog import DRAIN_S, MIB, Policy, Watchdog
 from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressError, check_ports, resolve
 from flashinfer_backend.transport.restarts import RESTARTS
 

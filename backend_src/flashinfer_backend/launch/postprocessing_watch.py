@@ -12,7 +12,7 @@ import json
 import threading
 import time
 
-from flashinfer_backend.serve.asking import ask
+from flashinfer_backend.launch.asking import ask
 
 EVERY_S = 5.0
 ONE_TOKEN = [
