@@ -22,6 +22,7 @@ from flashinfer_backend.openai.formats.events import (
     Reader,
     merged,
 )
+from flashinfer_backend.openai.formats.reasoning import is_opened
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -414,3 +415,13 @@ def test_the_template_tells_the_format() -> None:
         ("{{ messages }}", "none", "none"),
     ):
         assert (choice.detect_tools(template), choice.detect_reasoning(template)) == (tools, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("answer", "opened"),
+    [("<think>\n", True), ("<think>\nI look", True), ("<think>\n\n</think>\n\n", False), ("", False)],
+)
+def test_a_prompt_opens_the_reasoning(answer: str, opened: bool) -> None:
+    asked = "What is <think>?"
+    assert is_opened(f"user {asked} assistant {answer}", asked) == opened
+    assert is_opened(f"<think>{asked}</s>{answer}", asked) == opened

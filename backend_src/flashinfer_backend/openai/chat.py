@@ -39,7 +39,7 @@ from flashinfer_backend.openai.formats.events import (
     merged,
 )
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
-from flashinfer_backend.openai.formats.reasoning import OPEN
+from flashinfer_backend.openai.formats.reasoning import is_opened
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
 from flashinfer_backend.openai.sampling import (
@@ -124,7 +124,7 @@ class Turn:
                 f" --tool-format ({known}), or force calls by tool_choice",
                 param="tools",
             )
-        self.inside = self.reasoning_format == "think" and text.rstrip().endswith(OPEN)
+        self.inside = self.reasoning_format == "think" and is_opened(text, _asked(conversation.messages))
         if self.bound:
             if not limits.guided_decoding and not self.calls_or_json:
                 raise ApiError(
@@ -178,6 +178,12 @@ class Turn:
             self.bound,
             self.calls_or_json,
         )
+
+
+def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message that is not the assistant's."""
+    texts = [message.get("content") for message in messages if message.get("role") != "assistant"]
+    return texts[-1].strip() if texts and isinstance(texts[-1], str) else ""
 
 
 def render(door: Door, conversation: Conversation) -> str:

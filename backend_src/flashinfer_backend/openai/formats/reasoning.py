@@ -72,3 +72,11 @@ class ThinkReader:
     def _hand_over(self, text: str) -> list[Event]:
         self._state, self._text = "rest", ""
         return self._rest.feed(text)
+
+
+def is_opened(prompt: str, asked: str) -> bool:
+    """Whether a prompt opens reasoning and leaves it open. asked: the last message that is not the answer's
+    beginning; marks in it and before it say nothing."""
+    at = prompt.rfind(asked) if asked else -1
+    answer = prompt[at + len(asked) :] if at >= 0 else ""
+    return prompt.rstrip().endswith(OPEN) or answer.rfind(OPEN) > answer.rfind(CLOSE)
