@@ -305,6 +305,12 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
             *(Event(REASONING, "\nAh."), content("\nNoon")),
         ],
     ),
+    "harmony, a call behind reasoning without its end": (
+        maker("harmony", "harmony"),
+        "<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.weather<|message|>"
+        f"{PARIS}<|call|>",
+        [Event(REASONING, "Hm."), *called("weather", PARIS)],
+    ),
     "harmony, recipient in the role": (
         maker("harmony", "harmony"),
         f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}",

@@ -11,6 +11,7 @@ from flashinfer_backend.openai.formats.json_scan import ValueScanner
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 _ENDS = re.compile("|".join(map(re.escape, ENDS)))
+_NEXT = re.compile(rf"{re.escape(CHANNEL)}|{_ENDS.pattern}")  # reasoning may lack its end
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
@@ -76,12 +77,14 @@ class HarmonyReader:
             if not self._value.complete:
                 return
             self._value = None
-        found = _ENDS.search(self._text)
+        is_reasoning = self._kind == REASONING
+        found = (_NEXT if is_reasoning else _ENDS).search(self._text)
         if found is None:
-            cut = len(self._text) - held(self._text, *ENDS)
+            cut = len(self._text) - held(self._text, *ENDS, *((CHANNEL,) if is_reasoning else ()))
             body, self._text = self._text[:cut], self._text[cut:]
         else:
-            body, self._text, self._state = self._text[: found.start()], self._text[found.end() :], "header"
+            end = found.start() if found[0] == CHANNEL else found.end()
+            body, self._text, self._state = self._text[: found.start()], self._text[end:], "header"
         if body:
             events.append(Event(self._kind, self._break + body))
             self._break = ""
