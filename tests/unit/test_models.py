@@ -360,17 +360,22 @@ def test_bfloat16_stays_near_transformers(tmp_path):
 # Paged attention
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Lower-right causal softmax attention in float64: q[q, Hq, D], k and v [kv, Hkv, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v).float()
+    own = k.shape[0] - q.shape[0]
+    unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(own + 1)
+    if window is not None:
+        unseen |= torch.ones_like(unseen).tril(own - window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v).float()
 
 
 @pytest.mark.parametrize(("query_rows", "group_tokens"), [(1024, 4096), (8, 20)])
-def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens):
+@pytest.mark.parametrize("window", [None, 1, 9, 30, 40, 200])
+def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, window):
+    """With a window, no block behind it is in the block table."""
     monkeypatch.setattr(torch_paged, "_QUERY_ROWS", query_rows)
     monkeypatch.setattr(torch_paged, "_GROUP_TOKENS", group_tokens)
     generator = torch.manual_seed(0)
@@ -381,15 +386,17 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens):
     table = torch.full((7, 11), -(2**30), dtype=torch.int32)
     free = torch.randperm(blocks, generator=generator).tolist()
     dense = {}
-    for slot, kv_len in zip(slots, kv_lens, strict=True):
-        for block in range(-(-kv_len // BLOCK_SIZE)):
+    for slot, kv_len, q_len in zip(slots, kv_lens, q_lens, strict=True):
+        first = 0 if window is None else max(0, kv_len - q_len - window + 1) // BLOCK_SIZE
+        for block in range(first, -(-kv_len // BLOCK_SIZE)):
             table[slot, block] = free.pop()
-        where = [int(table[slot, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE for i in range(kv_len)]
+        there = range(first * BLOCK_SIZE, kv_len)
+        where = [int(table[slot, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE for i in there]
         for layer, pair_of_caches in enumerate(caches):
             for name, cache in zip("kv", pair_of_caches, strict=True):
                 dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)
-                cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name]
-    attention = TorchPagedAttention(KVCache.over(caches), heads)
+                cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name][there.start :]
+    attention = TorchPagedAttention(KVCache.over(caches), heads, window)
     with torch.inference_mode():  # run() must work outside of the mode that plan() ran in
         attention.plan(attention_batch(q_lens, kv_lens, slots, table))
     for layer in range(2):
@@ -397,7 +404,7 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens):
         out = torch.full_like(q, torch.nan)
         attention.run(layer, q, out)
         for slot, rows, got in zip(slots, q.split(q_lens), out.split(q_lens), strict=True):
-            expected = dense_attention(rows, dense[slot, layer, "k"], dense[slot, layer, "v"])
+            expected = dense_attention(rows, dense[slot, layer, "k"], dense[slot, layer, "v"], window)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 

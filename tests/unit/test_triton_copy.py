@@ -15,6 +15,7 @@ import torch
 
 from flashinfer_backend.attention import copies
 from flashinfer_backend.cache.device import KVCacheFormat
+from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.worker import start
 
@@ -95,7 +96,9 @@ def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
             attention_backend=backend,
             kv_cache_free_gpu_mem_fraction=1.0,
         )
-        return (start._num_blocks(config, model, cache) - 1) * cache.block_size
+        monkeypatch.setattr(start, "_cache_format", lambda *_: cache)
+        group = CacheGroup(tuple(range(cache.num_layers)), None, BLOCK_SIZE, cache.bytes_per_block)
+        return start._num_blocks(config, model, [group], [0]) * cache.block_size
 
     scratch = (131072 + 8192 + 256) * 2 * 8 * 128 * 2
     assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16

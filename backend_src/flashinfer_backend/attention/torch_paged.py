@@ -33,8 +33,9 @@ class _Prefill(NamedTuple):
     """One request's chunk of a prompt."""
 
     start: int  # first row in q
-    tokens: Tensor  # int64[kv_len], cache locations of the request's keys
-    parts: list[tuple[int, int, Tensor | None]]  # (first, last) row of the chunk, mask bool[rows, keys]
+    tokens: Tensor  # int64[keys], cache locations of the keys that any of the chunk's rows sees
+    # (first, last) row of the chunk, first key, mask bool[rows, keys] or None where all is causal
+    parts: list[tuple[int, int, int, Tensor | None]]
 
 
 class TorchPagedAttention:
@@ -42,9 +43,10 @@ class TorchPagedAttention:
 
     This step's keys and values are in the cache before run(). num_heads: query heads. A request's q rows
     are the last q_len positions of its kv_len, so the causal mask is aligned to the lower right corner.
+    window: the latest keys that a query sees, its own included; None: all. Blocks behind it are not read.
     """
 
-    def __init__(self, cache: KVCache, num_heads: int) -> None:
+    def __init__(self, cache: KVCache, num_heads: int, window: int | None = None) -> None:
         shape = cache.format
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         # Token granularity: [blocks * block_size, Hkv, D] views of the same memory.
@@ -59,6 +61,7 @@ class TorchPagedAttention:
         self._head_dim = head_dim
         self._block_size = block_size
         self._scales = shape.scales
+        self._window = window
         # The gathered keys and values of one group or request, reused by every layer and step: fresh
         # memory of this size costs more in page faults than the attention itself.
         self._scratch = [cache[:0] for cache in self._flat[0]]
@@ -72,9 +75,10 @@ class TorchPagedAttention:
         start = batch.num_single
         for row in range(batch.num_single, len(batch.q_lens)):
             q_len, kv_len = int(batch.q_lens[row]), int(batch.kv_lens[row])
-            positions = torch.arange(kv_len, device=self._device)
+            seen = self._seen(q_len, kv_len)
+            positions = torch.arange(kv_len - seen, kv_len, device=self._device)
             tokens = self._cache_locations(batch.block_table[int(batch.slots[row])], positions)
-            self._prefill.append(_Prefill(start, tokens, self._prefill_parts(q_len, kv_len)))
+            self._prefill.append(_Prefill(start, tokens, self._prefill_parts(q_len, seen)))
             start += q_len
         gathers = [group.tokens for group in self._decode] + [chunk.tokens for chunk in self._prefill]
         longest = max(map(len, gathers), default=0)
@@ -95,13 +99,13 @@ class TorchPagedAttention:
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
             k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens, q.dtype))
-            for first, last, mask in request.parts:
+            for first, last, key, mask in request.parts:
                 rows = slice(request.start + first, request.start + last)
-                seen = k.shape[2] if mask is None else mask.shape[1]
+                keys = slice(key, None if mask is None else key + mask.shape[1])
                 attended = F.scaled_dot_product_attention(
                     q[rows].transpose(0, 1).unsqueeze(0),
-                    k[:, :, :seen],
-                    v[:, :, :seen],
+                    k[:, :, keys],
+                    v[:, :, keys],
                     attn_mask=mask,
                     is_causal=mask is None,
                     enable_gqa=True,
@@ -130,7 +134,7 @@ class TorchPagedAttention:
     def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:
         """Group decode rows by length: padding at most doubles what a group reads, and a group's keys stay
         in a processor's cache between gather and use."""
-        lens = batch.kv_lens[: batch.num_single]
+        lens = self._decode_lens(batch)[: batch.num_single]
         order = np.argsort(-lens, kind="stable")
         groups = []
         first = 0
@@ -145,25 +149,39 @@ class TorchPagedAttention:
         return groups
 
     def _decode_group(self, batch: AttentionBatch, rows: np.ndarray, as_slice: slice | None) -> _DecodeGroup:
-        lens = batch.kv_lens[rows]
+        lens = self._decode_lens(batch)[rows]
         kv_lens = torch.as_tensor(lens, dtype=torch.int64, device=self._device).unsqueeze(1)
+        behind = torch.as_tensor(batch.kv_lens[rows] - lens, dtype=torch.int64, device=self._device)
         slots = torch.as_tensor(batch.slots[rows], dtype=torch.int64, device=self._device)
         positions = torch.arange(int(lens.max()), device=self._device).expand(len(rows), -1)
         valid = positions < kv_lens
-        # Padding reads the row's own first token: a masked key must still be finite, and neither the rest
-        # of a block nor the rest of a block table has been written.
-        tokens = self._cache_locations(batch.block_table[slots], torch.where(valid, positions, 0))
+        # Padding reads the first token that the row sees: a masked key must still be finite, and neither the
+        # rest of a block nor the rest of a block table has been written.
+        positions = torch.where(valid, positions, 0) + behind.unsqueeze(1)
+        tokens = self._cache_locations(batch.block_table[slots], positions)
         mask = None if lens.min() == lens.max() else valid[:, None, None, :]
         where = as_slice or torch.as_tensor(rows, dtype=torch.int64, device=self._device)
         return _DecodeGroup(where, tokens.reshape(-1), mask)
 
-    def _prefill_parts(self, q_len: int, kv_len: int) -> list[tuple[int, int, Tensor | None]]:
-        if q_len == kv_len and q_len <= _QUERY_ROWS:
-            return [(0, q_len, None)]
-        parts: list[tuple[int, int, Tensor | None]] = []
+    def _seen(self, q_len: int, kv_len: int) -> int:
+        """How many of a request's last keys any of its last q_len rows sees."""
+        return kv_len if self._window is None else min(kv_len, q_len + self._window - 1)
+
+    def _decode_lens(self, batch: AttentionBatch) -> np.ndarray:
+        """How many keys a row sees that is one query token."""
+        return batch.kv_lens if self._window is None else np.minimum(batch.kv_lens, self._window)
+
+    def _prefill_parts(self, q_len: int, seen: int) -> list[tuple[int, int, int, Tensor | None]]:
+        """Rows of a chunk of q_len, whose keys are the last `seen` up to its end."""
+        window = self._window or seen
+        if q_len == seen <= min(_QUERY_ROWS, window):
+            return [(0, q_len, 0, None)]
+        parts: list[tuple[int, int, int, Tensor | None]] = []
         for first in range(0, q_len, _QUERY_ROWS):
             last = min(first + _QUERY_ROWS, q_len)
-            seen = kv_len - q_len + last
-            ones = torch.ones(last - first, seen, dtype=torch.bool, device=self._device)
-            parts.append((first, last, ones.tril(seen - (last - first))))
+            end = seen - q_len + last
+            key = max(0, end - (last - first) - window + 1)
+            own = end - (last - first) - key  # the column of the first row's own key
+            ones = torch.ones(last - first, end - key, dtype=torch.bool, device=self._device)
+            parts.append((first, last, key, ones.tril(own).triu(own - window + 1)))
         return parts

@@ -47,6 +47,11 @@ class CacheGroup:
         # While a sequence decodes: the tail, the block that is written, and the next one.
         return slots * min(most, self.tail + 2) + step_tokens // self.block_size
 
+    def enough_blocks(self, slots: int, max_seq_len: int, step_tokens: int) -> int:
+        """The same, and for cached prefixes of a group with a window."""
+        needed = self.needed_blocks(slots, max_seq_len, step_tokens)
+        return needed if self.tail is None else int(needed * (1 + CACHED_SHARE))
+
 
 def cache_groups(windows: Sequence[int | None], block_size: int, layer_bytes: int) -> list[CacheGroup]:
     """The groups of layers with these windows. The first one keeps the most tokens of a sequence: all, if any
@@ -59,20 +64,13 @@ def cache_groups(windows: Sequence[int | None], block_size: int, layer_bytes: in
     return groups
 
 
-def share_memory(
-    groups: Sequence[CacheGroup], memory: int, slots: int, max_seq_len: int, step_tokens: int
-) -> list[int]:
-    """How many blocks each group gets of `memory` bytes. All get equally many, until those behind the first
-    have what the slots can need of their windows, and CACHED_SHARE of it more; the first gets the rest."""
-    enough = {}
-    for group in groups[1:]:
-        needed = group.needed_blocks(slots, max_seq_len, step_tokens)
-        enough[group] = int(needed * (1 + CACHED_SHARE))
+def share_memory(groups: Sequence[CacheGroup], enough: Sequence[int], memory: int) -> int:
+    """How many blocks of `memory` bytes the first group gets. All get equally many, until those behind the
+    first have enough; the first gets the rest. enough: of each group."""
     rest, bytes_of_one = memory, sum(group.bytes_per_block for group in groups)
-    for group in sorted(enough, key=lambda group: enough[group]):
-        if enough[group] * bytes_of_one > rest:
+    for blocks, group in sorted(zip(enough[1:], groups[1:], strict=True), key=lambda pair: pair[0]):
+        if blocks * bytes_of_one > rest:
             break
-        rest -= enough[group] * group.bytes_per_block
+        rest -= blocks * group.bytes_per_block
         bytes_of_one -= group.bytes_per_block
-    blocks = max(0, rest // bytes_of_one)
-    return [min(blocks, enough.get(group, blocks)) for group in groups]
+    return max(0, rest // bytes_of_one)

@@ -76,7 +76,11 @@ def start(
         if others is not None:
             others.kill()  # they cannot leave in order: they load, or wait for this rank
         raise
-    pools = [BlockPool(runner.state.kv_cache.num_blocks)]
+    state = runner.state
+    pools = [
+        BlockPool(cache.num_blocks, group.tail)
+        for group, cache in zip(state.groups, state.caches, strict=True)
+    ]
     manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse)
     spec = runner.state.model.spec
     scheduling = device.active().scheduling

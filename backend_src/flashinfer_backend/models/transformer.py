@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        cache_locations: Tensor,
+        cache_locations: Tensor | list[Tensor],
         kv_caches: KVCaches,
         attention: Attention,
         rows: Tensor | None = None,
@@ -163,9 +163,10 @@ class Transformer(nn.Module):
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
-        input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset),
-        rows[R] int32; kv_caches: per layer (K, V), each [blocks, P, Hkv, D]. attention was planned for this
-        step. between_layers is called after each layer's attention, so that the caller can do other work.
+        input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset; a list
+        of each layer's where layers are in several cache groups), rows[R] int32; kv_caches: per layer (K, V),
+        each [blocks, P, Hkv, D]. attention was planned for this step. between_layers is called after each
+        layer's attention, so that the caller can do other work.
         """
         inputs, attended, hidden = (input_ids, positions, cache_locations), None, None
         for index in range(len(self.layers)):
@@ -179,7 +180,7 @@ class Transformer(nn.Module):
     def piece(
         self,
         index: int,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor | list[Tensor]],
         kv_caches: KVCaches,
         attended: Tensor | None,
         hidden: Tensor | None,
@@ -188,7 +189,8 @@ class Transformer(nn.Module):
         """What a step runs before the attention of layer `index`, from the attention of the layer before on,
         or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
         given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward()."""
-        (input_ids, positions, cache_locations), layers = inputs, self.layers
+        (input_ids, positions, locations), layers = inputs, self.layers
+        cache_locations = locations if isinstance(locations, Tensor) else locations[index]
         if attended is None or hidden is None:
             hidden = self.embed(input_ids)
         else:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the steps of one rank share on its device.
 
-State is indexed by slot: block table, length, last token and drafts. There is one row more than slots: the
+State is indexed by slot: block tables, length, last token and drafts. There is one row more than slots: the
 dummy that padding uses, whose only block is block 0 and whose length is 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Transformer
@@ -21,10 +23,12 @@ from flashinfer_backend.ops.staging import StagingRing
 
 
 class DeviceState:
-    """Model, KV cache, attention, and of each slot: block table int32 [slots + 1, blocks], length (tokens in
-    the cache) and last token, int32 [slots + 1], and guesses at what follows it, int32 [slots + 1, drafts].
+    """Model, KV caches, attention, and of each slot: block tables int32 [groups, slots + 1, blocks], length
+    (tokens in the cache) and last token, int32 [slots + 1], and guesses at what follows it, int32
+    [slots + 1, drafts].
 
-    Steps are enqueued on one stream, so what one of them writes the next one reads.
+    kv_cache and block_table are the first group's, which is the only one where there are graphs. kv_layers:
+    (K, V) of every layer. Steps are enqueued on one stream, so what one of them writes the next one reads.
     """
 
     def __init__(
@@ -32,16 +36,26 @@ class DeviceState:
         config: EngineConfig,
         model: Transformer,
         ops: ModuleType,
-        kv_cache: KVCache,
+        groups: Sequence[CacheGroup],
+        caches: Sequence[KVCache],
         drafts: int = 0,
     ) -> None:
         self.model, self.ops, self.device = model, ops, model.device
-        self.kv_cache = kv_cache
-        self.block_size = kv_cache.format.block_size
+        self.groups, self.caches, self.kv_cache = groups, caches, caches[0]
+        self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        pairs = [
+            pair
+            for group, cache in zip(groups, caches, strict=True)
+            for pair in zip(group.layers, cache.layers, strict=True)
+        ]
+        self.kv_layers = [kv for _, kv in sorted(pairs, key=lambda pair: pair[0])]
+        self.block_size = self.kv_cache.format.block_size
         self.max_blocks = -(-config.max_seq_len // self.block_size)
         self.dummy_slot = config.max_num_seqs
         rows = config.max_num_seqs + 1
-        self.block_table = torch.zeros((rows, self.max_blocks), dtype=torch.int32, device=self.device)
+        shape = (len(groups), rows, self.max_blocks)
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.block_table = self.block_tables[0]
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
@@ -51,9 +65,17 @@ class DeviceState:
     def _make_attention(self, config: EngineConfig) -> Any:
         num_heads = self.model.spec.attention.heads
         if config.attention_backend == "torch" or self.device.type == "cpu":
+            from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
-            return TorchPagedAttention(self.kv_cache, num_heads)
+            attentions = [
+                TorchPagedAttention(cache, num_heads, group.window)
+                for group, cache in zip(self.groups, self.caches, strict=True)
+            ]
+            if len(attentions) == 1:
+                return attentions[0]
+            parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)
+            return GroupedAttention([GroupAttention(*part) for part in parts])
         from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
@@ -72,16 +94,17 @@ class DeviceState:
         """Enter the step's new blocks, before anything of the step reads the table."""
         updates = plan.block_updates
         if len(updates):
-            where, blocks = self.staging.upload(
-                [updates[:, 1] * self.max_blocks + updates[:, 2], updates[:, 3]]
-            ).view(2, -1)
-            self.block_table.view(-1)[where] = blocks
+            group, slot, column, block = updates.T
+            row = group * (self.dummy_slot + 1) + slot
+            where, blocks = self.staging.upload([row * self.max_blocks + column, block]).view(2, -1)
+            self.block_tables.view(-1)[where] = blocks
 
     def feed(
         self, plan: StepPlan, size: int
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """What the plan's tokens feed the model: input_ids, positions and cache_locations (ops.step_inputs),
         int32 [size], of which those behind the plan's tokens are padding. And the plan's sampled_tokens.
+        Several cache groups have a row of cache_locations each.
 
         Moves lengths on, for rows with drafts as if all were accepted.
         """
@@ -108,7 +131,18 @@ class DeviceState:
             self.block_size,
             given=(tokens, positions, plan.num_last),
         )
+        if len(self.groups) > 1:
+            ids, positions, first = inputs
+            columns, places = positions // self.block_size, positions % self.block_size
+            others = [table[slots, columns] * self.block_size + places for table in self.block_tables[1:]]
+            inputs = ids, positions, torch.stack([first, *others])
         return inputs, uploaded[3 * size :]
+
+    def by_layer(self, cache_locations: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """Those of feed as the model takes them: of several groups, a list of each layer's."""
+        if len(self.groups) == 1:
+            return cache_locations
+        return [cache_locations[self._group_of[layer]] for layer in range(len(self.kv_layers))]
 
     def accept(self, plan: StepPlan, tokens: torch.Tensor) -> torch.Tensor:
         """Check the drafts of a step that has been sampled: int32 [d], how many tokens each row with drafts

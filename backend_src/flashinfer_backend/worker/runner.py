@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -17,6 +17,7 @@ import torch
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
@@ -85,12 +86,14 @@ class Runner:
         config: EngineConfig,
         model: Transformer,
         ops: ModuleType,
-        kv_cache: KVCache,
+        groups: Sequence[CacheGroup],
+        caches: Sequence[KVCache],
         proposer: Proposer | None = None,
     ) -> None:
-        """proposer: of drafts. Raises ValueError where these cannot be checked."""
+        """caches: of each group's layers. proposer: of drafts. Raises ValueError where these cannot be
+        checked."""
         drafts = proposer.count if proposer is not None else 0
-        self.state = DeviceState(config, model, ops, kv_cache, drafts)
+        self.state = DeviceState(config, model, ops, groups, caches, drafts)
         self.device = self.state.device
         self._proposer = proposer
         if drafts and not isinstance(self.state.attention, TorchPagedAttention):
@@ -272,8 +275,9 @@ class Runner:
             if graphs is not None and size <= graphs.largest:
                 hidden = graphs.run(*inputs, plan.num_tokens, state.attention, rows, between_layers)
             else:
-                caches = state.kv_cache.layers
-                hidden = state.model(*inputs, caches, state.attention, rows, between_layers)
+                ids, where, locations = inputs
+                given = ids, where, state.by_layer(locations)
+                hidden = state.model(*given, state.kv_layers, state.attention, rows, between_layers)
         return hidden, None if rows is not None else sampling, positions
 
     def _keep_context(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
 from flashinfer_backend.cache.device import KVCache, KVCacheFormat
+from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.progress import telling
@@ -57,6 +59,7 @@ def start_runner(
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
         check_cuda_formats(config, spec, dtype)
+        _check_windows(config, spec)
     if device.type == "cuda":
         prebuild.prepare(config, spec, dtype)
     if plain_torch:
@@ -76,10 +79,14 @@ def start_runner(
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
-    cache_format = _cache_format(config, model)
-    num_blocks = model.collectives.minimum(_num_blocks(config, model, cache_format))
-    tokens = (num_blocks - 1) * config.tokens_per_block
-    if tokens < config.max_seq_len:
+    groups = cache_groups(
+        _windows(config, spec), config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block
+    )
+    limits = config.max_seq_len, config.max_num_tokens
+    enough = [group.enough_blocks(config.max_num_seqs, *limits) for group in groups]
+    num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough))
+    tokens = num_blocks * config.tokens_per_block
+    if num_blocks < groups[0].needed_blocks(1, *limits):
         log.warning(
             "the KV cache holds %d tokens: max_seq_len is %d instead of %d",
             tokens,
@@ -89,11 +96,17 @@ def start_runner(
         config = msgspec.structs.replace(
             config, max_seq_len=tokens, max_input_len=min(config.max_input_len, tokens - 1)
         )
-    runner = Runner(config, model, ops, KVCache.allocate(cache_format, num_blocks, device), proposer)
+    blocks = [num_blocks, *(min(num_blocks, most) for most in enough[1:])]
+    caches = [
+        KVCache.allocate(_cache_format(config, model, group.layers), count + 1, device)
+        for group, count in zip(groups, blocks, strict=True)
+    ]
+    runner = Runner(config, model, ops, groups, caches, proposer)
     _warm_up(config, runner)
+    parts = [f"{n} for {len(g.layers)} layers ({g.name})" for g, n in zip(groups, blocks, strict=True)]
     log.info(
-        "KV cache of %d blocks of %d tokens; ready after %.1f s",
-        num_blocks - 1,
+        "KV cache of %s blocks of %d tokens; ready after %.1f s",
+        num_blocks if len(groups) == 1 else ", ".join(parts),
         config.tokens_per_block,
         time.monotonic() - began,
     )
@@ -197,35 +210,51 @@ def _check_experts(spec: ModelSpec) -> None:
             )
 
 
-def _cache_format(config: EngineConfig, model: Transformer) -> KVCacheFormat:
+def _windows(config: EngineConfig, spec: ModelSpec) -> list[int | None]:
+    """Of each layer; None where it has none, or one that no sequence is longer than."""
+    windows = [layer.mixer.window for layer in spec.layers]
+    return [window if window and window < config.max_seq_len else None for window in windows]
+
+
+def _check_windows(config: EngineConfig, spec: ModelSpec) -> None:
+    found = sorted({window for window in _windows(config, spec) if window is not None})
+    if found:
+        raise ValueError(
+            f"the CUDA kernels do not compute sliding windows, and some layers have one of {found[0]} tokens:"
+            f" set max_seq_len to at most {found[0]}; attention_backend=torch computes them, slowly"
+        )
+
+
+def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, ...]) -> KVCacheFormat:
+    """Of one cache group."""
     heads = model.spec.attention
     in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
     return KVCacheFormat(
-        num_layers=len(model.spec.layers),
+        num_layers=len(layers),
         num_kv_heads=heads.kv_heads,
         head_dim=heads.head_dim,
         block_size=config.tokens_per_block,
         dtype=torch.float8_e4m3fn if in_fp8 else model.dtype,
-        scales=model.kv_scales if in_fp8 else (),
+        scales=tuple(model.kv_scales[layer] for layer in layers) if in_fp8 else (),
     )
 
 
-def _num_blocks(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
-    """Blocks of the KV cache, the dummy block included."""
-    block, bytes_per_block = cache_format.block_size, cache_format.bytes_per_block
+def _num_blocks(
+    config: EngineConfig, model: Transformer, groups: Sequence[CacheGroup], enough: Sequence[int]
+) -> int:
+    """Blocks of the first cache group. enough: what each group can make use of."""
     free, copies = CPU_KV_BYTES, 0
     if model.device.type == "cpu":
-        most = -(-config.max_seq_len // block) * config.max_num_seqs
-        blocks = min(most, free // bytes_per_block)
+        blocks = min(enough[0], share_memory(groups, enough, free))
     else:
-        copies = _copies_bytes(config, model, cache_format)
+        copies = _copies_bytes(config, model)
         free = _free_memory_after_largest_step(config, model) - copies
-        blocks = int(free * config.kv_cache_free_gpu_mem_fraction) // bytes_per_block
+        blocks = share_memory(groups, enough, int(free * config.kv_cache_free_gpu_mem_fraction))
     if config.max_tokens_in_paged_kv_cache:
-        blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // block))
+        blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // config.tokens_per_block))
     if blocks < 1:
         raise ValueError(_no_room(free, copies))
-    return blocks + 1
+    return blocks
 
 
 def _no_room(free: int, copies: int) -> str:
@@ -240,10 +269,11 @@ def _no_room(free: int, copies: int) -> str:
     return f"no memory is left for the KV cache: {taken} {left}; use a smaller model or max_num_tokens"
 
 
-def _copies_bytes(config: EngineConfig, model: Transformer, cache_format: KVCacheFormat) -> int:
+def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
     """Of what attention of prompts copies; the plain torch one copies nothing."""
     if config.attention_backend == "torch":
         return 0
+    cache_format = _cache_format(config, model, (0,))
     lengths = config.max_seq_len, config.max_num_tokens
     blocks = copied_blocks(cache_format, model.dtype, *lengths, model.device)
     return copies_bytes(cache_format, model.dtype, blocks)

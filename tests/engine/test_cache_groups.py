@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with and without a sliding window through the whole engine, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
+from engine.test_generate import GREEDY, LONG, make_prompts, reference
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.models.spec import ModelSpec
+
+WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
+SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}
+
+
+@pytest.fixture(autouse=True)
+def windows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served families are refused beyond their window; this is what the engine does where they are not."""
+    monkeypatch.setattr(ModelSpec, "window", None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    options = {"num_hidden_layers": 4, "use_sliding_window": True, "layer_types": kinds}
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("windows"), sliding_window=WINDOW, **options)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(8)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return reference(folder, prompts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_num_seqs": 1}, id="alone"),
+        pytest.param({"max_num_tokens": 512, "max_num_tokens_while_decoding": 512}, id="batched"),
+        pytest.param({"max_num_tokens": 16, "max_num_tokens_while_decoding": 16}, id="chunked"),
+        pytest.param({"max_tokens_in_paged_kv_cache": 256}, id="preempted"),
+        pytest.param(
+            {"max_tokens_in_paged_kv_cache": 256, "batch_scheduler_policy": "guaranteed_no_evict"},
+            id="no_evict",
+        ),
+    ],
+)
+def test_two_groups_give_the_ids_of_transformers(
+    folder: Path, prompts: Any, expected: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    core = start_core(folder, **SETTINGS | settings)
+    assert [(group.window, group.layers) for group in core.runner.state.groups] == [
+        (None, (1, 3)),
+        (WINDOW, (0, 2)),
+    ]
+    with serve(core, tmp_path) as client:
+        assert client.generate(prompts, GREEDY) == expected
+        reused = core.scheduler.prompt_tokens_reused
+        assert client.generate(prompts, GREEDY) == expected
+        small = "max_tokens_in_paged_kv_cache" in settings or "max_num_seqs" in settings
+        assert small or core.scheduler.prompt_tokens_reused > reused, "no prefix was found again"
+    assert bool(core.scheduler.preemptions) == (settings.keys() == {"max_tokens_in_paged_kv_cache"})
+
+
+def test_windows_in_every_layer_keep_less_than_a_sequence(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral", tmp_path / "model", sliding_window=WINDOW)
+    prompts = make_prompts(6)
+    step = {"max_num_tokens": 32, "max_num_tokens_while_decoding": 32}
+    core = start_core(folder, **SETTINGS, **step, max_tokens_in_paged_kv_cache=128)
+    assert [group.window for group in core.runner.state.groups] == [WINDOW]
+    assert core.config.max_seq_len == 160 > 128 == 16 * core.scheduler.kv_manager.pools[0].num_blocks
+    with serve(core, tmp_path / "run") as client:
+        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
+    assert not core.scheduler.preemptions
+
+
+def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None:
+    """Of layers with a window, the cache has the end of the turn alone."""
+    core = start_core(folder, **SETTINGS | {"max_seq_len": 256})
+    prompts = make_prompts(2)
+    with serve(core, tmp_path) as client:
+        answers = client.generate(prompts, GREEDY)
+        prompts = [prompt + answer + [9, 8] for prompt, answer in zip(prompts, answers, strict=True)]
+        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
+    # The last id of an answer was never fed.
+    assert core.scheduler.prompt_tokens_reused == sum((len(prompt) - 3) // 16 * 16 for prompt in prompts)
+
+
+def test_cancelled_requests_leave_nothing_of_any_group(
+    folder: Path, prompts: Any, expected: Any, tmp_path: Path
+) -> None:
+    core = start_core(folder, **SETTINGS | {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16})
+    with serve(core, tmp_path) as client:
+        ids = [client.submit(prompt, SamplingParams(max_tokens=LONG, temperature=0.0)) for prompt in prompts]
+        while len(client.tokens[ids[0]]) < 5:
+            client.receive()
+        for local_id in ids[::2]:
+            client.cancel(local_id)
+        client.wait(ids)
+        assert [client.tokens[i] for i in ids[1::2]] == expected[1::2]
+        assert client.generate(prompts, GREEDY) == expected
+
+
+def test_two_ranks_have_the_same_groups(
+    folder: Path, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_ranks(folder, 2, monkeypatch, **SETTINGS, max_tokens_in_paged_kv_cache=256)
+    with serve(core, tmp_path) as client:
+        assert client.generate(prompts, GREEDY) == expected
+    core.close()
+    assert core.scheduler.preemptions
