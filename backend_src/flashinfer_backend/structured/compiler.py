@@ -18,7 +18,7 @@ from flashinfer_backend.structured.json_schema import SchemaChecks, checked_sche
 from flashinfer_backend.structured.regex import rust_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
-MOST_CHARACTERS = 524_288  # of a grammar's text: some 0.4 s of a thread
+MOST_CHARACTERS = 262_144  # of a grammar's text: up to a second of a thread
 MOST_STATES = 50_000  # of a matcher's lexer, of some 1 kB each
 MOST_REASON = 300  # characters of a message: some repeat the grammar
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from flashinfer_backend.structured.grammar import GrammarError
 
-MOST_CHARACTERS = 262_144
-MOST_RULES = 1000  # llguidance's own recursion ends the process somewhere beyond 2000 in a chain
+MOST_CHARACTERS = 131_072
+MOST_RULES = 500  # llguidance's own recursion ends the process somewhere beyond 2000 in a chain
+MOST_WORK = 100_000  # looks at parts of rules: some 0.3 s
 MOST_REPEATS = 100_000
 MOST_DEPTH = 100  # of groups in each other
 MOST_STATES = 500  # of all terminals at once, before their characters are terminals instead
@@ -116,7 +117,7 @@ class _Parser:
             if kind == "name":
                 part = Node("ref", name=token)
             elif kind == "text":
-                part = _joined([_set([(c, c)]) for c in _characters(token[1:-1])])
+                part = _joined([Node("set", ranges=((c, c),)) for c in _characters(token[1:-1])])
             elif kind == "cls":
                 part = self._class(token)
             elif kind == "mark" and token == ".":
@@ -226,6 +227,7 @@ class _Lark:
         self._first: dict[str, int] = dict.fromkeys(self._names, 0)
         self._follow: dict[Node, int] = defaultdict(int)
         self._leaves: dict[Node, str] = {}  # parts that are terminals of their own in rules
+        self._work = 0
 
     def text(self) -> str:
         lines = [
@@ -278,12 +280,20 @@ class _Lark:
             for name in self._names:
                 self._nullable[name] = self._is_nullable(self._rules[name])
                 self._first[name] = self._first_of(self._rules[name])
+                self._check_work()
         total = -1
         while total != (total := sum(bin(mask).count("1") for mask in self._follow.values())):
             for name in self._names:
                 self._visit(self._rules[name], self._follow[self._rules[name]])
+                self._check_work()
+        self._work = 0
+
+    def _check_work(self) -> None:
+        if self._work > MOST_WORK:
+            raise GrammarError("its rules are too many and too deep in each other; write it with fewer")
 
     def _is_nullable(self, node: Node) -> bool:
+        self._work += 1
         if node.kind == "ref":
             return self._nullable[node.name]
         if node.kind == "repeat":
@@ -301,6 +311,7 @@ class _Lark:
         return first
 
     def _visit(self, node: Node, follow: int) -> None:
+        self._work += 1
         self._follow[node] |= follow
         if node.kind == "ref":
             self._follow[self._rules[node.name]] |= follow
@@ -319,6 +330,15 @@ class _Lark:
                 self._collect(self._rules[name], opened)
             torn = {node for node in self._conflicts() if node.kind != "set"}
             if not torn:
+                return
+            if self._work > MOST_WORK:  # then all characters are terminals
+                self._recursive |= set(self._names)
+                opened = {
+                    node for name in self._names for node in _walk(self._rules[name]) if node.kind != "set"
+                }
+                self._leaves = {}
+                for name in self._names:
+                    self._collect(self._rules[name], opened)
                 return
             opened |= torn
             self._recursive |= {node.name for node in torn if node.kind == "ref"}
@@ -347,6 +367,8 @@ class _Lark:
             )
             steps: dict[frozenset[tuple[Node, tuple[Node, ...]]], int] = {}
             for bit in range(width):
+                if self._work > MOST_WORK:
+                    break
                 new = frozenset((leaf, rest) for leaf, parts in state for rest in self._behind(parts, bit))
                 if new:
                     steps[new] = steps.get(new, 0) | 1 << bit
@@ -357,13 +379,15 @@ class _Lark:
                 if new not in seen:
                     seen.add(new)
                     pending.append(new)
-            if len(seen) > MOST_STATES:
+            if len(seen) > MOST_STATES or self._work > MOST_WORK:
+                self._work = MOST_WORK + 1
                 return set(self._leaves)
         return torn
 
     def _behind(self, parts: tuple[Node, ...], bit: int) -> set[tuple[Node, ...]]:
         """What may be left of parts in a sequence behind one character. Repetitions are not counted."""
         left: set[tuple[Node, ...]] = set()
+        self._work += 1
         for i, node in enumerate(parts):
             rest = parts[i + 1 :]
             if node.kind == "set":
@@ -386,6 +410,8 @@ class _Lark:
 
     def _regular(self, node: Node) -> str:
         """A part without recursion as an expression of terminals."""
+        if node.kind == "seq" and node.parts and all(map(_is_character, node.parts)):
+            return "/" + "".join(f"\\x{{{part.ranges[0][0]:x}}}" for part in node.parts) + "/"
         return _written(node, lambda ref: self._names[ref.name].upper(), self._regular)
 
     def _rule(self, node: Node) -> str:
@@ -408,6 +434,10 @@ def _written(node: Node, ref: Callable[[Node], str], part: Callable[[Node], str]
     if node.kind == "or":
         return f"({' | '.join(map(part, node.parts))})"
     return " ".join(map(part, node.parts)) or '""'
+
+
+def _is_character(node: Node) -> bool:
+    return len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]
 
 
 def _class(ranges: Ranges) -> str:

@@ -115,14 +115,15 @@ class SchemaChecks:
     def __init__(self) -> None:
         self.definitions: Schema = {}
         self.named = 0
+        self.multiples = 0.0  # the sum of all multipleOf
         self._left = MOST_SUBSCHEMAS
 
     def check(self, root: Any, at: str = "#") -> Any:
         """The subschema that the pointer `at` names. Raises GrammarError as checked_schema does."""
         return _Root(self, root).check(at)
 
-    def spend(self, path: str, depth: int) -> None:
-        self._left -= 1
+    def spend(self, path: str, depth: int, subschemas: int = 1) -> None:
+        self._left -= subschemas
         if self._left < 0 or depth > MOST_DEPTH:
             raise GrammarError(
                 f"it is too large at {_short(path)}: at most {MOST_SUBSCHEMAS} subschemas, {MOST_DEPTH} of"
@@ -178,6 +179,12 @@ class _Root:
             elif keyword in ("pattern", "format", "required", "propertyNames"):
                 checked[keyword] = value
         _check_values(checked, path)
+        self._checks.multiples += checked.get("multipleOf", 0)
+        if self._checks.multiples > 2 * MOST_MULTIPLE:
+            raise _refused(path, f"all 'multipleOf' together are above {2 * MOST_MULTIPLE}", "lower them")
+        self._checks.spend(
+            path, depth, len(checked.get("patternProperties", ())) ** 2
+        )  # are compared in pairs
         if "pattern" in checked:
             checked["pattern"] = _pattern(checked["pattern"], f"{path}/pattern")
         _check_format(checked, path)
