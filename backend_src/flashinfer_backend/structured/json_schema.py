@@ -41,6 +41,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
     "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
 }  # fmt: skip
+PARTS = ("allOf", "anyOf", "oneOf", "$ref")
+OBJECT = ("properties", "patternProperties", "additionalProperties", "required")
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "enum", "const")  # that say what type a value has
 VALUES = ("type", "enum", "const", *NUMBERS, *COUNTS)  # keywords that hold no schemas and stay as they are
 NATIVE_FORMATS = ("duration", "email", "hostname", "time", "uri", "uuid", "ipv4")
@@ -134,18 +136,19 @@ class SchemaChecks:
 class _Root:
     def __init__(self, checks: SchemaChecks, root: Any) -> None:
         self._checks, self._root = checks, root
-        self._names: dict[str, str] = {}  # of definitions, by pointer
-        self._pending: list[str] = []
+        self._names: dict[tuple[str, bool], str] = {}  # of definitions, by pointer and whether it is merged
+        self._pending: list[tuple[str, bool]] = []
 
     def check(self, at: str) -> Any:
         checked = self._schema(self._resolve(at, at), at, 0)
         while self._pending:
-            pointer = self._pending.pop()
-            target = self._schema(self._resolve(pointer, pointer), pointer, 0)
-            self._checks.definitions[self._names[pointer]] = target
+            pointer, merged = self._pending.pop()
+            target = self._schema(self._resolve(pointer, pointer), pointer, 0, merged)
+            self._checks.definitions[self._names[pointer, merged]] = target
         return checked
 
-    def _schema(self, node: Any, path: str, depth: int) -> Any:
+    def _schema(self, node: Any, path: str, depth: int, merged: bool = False) -> Any:
+        """merged: other schemas speak of the same value, whose properties may be theirs."""
         self._checks.spend(path, depth)
         if isinstance(node, bool):
             return {} if node else False
@@ -157,25 +160,35 @@ class _Root:
         for keyword, nothing in REFUSED.items():
             if keyword in node and not _is_one_of(node[keyword], nothing):
                 node = _evaluated(node, keyword, path)
+        combined = [keyword for keyword in PARTS if keyword in node]
+        apart = bool(
+            merged or len(combined) > 1 or any(k in node for k in OBJECT) or len(node.get("allOf", ())) > 1
+        )
+        merged = bool(merged or combined)
         checked: Schema = {}
         for keyword, value in node.items():  # in their order, which properties of several parts have
             below = f"{path}/{keyword}"
             if keyword in VALUES:
                 checked[keyword] = value
             elif keyword == "$ref":
-                checked[keyword] = f"#/$defs/{self._name(value, path)}"
+                checked[keyword] = f"#/$defs/{self._name(value, path, apart)}"
             elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems") or (
                 keyword == "items" and isinstance(value, list)
             ):
                 if not isinstance(value, list) or not value:
                     raise _refused(path, f"{keyword!r} is not a list of schemas", "it should be one")
-                checked[keyword] = [self._schema(v, f"{below}/{i}", depth + 1) for i, v in enumerate(value)]
+                inner = apart if keyword in PARTS else merged
+                checked[keyword] = [
+                    self._schema(v, f"{below}/{i}", depth + 1, inner) for i, v in enumerate(value)
+                ]
             elif keyword in ("properties", "patternProperties"):
                 if not isinstance(value, dict):
                     raise _refused(path, f"{keyword!r} is not an object", "it should be one")
-                checked[keyword] = {n: self._schema(v, f"{below}/{n}", depth + 1) for n, v in value.items()}
+                checked[keyword] = {
+                    n: self._schema(v, f"{below}/{n}", depth + 1, merged) for n, v in value.items()
+                }
             elif keyword in ("items", "additionalItems", "additionalProperties"):
-                checked[keyword] = self._schema(value, below, depth + 1)
+                checked[keyword] = self._schema(value, below, depth + 1, merged)
             elif keyword in ("pattern", "format", "required", "propertyNames"):
                 checked[keyword] = value
         _check_values(checked, path)
@@ -188,13 +201,15 @@ class _Root:
         if "pattern" in checked:
             checked["pattern"] = _pattern(checked["pattern"], f"{path}/pattern")
         _check_format(checked, path)
+        if not merged:
+            _close(checked)
         _check_object(checked, path)
         if "oneOf" in checked:
             self._check_one_of(node["oneOf"], checked, path)
         _add_type(checked)
         return checked
 
-    def _name(self, pointer: Any, path: str) -> str:
+    def _name(self, pointer: Any, path: str, merged: bool) -> str:
         target, seen = self._resolve(pointer, path), {pointer}
         # Schemas that are one another by allOf or $ref alone have no end.
         stack = [target]
@@ -207,11 +222,11 @@ class _Root:
                 if isinstance(further, str) and further not in seen:
                     seen.add(further)
                     stack.append(self._resolve(further, path))
-        if pointer not in self._names:
+        if (pointer, merged) not in self._names:
             self._checks.named += 1
-            self._names[pointer] = f"d{self._checks.named}"
-            self._pending.append(pointer)
-        return self._names[pointer]
+            self._names[pointer, merged] = f"d{self._checks.named}"
+            self._pending.append((pointer, merged))
+        return self._names[pointer, merged]
 
     def _resolve(self, pointer: Any, path: str) -> Any:
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
@@ -447,6 +462,18 @@ def _check_object(checked: Schema, path: str) -> None:
             " which could come twice",
             "lower it, or require the properties",
         )
+
+
+def _close(checked: Schema) -> None:
+    """Without additionalProperties, an object has the properties that its schema names. A model would go on
+    with others."""
+    named = [keyword for keyword in ("properties", "patternProperties") if checked.get(keyword)]
+    if named and "additionalProperties" not in checked:
+        required = checked.get("required", [])
+        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        properties = checked.get("properties", {})
+        checked["properties"] = properties | {name: {} for name in names if name not in properties}
+        checked["additionalProperties"] = False
 
 
 def _check_names(checked: Schema, path: str) -> None:
