@@ -15,6 +15,7 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ ERRORS_S = 0.5  # how long clients have to be given their errors before the serv
 START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end by itself in that time
 HANGS_S = 20.0  # without an answer for so long the server is taken for dead
 LOOK_EVERY_S = 1.0
+SAY_AFTER_S = 1.0  # of waiting for an engine's end
 # Threads of the server parse JSON by recursion, up to 270 bytes of stack a bracket. With 8 MiB, 31 000
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
@@ -436,9 +438,12 @@ def _end_engines() -> None:
     folders = _run_dirs()
     records = [supervisor.read_record(folder) for folder in folders]
     living = [str(record.pid) for record in records if record is not None and record.alive]
+    words = f"waiting for the end of the engine (process {' and '.join(living)})"
+    late = threading.Timer(SAY_AFTER_S, _say, [words])
     if living:
-        _say(f"waiting for the end of the engine (process {' and '.join(living)})")
+        late.start()
     supervisor.stop(*(record for record in records if record is not None))
+    late.cancel()
     for folder in folders:
         rundir.remove(folder)
 
