@@ -182,6 +182,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$ref '#/$defs/b' names nothing", "#/properties/a"),
     ({"$ref": "#anchor", "$defs": {"a": {"$anchor": "anchor"}}}, "$ref '#anchor'", "#"),
     ({"items": {"$id": "http://a", "type": "integer"}}, "'$id'", "#/items"),
+    ({"type": "string", "format": []}, "the format is not a string", "#"),
+    ({"allOf": 1}, "'allOf' is not a list", "#"),
     ({"type": "nonsense"}, 'Unsupported type "nonsense"', "#"),
     ([], "a schema is list", "#"),
     ({"type": "integer", "multipleOf": 999_983}, "'multipleOf' 999983", "#"),

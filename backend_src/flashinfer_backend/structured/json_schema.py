@@ -157,6 +157,9 @@ class _Root:
         if "$id" in node and path != "#":
             raise _refused(path, "'$id' below the top, which changes what $ref means, is not supported")
         node = _without_vacuous(node)
+        for keyword in PARTS[:3]:
+            if keyword in node and not (isinstance(node[keyword], list) and node[keyword]):
+                raise _refused(path, f"{keyword!r} is not a list of schemas", "it should be one")
         for keyword, nothing in REFUSED.items():
             if keyword in node and not _is_one_of(node[keyword], nothing):
                 node = _evaluated(node, keyword, path)
@@ -215,7 +218,8 @@ class _Root:
         stack = [target]
         while stack:
             node = stack.pop()
-            for part in [node, *node.get("allOf", ())] if isinstance(node, dict) else []:
+            parts = node.get("allOf") if isinstance(node, dict) else None
+            for part in [node, *(parts if isinstance(parts, list) else [])]:
                 further = part.get("$ref") if isinstance(part, dict) else None
                 if further == pointer:
                     raise _refused(path, f"$ref {_short(str(pointer))!r} leads back to itself")
@@ -424,6 +428,8 @@ def _pattern(pattern: Any, path: str) -> str:
 
 def _check_format(checked: Schema, path: str) -> None:
     name = checked.get("format")
+    if name is not None and not isinstance(name, str):
+        raise _refused(path, "the format is not a string", "it should be one")
     if name in REFUSED_FORMATS:
         raise _refused(path, f"format {name!r} is not supported", "use 'pattern'")
     if name in FORMAT_PATTERNS:
@@ -526,8 +532,10 @@ def _types(node: Schema, constants: list[Any] | None) -> list[Any] | None:
     if constants is not None:
         return list({_type_of(value) for value in constants})
     kinds = node.get("type")
-    kinds = kinds if isinstance(kinds, list) else None if kinds is None else [kinds]
-    return None if kinds is None else list({"number" if kind == "integer" else kind for kind in kinds})
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not all(isinstance(kind, str) for kind in kinds):
+        return None
+    return list({"number" if kind == "integer" else kind for kind in kinds})
 
 
 def _type_of(value: Any) -> str:
