@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", default="", help="checkpoint folder; without one there is no third table"
     )
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--concurrency", type=integer(1), nargs="+", default=[1, 32, 128])
     parser.add_argument("--input-words", type=integer(1), default=100)
     parser.add_argument("--output-tokens", type=integer(2), default=256)
     parser.add_argument("--new-grammars", type=integer(1), default=20)

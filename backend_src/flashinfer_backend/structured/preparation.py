@@ -21,7 +21,6 @@ from flashinfer_backend.structured.grammar import Grammar, GrammarError
 log = logging.getLogger(__name__)
 MOST_THREADS = 8
 CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|channel|>")  # special tokens that begin calls
-CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|channel|>")  # special tokens that begin calls
 
 
 @dataclass(eq=False)
