@@ -38,7 +38,7 @@ from flashinfer_backend.scheduler import budget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import RUNNING
-from flashinfer_backend.worker.mixed_graphs import SIZES
+from flashinfer_backend.worker.graphs import MIXED_SIZES
 
 SLOTS, STEP_TOKENS, BLOCK, BLOCKS = 1024, 8192, 16, 60_000
 SEEN_S = 0.0005  # between a step's end and the host's look at it
@@ -60,7 +60,7 @@ class Times(msgspec.Struct, forbid_unknown_fields=True):
         kv_ms = self.kv_ns * 1e-6 * float(plan.starts[: plan.num_decodes].sum())
         if not plan.num_prompt_tokens:
             return float(np.interp(plan.num_rows, *np.transpose(self.rows))) + kv_ms
-        padded = next((size for size in SIZES if size >= plan.num_tokens), plan.num_tokens)
+        padded = next((size for size in MIXED_SIZES if size >= plan.num_tokens), plan.num_tokens)
         return float(np.interp(padded, *np.transpose(self.tokens))) + kv_ms
 
 

@@ -16,8 +16,8 @@ from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker.decode_graphs import COLUMNS, DecodeGraphs, _Captured
 from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.graphs import COLUMNS, DecodeGraphs, _Captured
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]

@@ -25,11 +25,8 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
-from flashinfer_backend.worker.capture import GraphCapture
-from flashinfer_backend.worker.decode_graphs import DecodeGraphs
 from flashinfer_backend.worker.device_state import DeviceState
-from flashinfer_backend.worker.mixed_graphs import SIZES as MIXED_SIZES
-from flashinfer_backend.worker.mixed_graphs import MixedGraphs
+from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs
 from flashinfer_backend.worker.ranks import OtherRanks
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.worker import prebuild, prebuild_triton
-from flashinfer_backend.worker.decode_graphs import default_sizes
+from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Proposer, Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
 

@@ -16,9 +16,8 @@ from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
-from flashinfer_backend.worker import mixed_graphs
-from flashinfer_backend.worker.capture import GraphCapture
-from flashinfer_backend.worker.mixed_graphs import SIZES, MixedGraphs, fastest_sizes
+from flashinfer_backend.worker import graphs as graphs_module
+from flashinfer_backend.worker.graphs import MIXED_SIZES, GraphCapture, MixedGraphs, fastest_sizes
 from specs import EXPERTS, bundled
 
 
@@ -29,7 +28,7 @@ def test_more_padding_where_it_is_faster():
 
 
 def test_sizes_ascend():
-    assert sorted(set(SIZES)) == SIZES
+    assert sorted(set(MIXED_SIZES)) == MIXED_SIZES
 
 
 class Doubling:
@@ -54,7 +53,7 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         "graph_pool_handle": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(mixed_graphs, "SIZES", [8])
+    monkeypatch.setattr(graphs_module, "MIXED_SIZES", [8])
     monkeypatch.setattr(MixedGraphs, "_layer_seconds", lambda *_: 1.0)
     folder = resolve_model_dir(BUNDLED)
     config = read_spec(folder)
