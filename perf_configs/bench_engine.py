@@ -39,7 +39,7 @@ from perf_configs.engine_start import add_engine_options, parameters_from, start
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
 REQUESTS = 1000  # conversations of a file
-CONTEXT, STEPS, SPARE = 256, 100, 64  # tokens: prompt of decode steps, steps timed, steps before and after
+CONTEXT, STEPS, SPARE = 256, 100, 56  # tokens: prompt of decode steps, steps timed, steps before and after
 
 
 class LocalSocket:

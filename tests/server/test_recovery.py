@@ -231,9 +231,13 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
         stack.callback(reads.set)
         large = {"text_input": strings("Once upon a time " * 110), "max_tokens": int32(1)}
         large["return_context_logits"] = np.array([[True]])
-        for _ in range(20):
-            client.async_stream_infer("ensemble", inputs(large))
         streams = start_streams(server, 2, max_tokens=150)
+        # Little by little: at twice the limit what is open would not have its time.
+        for _ in range(100):
+            if "memory has grown by" in server.log:
+                break
+            client.async_stream_infer("ensemble", inputs(large))
+            time.sleep(0.2)
         wait_for(lambda: "memory has grown by" in server.log, "growth")
         for events in streams.join():
             assert isinstance(events, list), events

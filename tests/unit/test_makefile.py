@@ -22,7 +22,7 @@ def make(*arguments: str, cwd: Path = ROOT, **environment: str) -> tuple[int, st
     env = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
     }
     done = subprocess.run(
         [MAKE, *arguments], cwd=cwd, env=env | environment, capture_output=True, text=True, check=False

@@ -809,7 +809,7 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as caught:
             bench_engine.main([*command, "--lengths", lengths])
         assert caught.value.code == status and message in capsys.readouterr().err
-    # A block table of 26 holds one sequence of 396 tokens; a second one would wait for it.
+    # A block table of 26 holds one sequence of 412 tokens; a second one would wait for it.
     for batches, status, message in (
         ("1,2", 1, "--batches 2: 1 run at once with these settings"),
         ("1,x", 2, "argument --batches: 'x' must be a whole number of at least 1"),
@@ -862,7 +862,7 @@ def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
             config=config,
             runner=SimpleNamespace(graphs=()),
             scheduler=SimpleNamespace(kv_manager=SimpleNamespace(pools=[BlockPool(1 << 20)])),
-            model_config=SimpleNamespace(vocab_size=9),
+            spec=SimpleNamespace(vocab_size=9),
             close=lambda: None,
         )
 

@@ -63,9 +63,12 @@ def claim(run_dir: Path) -> None:
 @contextlib.contextmanager
 def _own_folder(path: Path) -> Iterator[int | None]:
     """Opens a folder of this user; None where it is anything else. In /tmp everybody can make links and
-    folders, and nobody can replace those of others."""
+    folders, and nobody can replace those of others. Raises FileNotFoundError where there is nothing, as when
+    another server has just removed it: `locked` tries again."""
     try:
         found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
     except OSError:
         yield None
         return
@@ -100,9 +103,12 @@ def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> N
     """Removes what stubs that have ended, or whose pids are among `ending`, leave in folders of
     `paths.processes_dir`, and those that are empty then."""
     for folder in folders:
-        with _own_folder(folder.parent) as own:
-            if own is None:
-                continue
+        try:
+            with _own_folder(folder.parent) as own:
+                if own is None:
+                    continue
+        except FileNotFoundError:
+            continue
         _forget([*folder.glob("beat-*"), *folder.glob("doors*-*")], ending)
         for empty in (folder, folder.parent):
             with contextlib.suppress(OSError):
