@@ -498,3 +498,26 @@ def test_objects_have_the_properties_that_are_named(schema, good):
     grammar, more = compiled(schema), json.dumps(good).replace('"b"', '"c": 1, "b"')
     assert admits(grammar, json.dumps(good)) and not admits(grammar, more)
     assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(more))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "bad"),
+    [
+        ({"required": ["a"], "patternProperties": {"^a$": NUMBERS}}, '{"a": 1', '{"a": "'),
+        (
+            {"properties": {"a": {}, "b": {}}, "patternProperties": {"^(a|b?b)$|^b{1}$": NUMBERS}},
+            '{"a": 1, "b": 2',
+            '{"b": "',
+        ),
+        ({"required": ["a"], "allOf": [{"propertyNames": {"enum": ["a"]}}]}, '{"a": 1', '{"b'),
+        ({"allOf": [{"required": ["a"]}, {"patternProperties": {"^a$": NUMBERS}}]}, '{"a": 1', '{"a": "'),
+    ],
+)
+def test_no_comma_follows_where_no_name_is_left(schema, text, bad):
+    grammar = matcher("json_schema", json.dumps({"type": "object", **schema}))
+    assert admits(grammar, text + "}") and not admits(grammar, bad + '"}')
+    for comma in (",", ", "):
+        walked = grammar.deep_copy()
+        if walked.try_consume_tokens(list((text + comma).encode())) == len(text + comma):
+            assert walked.try_consume_tokens(list(b'"')) == 1  # a name can begin
+            assert set(allowed(walked)) - set(b"\t\n\r ")

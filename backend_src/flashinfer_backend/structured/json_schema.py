@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import rust_regex
+from flashinfer_backend.structured.regex import few_words, rust_regex
 
 MOST_DEPTH = 60  # of subschemas in each other
 MOST_SUBSCHEMAS = 10_000
@@ -206,7 +206,7 @@ class _Root:
         _check_format(checked, path)
         if not merged:
             _close(checked)
-        _check_object(checked, path)
+        _check_object(checked, path, merged)
         if "oneOf" in checked:
             self._check_one_of(node["oneOf"], checked, path)
         _add_type(checked)
@@ -443,7 +443,7 @@ def _check_format(checked: Schema, path: str) -> None:
         del checked["format"]  # an annotation
 
 
-def _check_object(checked: Schema, path: str) -> None:
+def _check_object(checked: Schema, path: str, merged: bool) -> None:
     required = checked.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _refused(path, "'required' is not a list of names", "it should be one")
@@ -455,11 +455,22 @@ def _check_object(checked: Schema, path: str) -> None:
         )
     if "propertyNames" in checked:
         _check_names(checked, path)
+    patterns = checked.pop("patternProperties", {})
+    # Patterns for a few names become these: with no name left for it, a pattern lets a comma through and
+    # nothing follow. Other schemas of a merged one may have the names.
+    names = [*properties, *required]
+    longest = 100 if merged else max(map(len, names), default=0)
+    for pattern, schema in [*patterns.items()]:
+        written = _pattern(pattern, f"{path}/patternProperties")
+        words = few_words(pattern, min(longest, 100))
+        if words is not None and (merged or words.issubset(names)):
+            named = {
+                n: {"allOf": [properties[n], schema]} if n in properties else schema for n in sorted(words)
+            }
+            checked["properties"] = properties = {**properties, **named}
+        else:
+            checked.setdefault("patternProperties", {})[written] = schema
     patterns = checked.get("patternProperties")
-    if patterns:
-        checked["patternProperties"] = {
-            _pattern(name, f"{path}/patternProperties"): schema for name, schema in patterns.items()
-        }
     any_name = checked.get("additionalProperties", True) is not False or patterns
     if any_name and checked.get("minProperties", 0) > len(set(required)) + 1:
         raise _refused(

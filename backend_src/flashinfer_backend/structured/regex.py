@@ -24,6 +24,7 @@ else:
 MOST_CHARACTERS = 16_384  # of one expression: the first mask of a text of 20 000 characters takes 30 ms
 MOST_REPEATS = 100_000
 MOST_DEPTH = 100
+MOST_WORDS = 2000  # steps of looking for the words of an expression
 TOO_DEEP = f"it is nested too deeply; it should have at most {MOST_DEPTH} groups in each other"
 # As ECMA-262 has them; of the blanks Python's `re` knows a few more.
 DIGITS, WORD = "0-9", "0-9A-Za-z_"
@@ -47,11 +48,8 @@ def rust_regex(regex: str, whole: bool = False) -> str:
     """
     if len(regex) > MOST_CHARACTERS:
         raise GrammarError(f"it has {len(regex)} characters; it should have at most {MOST_CHARACTERS}")
-    # ECMA's names of groups and code points, as Python writes them.
-    text = NAMED_GROUP.sub(lambda found: found[0] if found[0][0] == "\\" else "(?P<", regex)
-    text = CODE_POINT.sub(lambda found: f"\\U{int(found[1], 16):08x}" if found[1] else found[0], text)
     try:
-        parsed = parser.parse(text)
+        parsed = _parsed(regex)
     except RecursionError:
         raise GrammarError(TOO_DEEP) from None
     except (re.error, OverflowError, ValueError) as error:
@@ -59,6 +57,59 @@ def rust_regex(regex: str, whole: bool = False) -> str:
     if parsed.state.flags & ~re.UNICODE:
         raise GrammarError("flags such as (?i) are not supported; write the characters themselves")
     return _Writer(whole).sequence(parsed, True, True)
+
+
+def _parsed(regex: str) -> Any:
+    # ECMA's names of groups and code points, as Python writes them.
+    text = NAMED_GROUP.sub(lambda found: found[0] if found[0][0] == "\\" else "(?P<", regex)
+    text = CODE_POINT.sub(lambda found: f"\\U{int(found[1], 16):08x}" if found[1] else found[0], text)
+    return parser.parse(text)
+
+
+def few_words(regex: str, longest: int) -> set[str] | None:
+    """The texts in which an expression finds something, where these are few and of at most `longest`
+    characters; else None. For expressions that rust_regex takes."""
+    begin, end, left = "\ud800", "\ud801", MOST_WORDS  # no text has the two characters
+
+    def joined(words: set[str], more: set[str]) -> set[str]:
+        nonlocal left
+        left -= len(words) * len(more) + 1
+        if left < 0:
+            raise OverflowError
+        new = {word + each for word in words for each in more}
+        if max(map(len, new), default=0) > longest + 2:
+            raise OverflowError
+        return new
+
+    def of(items: Any) -> set[str]:
+        words = {""}
+        for kind, value in items:
+            if kind is sre.LITERAL:
+                more = {chr(value)}
+            elif kind is sre.AT:
+                more = {begin if value is sre.AT_BEGINNING else end}
+            elif kind is sre.IN and all(each is sre.LITERAL for each, _ in value):
+                more = {chr(code) for _, code in value}
+            elif kind is sre.BRANCH:
+                more = set().union(*map(of, value[1]))
+            elif kind is sre.SUBPATTERN:
+                more = of(value[3])
+            elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT) and value[1] is not sre.MAXREPEAT:
+                more, repeated, once = set(), {""}, of(value[2])
+                for times in range(min(value[1], longest + 1) + 1):
+                    more |= repeated if times >= min(value[0], longest + 1) else set()
+                    repeated = joined(repeated, once) if times < value[1] else set()
+            else:
+                raise OverflowError
+            words = joined(words, more)
+        return words
+
+    try:
+        words = of(_parsed(regex))
+    except OverflowError:
+        return None
+    whole = all(word[:1] == begin and word[-1:] == end for word in words)
+    return {word[1:-1] for word in words} if whole else None
 
 
 class _Writer:
