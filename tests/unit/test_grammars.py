@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from typing import Any
@@ -239,6 +240,15 @@ def test_random_ebnf_admits_its_language(seed):
 def test_wrong_and_too_large_grammars_are_refused(kind, text, words):
     with pytest.raises(GrammarError, match=words):
         matcher(kind, text)
+
+
+def test_a_choice_is_one_of_its_texts():
+    texts = ["a", "ab", "/x|y/", '"é\\n"', "\n", "(🙂)*", "$^"]
+    grammar = matcher("choice", json.dumps(texts))
+    assert all(admits(grammar, text) for text in texts)
+    assert not any(admits(grammar, text) for text in ("", "b", "y/", "abb", "aab", "(🙂)"))
+    with pytest.raises(GrammarError, match="surrogate"):
+        matcher("choice", json.dumps(["\ud800"]))
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf_grammar"])

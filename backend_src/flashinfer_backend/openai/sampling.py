@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
-from flashinfer_backend.core.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import (
     Factor,
@@ -214,6 +213,5 @@ def _structured_guides(structured: StructuredOutputs) -> list[Guide]:
                 "structured_outputs.choice should hold at least one text, and no empty one",
                 param="structured_outputs",
             )
-        words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.choice)
-        guides.append(("ebnf_grammar", f"root ::= {words}"))
+        guides.append((CHOICE_GUIDE, msgspec.json.encode(structured.choice).decode()))
     return guides

@@ -33,6 +33,7 @@ from flashinfer_backend.openai.formats.qwen_xml import (
 )
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
+from flashinfer_backend.structured.regex import escaped
 
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
@@ -91,7 +92,7 @@ class _Grammar:
         self._functions = functions
         self._names: dict[str, str] = {}  # of terminals, by their definitions
         # What must not begin an answer's first text.
-        self._not_first = rf"~/\s*{_escaped(opening)}(?s:.*)/" if opening else ""
+        self._not_first = rf"~/\s*{escaped(opening)}(?s:.*)/" if opening else ""
 
     def answer(self, tool_format: str, or_content: bool) -> str:
         if or_content:
@@ -127,7 +128,7 @@ class _Grammar:
 
     def _text(self, *without: str, first: bool = False) -> str:
         """A terminal of free text, perhaps none, without some texts in it."""
-        marks = "|".join(map(_escaped, without))
+        marks = "|".join(map(escaped, without))
         limits = [f"~/(?s:.*)(?:{marks})(?s:.*)/"] if without else []
         limits += [self._not_first] if first and self._not_first else []
         return self._terminal(" & ".join(["/(?s:.*)/", *limits]))
@@ -186,7 +187,7 @@ class _Grammar:
         call, blanks, mark = self._json_call("parameters"), r"/[ \t\r\n]+/?", Llama3Reader.mark
         calls = f"{call} (/[; \\t\\r\\n]+/? {call})* /[; \\t\\r\\n]+/? /[^{{; \\t\\r\\n](?s:.*)/?"
         text = " & ".join(
-            filter(None, (r"/[^{ \t\r\n](?s:.*)/", rf"~/{_escaped(mark)}(?s:.*)/", self._not_first))
+            filter(None, (r"/[^{ \t\r\n](?s:.*)/", rf"~/{escaped(mark)}(?s:.*)/", self._not_first))
         )
         marked = f"{_literal(mark)} ({blanks} ({calls} | /[^{{ \\t\\r\\n](?s:.*)/)?)"
         return f"{blanks} ({calls} | {marked} | {self._terminal(text)})?"
@@ -264,9 +265,4 @@ def _not_in_xml(function: str, what: str) -> ApiError:
 
 
 def _literal(text: str) -> str:
-    return f"/{_escaped(text)}/" if text else '""'
-
-
-def _escaped(text: str) -> str:
-    """In a regular expression, without any character that means something there or in Lark."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+    return f"/{escaped(text)}/" if text else '""'

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CONTENT, GRAMMAR_TYPES
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CHOICE_GUIDE, CONTENT, GRAMMAR_TYPES
 from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, matcher_error
 from flashinfer_backend.structured.json_schema import SchemaChecks, checked_schema, parse_schema
-from flashinfer_backend.structured.regex import rust_regex
+from flashinfer_backend.structured.regex import escaped, rust_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 MOST_CHARACTERS = 262_144  # of a grammar's text: up to a second of a thread
@@ -59,7 +59,7 @@ class GrammarCompiler:
 
     def compile(self, grammar_type: str, text: str, end_id: int) -> Grammar:
         """A Grammar in its first state; or GrammarError, which says what is wrong. end_id: Grammar's."""
-        if grammar_type not in (*GRAMMAR_TYPES, CALLS_GUIDE):
+        if grammar_type not in (*GRAMMAR_TYPES, CALLS_GUIDE, CHOICE_GUIDE):
             raise GrammarError(
                 f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
                 f" {', '.join(GRAMMAR_TYPES)}"
@@ -109,6 +109,8 @@ def lark_source(grammar_type: str, text: str) -> str:
     """The Lark grammar of a request's. Raises GrammarError."""
     if grammar_type == "regex":
         return f"{HEAD}start: /{rust_regex(text, whole=True)}/"
+    if grammar_type == CHOICE_GUIDE:
+        return f"{HEAD}start: /{'|'.join(map(escaped, json.loads(text)))}/"
     if grammar_type == "ebnf_grammar":
         return HEAD + lark_grammar(text)
     schema = checked_schema(parse_schema(text) if grammar_type == "json_schema" else {})

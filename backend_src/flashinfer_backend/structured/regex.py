@@ -193,6 +193,11 @@ def _range(low: int, high: int) -> str:
     return _character(low) if low == high else f"{_character(low)}-{_character(high)}"
 
 
+def escaped(text: str) -> str:
+    """An expression for a text. Raises GrammarError for half of a surrogate pair."""
+    return "".join(_character(ord(character)) for character in text)
+
+
 def _character(code: int) -> str:
     if 0xD800 <= code <= 0xDFFF:
         raise GrammarError(
