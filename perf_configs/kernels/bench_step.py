@@ -22,6 +22,7 @@ import torch
 
 from client.arguments import integers, positive
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.paths import named_folder
@@ -105,9 +106,10 @@ class Bench:
         q_lens, kv_lens = np.ones(rows, dtype=np.int32), np.full(rows, context, dtype=np.int32)
         batch, positions, where = self.batch(q_lens, kv_lens)
         attention = self.attention(decode_backend)
-        host = np.zeros(attention.graph_words(rows), np.int32)
+        shape = StepShape(rows, rows, 1)
+        host = np.zeros(attention.graph_words(shape), np.int32)
         words = torch.zeros(len(host), dtype=torch.int32, device="cuda")
-        state = attention.graph_state(rows, batch.block_table, words)
+        state = attention.captured(shape, batch.block_table, words)
         state.plan(batch, host)
         words.copy_(torch.from_numpy(host))
         ids = torch.randint(0, spec.vocab_size, (rows,), device="cuda")
@@ -160,7 +162,7 @@ class Bench:
         for _ in range(6):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            attention.plan(batch)
+            attention.step(batch)
             self.model.logits(self.model.forward(ids, positions, where, self.caches, attention)[-1:])
             end.record()
             end.synchronize()

@@ -17,7 +17,7 @@ from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker.device_state import DeviceState
-from flashinfer_backend.worker.graphs import COLUMNS, DecodeGraphs, _Captured
+from flashinfer_backend.worker.graphs import COLUMNS, DecodeGraphs, DecodeStep
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
@@ -30,11 +30,12 @@ class ItemAttention:
         self._state, self.bucket, self._items = state, bucket, words.view(-1, split.ITEM_WORDS)
         self.reads_block_table = True
 
-    def plan(self, batch: Any, host: np.ndarray) -> None:
+    def plan(self, batch: Any, host: np.ndarray) -> bool:
         assert len(batch.slots) == batch.num_single == self.bucket
         host[:] = 99
         items = host.reshape(-1, split.ITEM_WORDS)
         split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+        return True
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         table, (k_cache, v_cache) = self._state.block_table, self._state.kv_cache.layers[layer]
@@ -51,7 +52,7 @@ class ItemAttention:
 class EagerGraphs(DecodeGraphs):
     """Replays by running the step."""
 
-    def _capture(self, size: int, capture: Any) -> _Captured:
+    def _capture(self, size: int, capture: Any) -> DecodeStep:
         own = split.max_items(size, self._state.model.spec.attention.kv_heads, False) * split.ITEM_WORDS
         inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
         attention = ItemAttention(self._state, size, inputs[:own])
@@ -63,7 +64,7 @@ class EagerGraphs(DecodeGraphs):
             self.steps += 1
 
         graph: Any = SimpleNamespace(replay=replay)
-        return _Captured(graph, inputs, attention, tokens, self._logits[:size])
+        return DecodeStep(graph, inputs, attention, tokens, self._logits[:size])
 
 
 @pytest.mark.parametrize("blocks", [0, 300])

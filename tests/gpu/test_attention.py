@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 
@@ -73,7 +74,7 @@ class Setup:
         return torch.randn(tokens, self.heads, DIM, device="cuda").bfloat16()
 
     def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
-        self.reference.plan(batch)
+        self.reference.step(batch)
         out = torch.empty_like(q, dtype=torch.float32)
         self.reference.run(layer, q.float(), out)
         return out
@@ -84,8 +85,9 @@ class GraphState:
 
     def __init__(self, setup: Setup, bucket: int):
         self.setup, self.bucket = setup, bucket
-        self.words = torch.zeros(setup.attention.graph_words(bucket), dtype=torch.int32, device="cuda")
-        self.state = setup.attention.graph_state(bucket, setup.table, self.words)
+        shape = StepShape(bucket, bucket, 1)
+        self.words = torch.zeros(setup.attention.graph_words(shape), dtype=torch.int32, device="cuda")
+        self.state = setup.attention.captured(shape, setup.table, self.words)
         self.run = self.state.run
         none = np.empty(0, np.int32)
         self.plan(AttentionBatch(none, none, none, setup.table))
@@ -129,7 +131,7 @@ def test_eager_steps(heads, kv_heads, backend):
     setup = Setup(heads, kv_heads, backend)
     for name, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
-        setup.attention.plan(batch)
+        setup.attention.step(batch)
         for layer in range(LAYERS):
             q = setup.query(sum(q_lens))
             out = torch.full_like(q, float("nan"))
@@ -211,7 +213,7 @@ def test_refuses_what_it_cannot_do():
         FlashInferAttention(KVCache.over(caches), 32, 4, 4)
     setup = Setup(32, 8)
     with pytest.raises(ValueError, match="max_num_seqs"):
-        setup.attention.graph_state(MAX_SEQS + 1, setup.table, setup.table[0])
+        setup.attention.captured(StepShape(MAX_SEQS + 1, MAX_SEQS + 1, 1), setup.table, setup.table[0])
     state = GraphState(setup, 2).state
     for rows in (1, 3):
         with pytest.raises(ValueError, match="2 rows"):

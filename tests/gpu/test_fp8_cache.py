@@ -17,6 +17,7 @@ from compilations import watch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.copies import has_fa3
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
@@ -94,7 +95,7 @@ class Setup:
         pair = zip(self._caches[layer], SCALES[layer], strict=True)
         wide = tuple(elements.double() * scale for elements, scale in pair)
         reference = TorchPagedAttention(KVCache.over([wide]), self.heads)
-        reference.plan(batch)
+        reference.step(batch)
         out = torch.empty_like(q, dtype=torch.float64)
         reference.run(0, q.double(), out)
         return out
@@ -172,7 +173,7 @@ def test_steps_are_those_of_float64(backend, room, heads, kv_heads):
     setup = Setup(heads, kv_heads, backend, room)
     for name, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
-        setup.attention.plan(batch)
+        setup.attention.step(batch)
         if max(q_lens) > 1 and heads == 32:
             expected = "fa2" if name in BY_FA2 or not room else "fa3"
             assert setup.attention._prefill_call.backend == expected, name
@@ -194,7 +195,7 @@ def test_prompts_share_blocks():
     first, second, third = batch.slots.tolist()
     for slot, columns in ((second, 40), (third, 25)):
         setup.table[slot, :columns] = setup.table[first, :columns]
-    setup.attention.plan(batch)
+    setup.attention.step(batch)
     assert setup.attention._prefill_call.backend == "fa3"
     for layer in range(len(SCALES)):
         q = setup.query(sum(q_lens))
@@ -208,8 +209,9 @@ def test_graphs_replay_other_lengths_and_fewer_rows(backend):
     setup = Setup(32, 8, backend)
     for bucket in (32, 4):
         q, out = setup.query(bucket), torch.empty(bucket, 32, DIM, device="cuda", dtype=torch.bfloat16)
-        words = torch.zeros(setup.attention.graph_words(bucket), dtype=torch.int32, device="cuda")
-        state = setup.attention.graph_state(bucket, setup.table, words)
+        shape = StepShape(bucket, bucket, 1)
+        words = torch.zeros(setup.attention.graph_words(shape), dtype=torch.int32, device="cuda")
+        state = setup.attention.captured(shape, setup.table, words)
 
         def plan(batch: AttentionBatch, bucket: int = bucket, words: Any = words, state: Any = state) -> None:
             padding = bucket - len(batch.slots)
@@ -310,7 +312,7 @@ def test_needles_are_found_in_32k_tokens(kind):
         )
         if kind == "prompt by FA3":  # which few queries would not take
             attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
-        attention.plan(batch)
+        attention.step(batch)
         out = torch.full_like(q, float("nan"))
         attention.run(0, q, out)
         return out
@@ -329,7 +331,7 @@ def test_needles_are_found_in_32k_tokens(kind):
     for row in range(len(batch.slots)):  # one at a time: in float64 they are large
         one = slice(row, row + 1)
         part = one if kind == "decode" else slice(None)
-        reference.plan(AttentionBatch(lens[0][one], lens[1][one], batch.slots[one], table))
+        reference.step(AttentionBatch(lens[0][one], lens[1][one], batch.slots[one], table))
         result = torch.empty_like(q[part], dtype=torch.float64)
         reference.run(0, q[part].double(), result)
         exact[part] = result
@@ -436,7 +438,7 @@ def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int], copied
         attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
     table = torch.randint(1, blocks, (len(q_lens), columns), device="cuda", dtype=torch.int32)
     slots = np.arange(len(q_lens), dtype=np.int32)
-    attention.plan(AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, table))
+    attention.step(AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, table))
     q = torch.randn(sum(q_lens), 32, DIM, device="cuda").bfloat16()
     out = torch.empty_like(q)
     return microseconds(lambda layer: attention.run(layer, q, out), layers)

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from test_attention import HEADS, LAYERS, Setup, assert_close
 from test_fp8_cache import Setup as Fp8Setup
+
+from flashinfer_backend.attention.contract import StepShape
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+NO_WORDS = np.empty(0, np.int32)
 CACHES = {"16 bits": Setup, "e4m3": Fp8Setup}
 
 # Prompts that FA3 takes, whatever the number of heads here: enough tiles, or not much to read.
@@ -31,7 +35,9 @@ STEPS = {
 class Captured:
     def __init__(self, setup: Setup | Fp8Setup, tokens: int, decode_rows: int):
         self.setup, self.tokens = setup, tokens
-        self.state = setup.attention.step_graph_state(tokens, decode_rows, setup.table)
+        self.state = setup.attention.captured(
+            StepShape(tokens, decode_rows, None), setup.table, torch.empty(0).cuda().int()
+        )
         self.q, self.out = (torch.zeros(LAYERS, *setup.query(tokens).shape).cuda().bfloat16() for _ in "qo")
         self.graph = torch.cuda.CUDAGraph()
         self.run()
@@ -57,7 +63,7 @@ def test_one_graph_for_steps_of_any_shape(cache, heads, kv_heads, tokens):
         if sum(q_lens) > tokens:
             continue
         batch = setup.batch(q_lens, kv_lens)
-        if not captured.state.plan(batch):
+        if not captured.state.plan(batch, NO_WORDS):
             continue
         ran += 1
         captured.q.normal_()
@@ -88,9 +94,9 @@ def test_refuses_what_it_cannot_do_and_goes_on(cache):
         refused["more blocks than there is room for copies"] = ([100] * 3, [4000, 4000, 1700])
         refused["too few queries for what would be copied"] = ([60] * 2, [3000] * 2)
     for name, (q_lens, kv_lens) in refused.items():
-        assert not captured.state.plan(setup.batch(q_lens, kv_lens)), name
+        assert not captured.state.plan(setup.batch(q_lens, kv_lens), NO_WORDS), name
     batch = setup.batch([1] * 3 + [90], [50, 60, 70, 90])
-    assert captured.state.plan(batch)
+    assert captured.state.plan(batch, NO_WORDS)
     captured.q.normal_()
     captured.graph.replay()
     assert_close(captured.out[0, :93], setup.expected(batch, 0, captured.q[0, :93]))
@@ -98,12 +104,12 @@ def test_refuses_what_it_cannot_do_and_goes_on(cache):
 
 def test_there_is_none_for_a_forced_decode_backend():
     setup = Setup(32, 8, "fa2")
-    assert setup.attention.step_graph_state(64, 40, setup.table) is None
+    assert setup.attention.captured(StepShape(64, 40, None), setup.table, torch.empty(0).cuda().int()) is None
 
 
 def test_over_e4m3_there_is_none_without_room_for_copies():
     setup = Fp8Setup(32, 8, copied_blocks=0)
-    assert setup.attention.step_graph_state(64, 40, setup.table) is None
+    assert setup.attention.captured(StepShape(64, 40, None), setup.table, torch.empty(0).cuda().int()) is None
 
 
 def test_eager_steps_and_graphs_share_the_copies():
@@ -111,13 +117,13 @@ def test_eager_steps_and_graphs_share_the_copies():
     setup = Fp8Setup(32, 8)
     captured = Captured(setup, 320, 40)
     batch = setup.batch([1] * 3 + [250], [50, 60, 70, 900])
-    assert captured.state.plan(batch)
+    assert captured.state.plan(batch, NO_WORDS)
     captured.q.normal_()
     captured.graph.replay()
     in_graph = captured.out[:, :253].clone()
     expected = [setup.expected(batch, layer, captured.q[layer, :253]) for layer in range(LAYERS)]
     other = setup.batch([700, 300], [3000, 2000])
-    setup.attention.plan(other)
+    setup.attention.step(other)
     q = setup.query(1000)
     eager = torch.full_like(q, float("nan"))
     setup.attention.run(1, q, eager)
@@ -125,7 +131,7 @@ def test_eager_steps_and_graphs_share_the_copies():
     for layer in range(LAYERS):
         assert_close(in_graph[layer], expected[layer])
     last = setup.batch([1] * 2 + [200], [40, 90, 500])
-    assert captured.state.plan(last)
+    assert captured.state.plan(last, NO_WORDS)
     captured.graph.replay()
     for layer in range(LAYERS):
         assert_close(captured.out[layer, :202], setup.expected(last, layer, captured.q[layer, :202]))

@@ -34,7 +34,7 @@ def test_sizes_ascend():
 class Doubling:
     """Attention that shows which layer it was called for, and on what."""
 
-    def step_graph_state(self, *_: Any) -> Doubling:
+    def captured(self, *_: Any) -> Doubling:
         return self
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:

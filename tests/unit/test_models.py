@@ -268,7 +268,7 @@ class Paged:
             self.lens[slot] += len(new)
         slots, q_lens = [slot for slot, _ in work], [len(new) for _, new in work]
         kv_lens = [self.lens[slot] for slot in slots]
-        self.attention.plan(attention_batch(q_lens, kv_lens, slots, self.table))
+        self.attention.step(attention_batch(q_lens, kv_lens, slots, self.table))
         int32 = {"dtype": torch.int32}
         ids = torch.tensor([token for _, new in work for token in new], **int32)
         rows = torch.tensor(q_lens).cumsum(0) - 1
@@ -398,7 +398,7 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, wi
                 cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name][there.start :]
     attention = TorchPagedAttention(KVCache.over(caches), heads, window)
     with torch.inference_mode():  # run() must work outside of the mode that plan() ran in
-        attention.plan(attention_batch(q_lens, kv_lens, slots, table))
+        attention.step(attention_batch(q_lens, kv_lens, slots, table))
     for layer in range(2):
         q = torch.randn(sum(q_lens), heads, dim, generator=generator)
         out = torch.full_like(q, torch.nan)

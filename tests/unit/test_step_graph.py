@@ -17,6 +17,7 @@ from msgspec.structs import replace
 import flashinfer_backend.attention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
@@ -25,6 +26,7 @@ from flashinfer_backend.ops import device
 from flashinfer_backend.worker.device_state import DeviceState
 
 DECODE_ROWS = 40
+NO_WORDS = np.empty(0, np.int32)
 
 
 class FakeAttention:
@@ -90,7 +92,7 @@ def test_steps_that_it_takes(
         slots=np.arange(rows, dtype=np.int32),
         block_table=table,
     )
-    assert state.plan(batch) is taken
+    assert state.plan(batch, NO_WORDS) is taken
     assert (attention.uploads > before) is taken
 
 
@@ -101,7 +103,7 @@ def test_along_one_stream_a_decode_row_must_wait_for_the_prompts(
     table = torch.empty(0)
     state = step_graph.StepGraphState(FakeAttention(), 64, DECODE_ROWS, table)
     lens = np.array([1] * decode + [20], np.int32)
-    assert state.plan(AttentionBatch(lens, lens, np.arange(decode + 1), table)) is taken
+    assert state.plan(AttentionBatch(lens, lens, np.arange(decode + 1), table), NO_WORDS) is taken
 
 
 def test_has_no_more_tokens_than_its_plan_has_room_for(step_graph: ModuleType) -> None:
@@ -278,7 +280,7 @@ def test_steps_over_e4m3_are_graphs_where_there_is_room_for_copies(
         attention = make_attention(
             step_graph, monkeypatch, torch.float8_e4m3fn, ((1.0, 1.0),), blocks, decode_backend
         )
-        state = attention.step_graph_state(512, DECODE_ROWS, torch.empty(0))
+        state = attention.captured(StepShape(512, DECODE_ROWS, None), torch.empty(0), torch.empty(0))
         assert (state is not None) is (blocks > 0 and decode_backend != "fa2")
 
 
@@ -324,7 +326,7 @@ def test_room_for_decode_work_is_that_of_the_cache(
         most = max(each.values())
         assert len(attention.items) == most and room == [most]
         for rows, items in each.items():
-            assert attention.graph_words(rows) == items * split.ITEM_WORDS
+            assert attention.graph_words(StepShape(rows, rows, 1)) == items * split.ITEM_WORDS
             lens, table = np.full(rows, 9, np.int32), torch.empty(0)
             call = attention.plan_decode("triton", lens, np.arange(rows, dtype=np.int32), table)
             assert call.items is not None and len(call.items) == items

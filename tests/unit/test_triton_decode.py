@@ -67,7 +67,7 @@ def check(
         triton_decode.decode(q, cache, out, words, table, space, dim**-0.5, SCALES, native=False)
     wide = tuple(elements.double() * scale for elements, scale in zip(cache, SCALES, strict=True))
     reference, expected = TorchPagedAttention(KVCache.over([wide]), heads), torch.empty_like(q).double()
-    reference.plan(AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
+    reference.step(AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
     reference.run(0, q.double(), expected)
     error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     assert (error < 2e-3).all(), f"block {block}, {heads} heads of {dim}: {error.tolist()}"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_copy, triton_decode
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.attention.copies import MAX_PROMPTS, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
@@ -34,7 +35,7 @@ LARGEST_GRAPH = (
 
 
 class FlashInferAttention:
-    """plan(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
+    """step(batch) once a step, run(layer, q, out) once a layer; eager steps of decode and prefill rows.
 
     cache: of bfloat16, float16 or e4m3, on a CUDA device; num_heads: query heads. dtype: of queries, if the
     cache's is another.
@@ -91,7 +92,7 @@ class FlashInferAttention:
             self._copies = triton_copy.Copies(shape, dtype, copied_blocks, where)
         self._calls.load(["fa2", "fa3"] if self._fa3 else ["fa2"])
 
-    def plan(self, batch: AttentionBatch) -> None:
+    def step(self, batch: AttentionBatch) -> Prepared:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
         decode, rows = batch.num_single, len(batch.slots)
         self._decode_call = Call("none", 0)
@@ -102,6 +103,7 @@ class FlashInferAttention:
             )
         if rows > decode:
             self._prefill_call = self._plan_prefill(batch, decode)
+        return self
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] of the planned step to the layer's cache and write out[T, Hq, D]."""
@@ -119,24 +121,26 @@ class FlashInferAttention:
         elif call.rows:
             prompts()
 
-    def graph_words(self, bucket: int) -> int:
-        """How many int32 words a graph of `bucket` rows wants in the step's upload; a multiple of 8."""
-        if self.decode_backend != "triton":
+    def graph_words(self, shape: StepShape) -> int:
+        """How many int32 words a graph wants in the step's upload; a multiple of 8. For decode rows alone,
+        the Triton kernel's work items; steps with prompts upload theirs themselves."""
+        if self.decode_backend != "triton" or shape.feeds_per_row is None:
             return 0
-        return self.max_items(bucket) * split.ITEM_WORDS
+        return self.max_items(shape.rows) * split.ITEM_WORDS
 
-    def graph_state(self, bucket: int, block_table: Tensor, words: Tensor) -> DecodeGraphState:
-        """State for a CUDA graph of decode-only steps of `bucket` rows; see DecodeGraphState."""
-        if not 1 <= bucket <= self.max_num_seqs:
-            raise ValueError(f"graph bucket {bucket} is outside 1..{self.max_num_seqs} (max_num_seqs)")
-        return DecodeGraphState(self, bucket, block_table, words)
-
-    def step_graph_state(self, tokens: int, decode_rows: int, block_table: Tensor) -> StepGraphState | None:
-        """State for a CUDA graph of steps with prompts, see StepGraphState; None where a decode backend was
-        forced, which plans every step anew, and where there is no FA3."""
-        if self.decode_backend != "triton" or not self._fa3:
+    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+        """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
+        StepGraphState, and None where a decode backend was forced, which plans every step anew, and where
+        there is no FA3. None for rows that feed several tokens each."""
+        if shape.feeds_per_row is None:
+            if self.decode_backend != "triton" or not self._fa3:
+                return None
+            return StepGraphState(self, shape.tokens, shape.rows, block_table)
+        if shape.feeds_per_row != 1:
             return None
-        return StepGraphState(self, tokens, decode_rows, block_table)
+        if not 1 <= shape.rows <= self.max_num_seqs:
+            raise ValueError(f"graph bucket {shape.rows} is outside 1..{self.max_num_seqs} (max_num_seqs)")
+        return DecodeGraphState(self, shape.rows, block_table, words)
 
     # What follows is shared with DecodeGraphState.
 
@@ -270,7 +274,7 @@ class DecodeGraphState:
     whose blocks are all block 0.
 
     block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
-    table while the graph runs, and of the step's upload the graph_words(bucket) that `plan` writes to `host`:
+    table while the graph runs, and of the step's upload the graph_words that `plan` writes to `host`:
     the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
     what they need, and the blocks that the table has by then.
     """
@@ -278,7 +282,7 @@ class DecodeGraphState:
     def __init__(
         self, attention: FlashInferAttention, bucket: int, block_table: Tensor, words: Tensor
     ) -> None:
-        self._attention, self.bucket = attention, bucket
+        self._attention, self._bucket = attention, bucket
         if attention.decode_backend == "triton":
             self._call = Call("triton", bucket, None, words.view(-1, split.ITEM_WORDS), block_table)
         else:  # a step of padded rows, so that capture can follow at once
@@ -290,22 +294,23 @@ class DecodeGraphState:
         """Whether the graph sees what changes in the block table after `plan`."""
         return self._call.table is not None
 
-    def plan(self, batch: AttentionBatch, host: np.ndarray) -> None:
-        """Describe the step that the next replay computes. Host work and asynchronous copies only."""
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
+        """Describe the step that the next replay computes, always. Host work and asynchronous copies only."""
         rows = len(batch.slots)
-        if batch.num_single != rows or rows != self.bucket:
+        if batch.num_single != rows or rows != self._bucket:
             raise ValueError(
-                f"a decode graph of {self.bucket} rows was given {batch.num_single} decode rows of {rows}"
+                f"a decode graph of {self._bucket} rows was given {batch.num_single} decode rows of {rows}"
             )
         if self._call.items is not None:
             items = host.reshape(-1, split.ITEM_WORDS)
             split.split_rows(batch.kv_lens, batch.slots, len(items), items)
-            return
+            return True
         call = self._attention.plan_decode(
-            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self.bucket
+            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._bucket
         )
         if call.info is not None and list(call.info) != list(self._call.info):
             raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
+        return True
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [bucket, Hq, D]; to be captured."""
@@ -318,7 +323,8 @@ class StepGraphState:
     Decode rows take the Triton kernel, prompts FA3, over copies where the cache is of e4m3: all of them read
     what is different from step to step from the device, so one capture serves every step that `plan` accepts.
     Capture `run` for every layer with q and out of exactly `tokens` rows (at most LARGEST_GRAPH); before each
-    replay call plan(batch) on the stream of the replay. Rows beyond the batch's are left alone.
+    replay call plan(batch, host), host empty, on the stream of the replay. Rows beyond the batch's are left
+    alone.
     """
 
     def __init__(
@@ -333,7 +339,12 @@ class StepGraphState:
         attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
         self._info = self._plan_prompts(none, none, none, 0, block_table)
 
-    def plan(self, batch: AttentionBatch) -> bool:
+    @property
+    def reads_block_table(self) -> bool:
+        """No: prompts have the blocks that the table has when they are planned."""
+        return False
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
         """Describe the step that the next replay computes; False, and nothing done, where it cannot. Host
         work and asynchronous copies only."""
         decode = batch.num_single

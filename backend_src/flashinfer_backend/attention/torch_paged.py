@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Prepared, StepShape
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -39,7 +40,7 @@ class _Prefill(NamedTuple):
 
 
 class TorchPagedAttention:
-    """plan(batch) once per step, then run(layer, q, out) once per layer.
+    """step(batch) once per step, then run(layer, q, out) once per layer.
 
     This step's keys and values are in the cache before run(). num_heads: query heads. A request's q rows
     are the last q_len positions of its kv_len, so the causal mask is aligned to the lower right corner.
@@ -68,7 +69,7 @@ class TorchPagedAttention:
         self._decode: list[_DecodeGroup] = []
         self._prefill: list[_Prefill] = []
 
-    def plan(self, batch: AttentionBatch) -> None:
+    def step(self, batch: AttentionBatch) -> Prepared:
         """Prepare the gathers and masks of one step; every layer shares them."""
         self._decode = self._plan_decode(batch)
         self._prefill = []
@@ -86,9 +87,10 @@ class TorchPagedAttention:
             # A tensor made in inference mode could not be written outside of it later.
             with torch.inference_mode(False):
                 self._scratch = [cache.new_empty(longest, *cache.shape[1:]) for cache in self._flat[0]]
+        return self
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in plan()."""
+        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in step()."""
         heads, dim = self._num_kv_heads, self._head_dim
         for group in self._decode:
             # Query heads that share a key/value head become rows of one attention: nothing is repeated.
@@ -111,6 +113,14 @@ class TorchPagedAttention:
                     enable_gqa=True,
                 )
                 out[rows] = attended[0].transpose(0, 1)
+
+    def graph_words(self, shape: StepShape) -> int:
+        """None: steps are not captured."""
+        return 0
+
+    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> None:
+        """None: the host decides what each step gathers, so that a graph would repeat one step."""
+        return None
 
     def _gather(self, layer: int, tokens: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values [len(tokens), Hkv, D] of cache slots, valid until the next call. dtype: of queries,

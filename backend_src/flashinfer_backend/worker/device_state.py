@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
+from flashinfer_backend.attention.contract import Mixer
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
@@ -62,7 +62,7 @@ class DeviceState:
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
         self.attention = self._make_attention(config)
 
-    def _make_attention(self, config: EngineConfig) -> Any:
+    def _make_attention(self, config: EngineConfig) -> Mixer:
         num_heads = self.model.spec.attention.heads
         if config.attention_backend == "torch" or self.device.type == "cpu":
             from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention

@@ -23,15 +23,16 @@ import itertools
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Captured, Mixer, Prepared, StepShape
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.spec import Experts
-from flashinfer_backend.models.transformer import Attention, Transformer
+from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.worker.device_state import DeviceState
 
 T = TypeVar("T")
@@ -76,12 +77,12 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
 
 
-class _Captured(NamedTuple):
+class DecodeStep(NamedTuple):
     """A graph, what it reads (int32: attention's words, then COLUMNS a row) and what it writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
-    attention: Any
+    attention: Captured
     tokens: torch.Tensor
     logits: torch.Tensor
 
@@ -110,10 +111,11 @@ class DecodeGraphs:
     def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the step: tokens int32 [rows] and rank 0's logits [rows and padding, V], valid until the
         next replay."""
-        captured = self._captured[self._size(plan.num_rows)]
+        size = self._size(plan.num_rows)
+        captured = self._captured[size]
         if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
             self._state.update_block_table(plan)
-        self._upload(plan, captured.inputs, captured.attention)
+        self._upload(plan, size, captured.inputs, captured.attention)
         captured.graph.replay()
         return captured.tokens[: plan.num_rows], captured.logits
 
@@ -124,9 +126,9 @@ class DecodeGraphs:
     def _size(self, rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, rows)]
 
-    def _upload(self, plan: StepPlan, inputs: torch.Tensor, attention: Any) -> None:
+    def _upload(self, plan: StepPlan, size: int, inputs: torch.Tensor, attention: Captured) -> None:
         """Give a graph its step: attention's words, seeds [2 size], then COLUMNS - 2 columns [size]."""
-        rows, size = plan.num_rows, attention.bucket
+        rows = plan.num_rows
         words = self._state.staging.begin(len(inputs))
         own = len(words) - COLUMNS * size
         seed = words[own : own + 2 * size].view(np.uint64)
@@ -149,10 +151,11 @@ class DecodeGraphs:
             slots=slots,
             block_table=self._state.block_table,
         )
-        attention.plan(batch, words[:own])
+        if not attention.plan(batch, words[:own]):
+            raise RuntimeError(f"attention cannot run a step of {size} decode rows in its graph")
         self._state.staging.send(inputs)
 
-    def _capture(self, size: int, capture: GraphCapture) -> _Captured:
+    def _capture(self, size: int, capture: GraphCapture) -> DecodeStep:
         state, none = self._state, np.empty(0, np.int32)
         empty = StepPlan(
             slots=none,
@@ -166,15 +169,18 @@ class DecodeGraphs:
             seed=np.empty(0, np.uint64),
             suppressed=none,
         )
-        own = state.attention.graph_words(size)
+        shape = StepShape(size, size, 1)
+        own = state.attention.graph_words(shape)
         inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=state.device)
-        attention = state.attention.graph_state(size, state.block_table, inputs[:own])
-        self._upload(empty, inputs, attention)
+        attention = state.attention.captured(shape, state.block_table, inputs[:own])
+        if attention is None:
+            raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
+        self._upload(empty, size, inputs, attention)
         graph, tokens = capture(lambda: self._step(inputs[own:], attention, size))
         capture.sizes += 1
-        return _Captured(graph, inputs, attention, tokens, self._logits[:size])
+        return DecodeStep(graph, inputs, attention, tokens, self._logits[:size])
 
-    def _step(self, data: torch.Tensor, attention: Any, size: int) -> torch.Tensor:
+    def _step(self, data: torch.Tensor, attention: Captured, size: int) -> torch.Tensor:
         """What is captured: tokens int32 [size], their logits in self._logits. Reads only the static input
         and device state."""
         state = self._state
@@ -207,19 +213,19 @@ class FullStep(NamedTuple):
 
     decode_rows: int
     graph: torch.cuda.CUDAGraph
-    attention: Any
+    attention: Captured
     hidden: torch.Tensor
 
 
 class MixedGraphs:
-    """Captured steps by number of tokens, over one set of static tensors. `attention` (FlashInferAttention)
-    and block_table [slots + 1, blocks] are what full graphs read."""
+    """Captured steps by number of tokens, over one set of static tensors. `attention` and
+    block_table [slots + 1, blocks] are what full graphs read."""
 
     def __init__(
         self,
         model: Transformer,
         kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
-        attention: Any,
+        attention: Mixer,
         block_table: torch.Tensor,
         capture: GraphCapture,
     ) -> None:
@@ -231,6 +237,7 @@ class MixedGraphs:
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._full: dict[int, list[FullStep]] = {}
@@ -241,7 +248,8 @@ class MixedGraphs:
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
-                    self._capture_full(size, attention.step_graph_state(size, rows, block_table), rows)
+                    steps = StepShape(size, rows, None)
+                    self._capture_full(size, attention.captured(steps, block_table, self._no_words), rows)
                 capture.sizes += 1
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in MIXED_SIZES])
@@ -256,7 +264,7 @@ class MixedGraphs:
         the step must run piecewise."""
         for full in self._full.get(size, ()):
             if batch.num_single <= full.decode_rows:
-                return full if full.attention.plan(batch) else None
+                return full if full.attention.plan(batch, np.empty(0, np.int32)) else None
         return None
 
     def run_full(
@@ -278,7 +286,7 @@ class MixedGraphs:
         positions: torch.Tensor,
         cache_locations: torch.Tensor,
         tokens: int,
-        attention: Attention,
+        attention: Prepared,
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
     ) -> torch.Tensor:
@@ -337,7 +345,7 @@ class MixedGraphs:
         assert hidden is not None
         self._hidden[size] = hidden
 
-    def _capture_full(self, size: int, attention: Any, rows: int) -> None:
+    def _capture_full(self, size: int, attention: Captured | None, rows: int) -> None:
         if attention is None:
             return
 

@@ -267,14 +267,14 @@ class Runner:
             hidden = graphs.run_full(*inputs, full, rows)
             started()  # the device begins when all of the graph is there
         else:
-            state.attention.plan(batch)
+            prepared = state.attention.step(batch)
             started()
             if graphs is not None and size <= graphs.largest:
-                hidden = graphs.run(*inputs, plan.num_tokens, state.attention, rows, between_layers)
+                hidden = graphs.run(*inputs, plan.num_tokens, prepared, rows, between_layers)
             else:
                 ids, where, locations = inputs
                 given = ids, where, state.by_layer(locations)
-                hidden = state.model(*given, state.kv_layers, state.attention, rows, between_layers)
+                hidden = state.model(*given, state.kv_layers, prepared, rows, between_layers)
         return hidden, None if rows is not None else sampling, positions
 
     def _keep_context(

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker asks of attention, and of whatever else may mix a sequence's tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from flashinfer_backend.attention.batch import AttentionBatch
+
+
+class StepShape(NamedTuple):
+    """Of the steps that one graph runs: tokens, padding included, and the most rows that feed feeds_per_row
+    tokens. (r, r, 1): decode rows alone. (t, r, None): up to r decode rows, then prompts."""
+
+    tokens: int
+    rows: int
+    feeds_per_row: int | None
+
+
+class Prepared(Protocol):
+    """A step whose layers can run; until the mixer's next step is prepared."""
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend q [T, Hq, D] to the layer's cache, which already holds this step's keys and values, and
+        write out [T, Hq, D]; rows in the batch's order."""
+
+
+class Captured(Prepared, Protocol):
+    """Steps of one shape inside a CUDA graph: `run` is captured once for every layer, `plan` called before
+    each replay, on its stream."""
+
+    @property
+    def reads_block_table(self) -> bool:
+        """Whether the graph sees what changes in the block table after `plan`."""
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
+        """Describe the step that the next replay computes; False, and nothing done, where it cannot. host:
+        int32 [graph_words] of the step's upload, written here. Host work and asynchronous copies only."""
+
+
+class Mixer(Protocol):
+    """Mixes the tokens of each sequence, over its cache. All calls come from one thread with one stream."""
+
+    def step(self, batch: AttentionBatch) -> Prepared:
+        """Describe a step that is launched layer by layer. Nothing may wait for the device."""
+
+    def graph_words(self, shape: StepShape) -> int:
+        """How many int32 words a graph of this shape wants in the step's upload; a multiple of 8."""
+
+    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+        """State for a CUDA graph of such steps, ready to be captured; None where there is none. It keeps the
+        addresses of block_table int32 [slots, columns] and words int32 [graph_words(shape)], both on the
+        device."""
