@@ -143,9 +143,9 @@ def test_a_request_keeps_its_place_while_its_guide_is_compiled():
     for local_id, more in enumerate([{}, guide, {}, guide, {}], 3):
         engine.submit(local_id, 3, **more)
     engine.step()
-    while len(engine.loop.grammars):
+    while len(engine.loop.preparations):
         time.sleep(0.01)
-        engine.loop._take_compiled()
+        engine.loop.preparations.advance()
     assert engine.running == [1] and engine.waiting == [3, 4, 5, 6, 7, 2]
     engine.run()
     assert list(engine.socket.tokens) == [1, 3, 4, 5, 6, 7, 2]

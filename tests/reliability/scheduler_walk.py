@@ -40,6 +40,7 @@ from flashinfer_backend.core.tuned import Scheduling
 from flashinfer_backend.engine import logits_room
 from flashinfer_backend.engine.logits_room import LogitsRoom, Stage
 from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.engine.preparations import Preparations
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
@@ -205,7 +206,9 @@ class World:
             rest=3,
         )
         self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
-        model_config = SimpleNamespace(vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len)
+        model_config = SimpleNamespace(
+            vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS
+        )
         # What the loop asks of a runner, and of a socket.
         self.device, self.others = SimpleNamespace(type="cpu"), None
         self.pid, self.closed = 1, False
@@ -214,7 +217,8 @@ class World:
         # Two of the longest prompts, of which one in ten asks for logits, and one of these at a time.
         self.room, self.turn = 2 * ROW * settings.longest, ROW * settings.longest
         with mock.patch.object(logits_room, "STEP_BYTES", self.turn):
-            self.loop.logits = LogitsRoom(self.room, VOCABULARY, self.scheduler.submit)
+            self.loop.logits = LogitsRoom(self.room, VOCABULARY)
+        self.loop.preparations = Preparations([self.loop.logits], self.scheduler, self.loop._refuse)
         self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
@@ -326,10 +330,11 @@ class World:
             found = stages.get(request.handle)
             assert found in right, f"request {request.handle} runs, and its logits have the stage {found!r}"
         for_room, for_turn = by_stage[Stage.WAITS_FOR_ROOM], by_stage[Stage.WAITS_FOR_TURN]
+        ready = by_stage[Stage.READY]  # only one whose turn came in this step: it has waited for it
         waiting = {request.handle: request for request in room}
-        assert len(room) == len(waiting) and waiting.keys() == {*for_room, *for_turn} - open_.keys()
-        has = [*for_turn, *by_stage[Stage.COMPUTING], *by_stage[Stage.HELD]]
-        turns = sum(self.sizes[handle][1] for handle in by_stage[Stage.COMPUTING])
+        assert len(room) == len(waiting) and waiting.keys() == {*for_room, *for_turn, *ready} - open_.keys()
+        has = [*for_turn, *ready, *by_stage[Stage.COMPUTING], *by_stage[Stage.HELD]]
+        turns = sum(self.sizes[handle][1] for handle in [*ready, *by_stage[Stage.COMPUTING]])
         assert room.held == sum(self.sizes[handle][0] for handle in has) <= self.room
         assert turns <= self.turn
         for line, which, left in ((for_room, 0, self.room - room.held), (for_turn, 1, self.turn - turns)):

@@ -10,15 +10,14 @@ from collections import deque
 import numpy as np
 import torch
 
-from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import Feeds, StepPlan
+from flashinfer_backend.engine.admission import Admission, RefusedError
 from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
+from flashinfer_backend.engine.preparations import Preparations
 from flashinfer_backend.engine.start import Core
-from flashinfer_backend.sampling.logprobs import logits_problem
 from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.preparation import GrammarPreparation
@@ -28,8 +27,6 @@ from flashinfer_backend.worker.runner import Launched
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_POLL_MS = 2  # how soon an engine that only waits for a guide sees that it is compiled
-ROOM_POLL_MS = 20  # how soon it refuses one that has waited too long for room for its logits
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
 DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
 
@@ -42,12 +39,14 @@ class EngineLoop:
         self.vocab_size = core.spec.vocab_size
         self.longest_seq_len = core.spec.longest_seq_len
         self.socket = socket
-        self.grammars = GrammarPreparation(
+        self.admission = Admission(self.config, core.spec)
+        grammars = GrammarPreparation(
             self.config.tokenizer_dir or self.config.model_dir,
             self.vocab_size,
             enabled=self.config.guided_decoding_backend != "none",
         )
-        self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size, self.scheduler.submit)
+        self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size)
+        self.preparations = Preparations([grammars, self.logits], self.scheduler, self._refuse)
         self.in_flight: deque[Launched] = deque()
         self._reading = False  # in _finish, or it has failed
         self.pacer = Pacer()
@@ -69,8 +68,8 @@ class EngineLoop:
         self._receive()
         if self.socket.closed:
             return False
-        self._take_compiled()
         self._refuse_late(time.monotonic_ns())
+        self.preparations.advance()
         began = time.monotonic()
         plan = self.scheduler.schedule(bool(self.in_flight), self.pacer.decode_s)
         if plan is not None:
@@ -91,8 +90,8 @@ class EngineLoop:
         timeout_ms = 0
         if not self.in_flight and not self.scheduler.requests:
             timeout_ms = self.config.stats_check_period_ms
-            if len(self.grammars) or len(self.logits):
-                timeout_ms = min(timeout_ms, GRAMMAR_POLL_MS if len(self.grammars) else ROOM_POLL_MS)
+            poll_ms = self.preparations.poll_ms
+            timeout_ms = timeout_ms if poll_ms is None else min(timeout_ms, poll_ms)
         while not self.socket.closed:
             left_s = self._time_to_plan()
             until = time.monotonic() + left_s
@@ -128,7 +127,7 @@ class EngineLoop:
         if isinstance(message, protocol.Submit):
             self._submit(message)
         elif isinstance(message, protocol.Cancel):
-            waited = self.logits.cancel(message.handle) or self.grammars.cancel(message.handle)
+            waited = self.preparations.cancel(message.handle)
             request = self.scheduler.requests.get(message.handle)
             if request is not None:
                 self.scheduler.release(request)
@@ -146,96 +145,26 @@ class EngineLoop:
             self._drop_stub(message.pid)
 
     def _submit(self, message: protocol.Submit) -> None:
-        prompt = np.frombuffer(message.prompt, "<i4")
-        params = message.params
-        problem = None
         # What has come since the last plan waits for no other request while there are slots.
-        queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free)
-        queued += len(self.grammars) + len(self.logits)
-        room = self.config.max_seq_len - len(prompt)
-        max_new = min(params.max_tokens, room)
-        if self.config.max_queue_size and queued >= self.config.max_queue_size:
-            problem = (
-                f"{protocol.QUEUE_FULL} of {self.config.max_queue_size} has been reached, please try again"
-                " later"
-            )
-        elif not len(prompt):
-            problem = "the prompt has no tokens; it should have at least one"
-        elif len(prompt) > self.config.max_input_len:
-            limits = self.config.max_input_len, self.config.max_seq_len, self.longest_seq_len
-            problem = prompt_too_long(len(prompt), *limits)
-        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            problem = f"prompt token ids should lie in 0..{self.vocab_size - 1}"
-        elif params.grammar_type and self.config.guided_decoding_backend == "none":
-            problem = "guided decoding is switched off (guided_decoding_backend none); send no guide"
+        queued = max(0, len(self.scheduler.queue) - self.scheduler.table.free) + len(self.preparations)
+        try:
+            request = self.admission.request(message, queued)
+        except RefusedError as error:
+            self.socket.send_failure(protocol.Failure(message.handle, str(error), refused=True))
         else:
-            logits_room = self.config.max_logits_mib << 20
-            problem = logits_problem(params, len(prompt), max_new, self.vocab_size, logits_room)
-        if problem is not None:
-            self.socket.send_failure(protocol.Failure(message.handle, problem, refused=True))
-            return
-        if params.max_tokens > room:
-            log.warning(
-                "request %d: max_tokens %d is cut to %d, what max_seq_len %d leaves after the prompt",
-                message.handle,
-                params.max_tokens,
-                room,
-                self.config.max_seq_len,
-            )
-        if params.end_id >= self.vocab_size:
-            params.end_id = -1  # accepted, and never matches
-        params.late_ids = self._late_ids(params)
-        request = Request(
-            handle=message.handle,
-            prompt=prompt,
-            params=params,
-            max_new=max_new,
-            share_prompt_with=message.share_prompt_with,
-            arrival_ns=time.time_ns(),
-            priority=message.priority,
-            deadline_ns=time.monotonic_ns() + message.timeout_us * 1000 if message.timeout_us else 0,
-        )
-        if params.grammar_type:
-            if not params.asks_for_logits:  # else others pass it while it waits for room
-                request.place = self.scheduler.queue.reserve()
-            self.grammars.submit(request)
-        else:
-            self._queue(request)
+            self.preparations.submit(request)
 
-    def _late_ids(self, params: SamplingParams) -> list[int]:
-        """What cannot be chosen before min_tokens, beside the end id: what the request says and, where it
-        ends with each of the checkpoint's end ids, the others."""
-        if not params.min_tokens:
-            return []
-        ids, others = set(params.late_ids), self.scheduler.table.end_ids
-        if params.end_id in others:
-            ids.update(others.tolist())
-        return sorted(ids - {params.end_id})
-
-    def _queue(self, request: Request) -> None:
-        """Have a request wait for its slot, and before that for room for the logits that it asks for."""
-        if request.params.asks_for_logits:
-            self.logits.enter(request)
-        else:
-            self.scheduler.submit(request)
-
-    def _take_compiled(self) -> None:
-        for request, problem in self.grammars.ready():
-            if problem is None:
-                self._queue(request)
-            else:
-                self._send_failure(request, problem, refused=True)
+    def _refuse(self, request: Request, why: str) -> None:
+        self._send_failure(request, why, refused=True)
 
     def _refuse_late(self, now_ns: int) -> None:
         """Refuse what has waited for as long as it may. None of it ever had a slot."""
-        late = [*self.scheduler.drop_late(now_ns), *self.grammars.drop_late(now_ns)]
-        for request in late + self.logits.drop_late(now_ns):
+        for request in self.scheduler.drop_late(now_ns) + self.preparations.drop_late(now_ns):
             waited_s = (time.time_ns() - request.arrival_ns) / 1e9
-            self._send_failure(
+            self._refuse(
                 request,
                 f"{protocol.QUEUE_TIMEOUT}: it waited in the queue for {waited_s:.3g} s and never ran. Send"
                 " it again later, with a longer timeout, or with a priority that goes first",
-                refused=True,
             )
 
     def _launch(self, plan: StepPlan, began: float) -> None:
@@ -359,8 +288,7 @@ class EngineLoop:
     def _drop_stub(self, pid: int) -> None:
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
-        self.grammars.drop_stub(pid)
-        self.logits.drop_stub(pid)
+        self.preparations.drop_stub(pid)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:
@@ -390,8 +318,8 @@ class EngineLoop:
             longest_seq_len=self.longest_seq_len,
             blocks_used=pool.num_blocks - pool.available,
             blocks_cached=pool.cached,
-            requests_active=len(scheduler.requests) + len(self.grammars) + len(self.logits),
-            requests_waiting=len(scheduler.queue) + len(self.grammars) + len(self.logits),
+            requests_active=len(scheduler.requests) + len(self.preparations),
+            requests_waiting=len(scheduler.queue) + len(self.preparations),
             requests_running=len(scheduler.running),
             prefill_rows=prefill_rows,
             decode_rows=decode_rows,

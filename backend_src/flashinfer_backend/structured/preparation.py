@@ -15,6 +15,7 @@ from pathlib import Path
 from flashinfer_backend.core.deadlines import Deadlines
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 
@@ -35,6 +36,9 @@ class GrammarPreparation:
     The limits of GrammarCompiler bound what each takes: a millisecond, or half a second of the largest.
     """
 
+    poll_ms = 2
+    overtaken = False
+
     def __init__(self, model_dir: str, vocab_size: int, enabled: bool = True) -> None:
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
@@ -48,6 +52,9 @@ class GrammarPreparation:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def needed(self, params: SamplingParams) -> bool:
+        return bool(params.grammar_type)
 
     def submit(self, request: Request) -> None:
         if request.handle in self._waiting:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests go through before the scheduler's queue: those of the engine, and one more in its list."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from engine.test_waiting import STUB, Engine, protocol
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.preparations import Preparations
+
+GUIDE = {"grammar_type": "regex", "grammar": "[ab]{3}"}
+
+
+class Door:
+    """Requests with a seed wait until it is opened; the seed 13 is refused."""
+
+    poll_ms = 5
+    overtaken = False
+
+    def __init__(self) -> None:
+        self.open = False
+        self.waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def needed(self, params: SamplingParams) -> bool:
+        return params.seed > 0
+
+    def submit(self, request: Request) -> None:
+        self.waiting[request.handle] = request
+
+    def ready(self) -> Iterator[tuple[Request, str | None]]:
+        while self.open and self.waiting:
+            request = self.waiting.pop(next(iter(self.waiting)))
+            yield request, "13 is no seed" if request.params.seed == 13 else None
+
+    def cancel(self, handle: int) -> Request | None:
+        return self.waiting.pop(handle, None)
+
+    def drop_late(self, now_ns: int) -> list[Request]:
+        late = [r for r in self.waiting.values() if r.deadline_ns and r.deadline_ns <= now_ns]
+        return [self.waiting.pop(request.handle) for request in late]
+
+    def drop_stub(self, pid: int) -> None:
+        self.waiting = {handle: r for handle, r in self.waiting.items() if handle >> 32 != pid}
+
+
+def engine(**settings: object) -> tuple[Engine, Door]:
+    """An engine with a door between its grammars and the room for logits."""
+    made, door = Engine(max_num_seqs=1, max_logits_mib=1, **settings), Door()
+    loop = made.loop
+    grammars, logits = loop.preparations._line
+    loop.preparations = Preparations([grammars, door, logits], loop.scheduler, loop._refuse)
+    return made, door
+
+
+def until(made: Engine, door: Door, waiting: int) -> None:
+    """So many wait at the door."""
+    while len(door) < waiting:
+        time.sleep(0.001)
+        made.loop.preparations.advance()
+
+
+def test_a_request_goes_through_all_that_it_needs_and_keeps_its_place() -> None:
+    made, door = engine()
+    made.submit(1, 20)
+    made.step()
+    made.submit(2, 3, seed=1, **GUIDE)
+    made.submit(3, 3, seed=1, generation_logits=True, **GUIDE)
+    made.submit(4, 3)
+    made.submit(5, 3, seed=13)
+    made.step()
+    until(made, door, 3)
+    status = made.loop.status()
+    assert (status.requests_waiting, status.requests_active, status.logits_waiting) == (4, 5, 0)
+    assert made.waiting == [4] and not made.loop.logits.held
+    door.open = True
+    made.step()
+    assert made.loop.logits.held == 3 * 4 * 2048
+    assert made.waiting == [2, 4, 3], "others pass one that asks for logits, and none else"
+    failure = made.socket.failures.pop(5)
+    assert failure.refused and failure.message == "13 is no seed"
+    made.run()
+    assert list(made.socket.tokens) == [1, 2, 4, 3] and not made.socket.failures
+
+
+def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its_stub() -> None:
+    made, door = engine(max_queue_size=3, stats_check_period_ms=60_000)
+    for local_id, timeout_us in ((1, 0), (2, 1), (3, 0), (4, 0)):
+        made.submit(local_id, 3, seed=1, timeout_us=timeout_us)
+    made.step()
+    messages = {local_id: failure.message for local_id, failure in made.socket.failures.items()}
+    assert list(messages) == [4, 2] and "Maximum queue size" in messages[4] and "expired" in messages[2]
+    assert made.loop.preparations.poll_ms == 5
+    made.cancel(1)
+    made.step()
+    assert made.socket.codes == {1: protocol.FINISHED_CANCELLED} and len(door) == 1
+    made.socket.inbox.append(protocol.Goodbye(STUB))
+    made.step()
+    assert len(door) == 0 and made.loop.status().requests_active == 0
+    assert made.loop.preparations.poll_ms is None
+
+
+def test_who_finds_room_for_its_logits_keeps_its_place() -> None:
+    made, _ = engine()
+    for local_id, more in enumerate([{}, {"context_logits": True}, {}, {"generation_logits": True}, {}], 1):
+        made.submit(local_id, 3, **more)
+    made.step()
+    assert made.running + made.waiting == [1, 2, 3, 4, 5]
+
+
+def test_the_parameters_of_a_client_stay_as_they_are() -> None:
+    made = Engine()
+    params = SamplingParams(max_tokens=4, min_tokens=2, end_id=1 << 20, late_ids=[9, 7])
+    before = msgspec.structs.replace(params, late_ids=[9, 7])
+    message = protocol.Submit(protocol.make_handle(STUB, 1), b"\5\0\0\0", params)
+    request = made.loop.admission.request(message, queued=0)
+    assert (request.params.end_id, request.params.late_ids) == (-1, [7, 9])
+    assert params == before
