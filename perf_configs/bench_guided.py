@@ -44,9 +44,11 @@ TOOL = {
 }
 
 
-def schema(name: str) -> dict[str, Any]:
-    """Free strings without an end before max_tokens. name: of a property, which makes it another schema."""
-    texts = {"type": "array", "items": {"type": "string", "maxLength": 1000}, "minItems": 1000}
+def schema(name: str, longest: int | None = None) -> dict[str, Any]:
+    """Strings without an end before max_tokens, of up to `longest` characters or of any length. name: of a
+    property, which makes it another schema."""
+    text = {"type": "string"} if longest is None else {"type": "string", "maxLength": longest}
+    texts = {"type": "array", "items": text, "minItems": 1000}
     return {"type": "object", "properties": {name: texts}, "required": [name], "additionalProperties": False}
 
 
@@ -100,7 +102,7 @@ def median_ms(values: list[float]) -> float:
 
 async def at_once(session: aiohttp.ClientSession, args: argparse.Namespace, count: int, kind: str) -> str:
     """A row of the first table."""
-    known = schema("story")
+    known = schema("story", args.longest_string)
     guides = [known if kind == "guided" or (kind == "mixed" and i % 2) else None for i in range(count)]
     answers = await asyncio.gather(*(ask(session, args, guide) for guide in guides))
     parts = []
@@ -165,6 +167,9 @@ def main() -> None:
         "--tokenizer", default="", help="checkpoint folder; without one there is no third table"
     )
     parser.add_argument("--concurrency", type=integer(1), nargs="+", default=[1, 32, 128])
+    parser.add_argument(
+        "--longest-string", type=integer(1), metavar="N", help="maxLength of strings (default: none)"
+    )
     parser.add_argument("--input-words", type=integer(1), default=100)
     parser.add_argument("--output-tokens", type=integer(2), default=256)
     parser.add_argument("--new-grammars", type=integer(1), default=20)

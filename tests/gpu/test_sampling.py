@@ -143,3 +143,20 @@ def test_guides_with_graphs(tmp_path: Path):
             text.split(", ")[0] in ("red", "green") and len(text.split(", ")[1]) == 4 for text in texts
         )
         assert len(client.tokens[plain]) == 40
+
+
+@pytest.mark.parametrize("vocab", [1000, 128256, 151936])
+@pytest.mark.parametrize("count", [1, 5, 128])
+def test_masks_forbid_as_plain_torch_does(count, vocab):
+    from flashinfer_backend.ops import cuda_ops, torch_ops
+
+    generator = torch.Generator("cuda").manual_seed(count + vocab)
+    logits = torch.randn(130, vocab, device="cuda", generator=generator)
+    shape = (count, -(-vocab // 32))
+    low, high = -(2**31), 2**31
+    masks = torch.randint(low, high, shape, device="cuda", generator=generator, dtype=torch.int64).int()
+    rows = torch.randperm(130, device="cuda", generator=generator)[:count]
+    expected = logits.clone()
+    torch_ops.keep_allowed(expected, rows, masks)
+    cuda_ops.keep_allowed(logits, rows, masks)
+    assert torch.equal(logits, expected)

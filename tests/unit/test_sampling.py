@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
@@ -186,6 +187,17 @@ def test_masks_allow_what_their_bits_say_and_outrank_suppressed_tokens():
     assert (own > NEVER).nonzero().tolist() == [*([0, t] for t in (31, 100))] + [
         [1, t] for t in range(VOCAB)
     ] + [[2, 3], [2, 64]]
+
+
+def test_masks_alone_forbid_the_rest():
+    own = torch.randn(3, VOCAB)
+    before, masks = own.clone(), np.zeros((2, -(-VOCAB // 32)), np.uint32)
+    masks[0, 3], masks[0, 0], masks[1, 2] = 1 << 4, 1 << 31, 1  # tokens 100 and 31; token 64
+    torch_ops.keep_allowed(own, torch.tensor([2, 0]), torch.from_numpy(masks.view(np.int32)))
+    assert torch.equal(own[1], before[1])
+    for row, allowed in ((2, [31, 100]), (0, [64])):
+        assert (own[row] > NEVER).nonzero().flatten().tolist() == allowed
+        assert torch.equal(own[row, allowed], before[row, allowed])
 
 
 def test_history_is_entered_for_new_owners_only():

@@ -20,11 +20,12 @@ from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
-from flashinfer_backend.ops.triton_sample import sample
+from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
     "experts_add",
+    "keep_allowed",
     "linear_add",
     "norm_gate_up_silu",
     "norm_linear",

@@ -244,3 +244,15 @@ def sample(
         last_token, slots = record
         last_token[slots] = tokens
     return tokens
+
+
+def keep_allowed(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Set to -inf, in place, what masks forbid. logits[R, V] float32; rows[n] int64, each mask's row, none
+    twice; mask[n, ceil(V / 32)] int32, where bit t % 32 of word t // 32 allows token t."""
+    logits[rows] = logits[rows].masked_fill(~allowed_tokens(mask, logits.shape[1]), float("-inf"))
+
+
+def allowed_tokens(mask: Tensor, vocab_size: int) -> Tensor:
+    """The bits of such masks, bool [n, V]."""
+    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab_size]

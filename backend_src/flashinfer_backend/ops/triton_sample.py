@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels: argmax or Gumbel-max sampling in one pass over the logits."""
+"""Triton kernels: argmax or Gumbel-max sampling in one pass over the logits, and the masks of grammars."""
 
 from __future__ import annotations
 
@@ -131,3 +131,23 @@ def sample(
         launch_pdl=True,
     )
     return out
+
+
+# Masks and their rows are parts of an upload as well.
+@triton.jit(do_not_specialize_on_alignment=["rows", "mask"])
+def _forbid(logits, rows, mask, vocab, stride, words, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    word = tl.load(mask + index * words + (token >> 5), mask=inside, other=-1)
+    forbidden = inside & (((word >> (token & 31)) & 1) == 0)
+    tl.store(logits + tl.load(rows + index).to(tl.int64) * stride + token, float("-inf"), mask=forbidden)
+
+
+def keep_allowed(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """See ops.torch_ops.keep_allowed."""
+    vocab = logits.shape[1]
+    grid = (len(rows), triton.cdiv(vocab, _BLOCK))
+    _forbid[grid](
+        logits, rows, mask, vocab, logits.stride(0), mask.stride(0), BLOCK=_BLOCK, num_warps=8
+    )  # fmt: skip

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashinfer_backend.ops.torch_ops import allowed_tokens
+
 NEVER = float("-inf")
 LARGEST = 1e30  # of a logit; over GREEDY_TEMPERATURE, the smallest that samples, it is still a float32
 
@@ -92,8 +94,7 @@ def allow_only(logits: Tensor, rows: Tensor, mask: Tensor, fallback: Tensor) -> 
     """Keep the tokens whose bit is set in mask (int32 [n, ceil(V / 32)], token t is bit t % 32 of word
     t // 32). Where every one of them has been suppressed, the row is taken from fallback (float32 [n, V])
     instead: a guide outranks what would leave it without a token."""
-    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
-    allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    allowed = allowed_tokens(mask, logits.shape[1])
     kept = logits[rows].masked_fill(~allowed, NEVER)
     stuck = (kept == NEVER).all(dim=1, keepdim=True)
     logits[rows] = torch.where(stuck, fallback.masked_fill(~allowed, NEVER), kept)

@@ -207,7 +207,10 @@ class Sampler:
         if changed:
             processors.keep_finite(own)
         before_bad_words = None
-        if rows.guided:
+        if rows.guided and not changed and rows.words is None and not rows.suppresses:
+            # Nothing but its grammar forbids a token, so no row can be left without one.
+            self._ops.keep_allowed(own, rows.guided[0], masks[0])
+        elif rows.guided:
             index = rows.guided[0]
             model = logits[rows.rows[index]].float() if changed else None
             before_bad_words = self._before_bad_words(own, index, masks[0], model)
@@ -225,6 +228,12 @@ class Sampler:
         if rows.recorded:
             index, slots = rows.recorded
             self._history.record(slots, position_[index], chosen[index])
+
+    def warm_up_masks(self, device: torch.device) -> None:
+        """Run what masks need once, so that no request is the first."""
+        words = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=device)
+        logits = torch.zeros(1, self._vocab_size, device=device)
+        self._ops.keep_allowed(logits, torch.zeros(1, dtype=torch.int64, device=device), words)
 
     def _before_bad_words(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
         """Logits of guided rows before words are suppressed: `model`, the model's own if they were changed,

@@ -138,7 +138,7 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
-    from flashinfer_backend.ops.triton_sample import sample
+    from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -163,6 +163,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, words(4))
     sample(empty(4, model.vocab_size), heat, seed, words(4), words(4), record)
     sample(empty(4, model.vocab_size, of=torch.float32), heat, seed, words(4), None, record)
+    masks = words(4, -(-model.vocab_size // 32))
+    keep_allowed(empty(4, model.vocab_size, of=torch.float32), empty(4, of=torch.int64), masks)
     if stored == E4M3:
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)

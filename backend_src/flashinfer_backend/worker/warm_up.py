@@ -58,6 +58,8 @@ def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
         for step in steps:
             runner.rehearse(_decodes(*step))
             done += 1
+    if runner.state.model.collectives.shard.rank == 0:  # which alone samples
+        runner.sampler.warm_up_masks(runner.device)
     everybody = list(range(1, config.max_num_seqs + 1))
     runner.rehearse(_decodes(1, SamplingParams(max_tokens=1), -1, freed=everybody))
     log.info("sampling is warm after %.1f s", time.monotonic() - began)
