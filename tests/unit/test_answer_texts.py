@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from small_tokenizers import byte_level, metaspace, other_decoder, sentencepiece
+from tokenizers import Tokenizer
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import take_text
-from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.link import EngineLink
 from flashinfer_backend.openai.token_lists import TokenLists
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 
+Answered = Callable[..., str]
 KINDS = {"sentencepiece": sentencepiece, "metaspace": metaspace, "regex": lambda: other_decoder("regex")}
 
 
@@ -38,43 +42,46 @@ class Sent:
         pass
 
 
-def answered(
-    tokenizer: Any, prompt: list[int], ids: list[int], streaming: bool, stops: list[str], exclude: bool = True
-) -> str:
-    """The text of an answer of these ids, which ends with them or with a stop word."""
-    decoder, text = DeltaDecoder(tokenizer), ""
-    metered: Any = SimpleNamespace(metrics=SimpleNamespace(ended=lambda stream, chunk: None))
+@pytest.fixture
+def answered(tmp_path: Path) -> Answered:
+    def answered(
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        ids: list[int],
+        streaming: bool,
+        stops: list[str],
+        exclude: bool = True,
+    ) -> str:
+        """The text of an answer of these ids, which ends with them or with a stop word."""
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        metrics: Any = SimpleNamespace(ended=lambda stream, chunk: None)
+        door = Door(Model(tmp_path, tmp_path, ("small",), created=0, openai_defaults=True), metrics)
 
-    async def run() -> str:
-        nonlocal text
-        link = EngineLink(Sent(), asyncio.get_running_loop())  # type: ignore[arg-type]
-        door = Door.__new__(Door)
-        door.link, door.tokenizer = (
-            link,
-            SimpleNamespace(  # type: ignore[assignment]
-                backend=tokenizer,
-                encode_batch=lambda texts, special: [
-                    tokenizer.encode(t, add_special_tokens=special).ids for t in texts
-                ],
-            ),
-        )
-        params = SamplingParams(max_tokens=99)
-        row = GenerationRequest(
-            np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)
-        )
-        (stream,) = door.generate([(row, 1)], True).all
-        for n, token in enumerate(ids, 1):
-            stream.on_token(token, protocol.FINISHED_LENGTH if n == len(ids) else protocol.RUNNING, None)
-            while (chunk := stream.take()) is not None:
-                text += take_text(metered, stream, chunk, decoder)
-        return text
+        async def run() -> str:
+            door.link = EngineLink(Sent(), asyncio.get_running_loop())  # type: ignore[arg-type]
+            params = SamplingParams(max_tokens=99)
+            row = GenerationRequest(
+                np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)
+            )
+            (stream,) = door.generate([(row, 1)], True).all
+            text = ""
+            for n, token in enumerate(ids, 1):
+                code = protocol.FINISHED_LENGTH if n == len(ids) else protocol.RUNNING
+                stream.on_token(token, code, None)
+                while (chunk := stream.take()) is not None:
+                    text += take_text(door, stream, chunk, door.decoder())
+            return text
 
-    return asyncio.run(run())
+        return asyncio.run(run())
+
+    return answered
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_keeps_the_space_before_its_first_word(kind: str, streaming: bool) -> None:
+def test_an_answer_keeps_the_space_before_its_first_word(
+    answered: Answered, kind: str, streaming: bool
+) -> None:
     tokenizer = KINDS[kind]()
     ids = tokenizer.encode("The quick brown fox").ids
     cut = next(n for n in range(2, len(ids)) if "▁" in tokenizer.id_to_token(ids[n]))
@@ -87,7 +94,7 @@ def test_an_answer_keeps_the_space_before_its_first_word(kind: str, streaming: b
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_stop_that_is_a_special_token_ends_the_answer(streaming: bool) -> None:
+def test_a_stop_that_is_a_special_token_ends_the_answer(answered: Answered, streaming: bool) -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("The fox<|turn|>jumps", add_special_tokens=False).ids
     assert answered(tokenizer, [0], ids, streaming, ["<|turn|>"]) == "The fox"
