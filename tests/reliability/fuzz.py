@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import http.client
+import itertools
 import json
 import math
 import os
@@ -74,6 +75,7 @@ WORDS = [
     '{"type": "object"}', "[a-z]+", "(", "\ud800", "\ufeff", "root ::= x", "regex", "json", "json_schema",
     "ebnf_grammar", "\\",
 ]  # fmt: skip
+SPECIAL_STOPS = ["<|begin_of_text|>", "<|end_of_text|>", "a<|end_of_text|>", "<tool_call>", " the"]
 INTEGERS = [
     0,
     1,
@@ -129,6 +131,15 @@ def judge_words(message: str) -> str:
         return f"an error without words: {message!r}"
     found = LEAK.search(message)
     return f"an error that shows {found[0]!r}: {message[:300]!r}" if found else ""
+
+
+def judge_offsets(choice: dict[str, Any]) -> str:
+    """What is wrong with the places of a choice's tokens in its text, the echoed prompt's among them."""
+    offsets = (choice.get("logprobs") or {}).get("text_offset") or []
+    rising = all(a <= b for a, b in itertools.pairwise([0, *offsets]))
+    # A stop text is cut off the text, and not its tokens off their list.
+    within = choice["finish_reason"] == "stop" or max(offsets, default=0) <= len(choice["text"])
+    return "" if rising and within else f"text_offset {offsets} of the text {choice['text']!r}"
 
 
 class Draw:
@@ -531,6 +542,8 @@ class OpenAiFuzz:
         if "max_tokens" in hints or "max_output_tokens" in hints:
             name = "max_output_tokens" if path.endswith("responses") else "max_tokens"
             body.setdefault(name, rng.choice([1, 2, 5, 9]))
+        if path == "/v1/completions" and draw.chance(0.1):
+            body |= {"echo": True, "logprobs": rng.choice([0, 1, 5]), "stream": False}
         if path == "/tokenize" and "messages" not in body:
             body.setdefault("prompt", draw.text())
         if draw.chance(0.03):
@@ -550,6 +563,9 @@ class OpenAiFuzz:
             return [draw.rng.choice([5, 60, 2047, draw.integer()]) for _ in range(rng.randrange(5))]
         if name == "model":
             return rng.choice(["tiny-chat", "tiny-chat", "gpt-4", draw.text()])
+        if name in ("stop", "stop_token_ids"):  # special tokens among them, which are not in the text
+            stops = [*SPECIAL_STOPS, draw.text()] if name == "stop" else [0, 1, 3, draw.integer()]
+            return rng.sample(stops, 2) if draw.chance(0.7) else rng.choice(stops)
         if name == "tools":
             function = {"name": rng.choice(["f", draw.text()]), "parameters": draw.json()}
             return [{"type": "function", "function": function if draw.chance(0.8) else draw.json()}]
@@ -613,7 +629,10 @@ class OpenAiFuzz:
             except (ValueError, KeyError, TypeError):
                 return Verdict(name, f"status {status}: {text[:300]!r} is not an error in OpenAI's form")
             return Verdict(f"{name}: error", judge_words(message))
-        return Verdict(f"{name}: whole", "" if text or path == "/?a" else "an empty answer")
+        wrong = "" if text or path == "/?a" else "an empty answer"
+        if path == "/v1/completions" and status == 200:
+            wrong = next(filter(None, map(judge_offsets, json.loads(text)["choices"])), wrong)
+        return Verdict(f"{name}: whole", wrong)
 
 
 @dataclass
