@@ -42,6 +42,7 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"minimum": 3}, [3, 4.5], [2]),
     ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 3.5}, [1, 3], [0, 4]),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, [0.5, 1.5], [0, 1.6]),
+    ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 1.5}]}, [0.5, 1.5], [0, 1.6]),
     ({"type": "integer", "multipleOf": 3}, [0, -3, 300], [1]),
     ({"type": "integer", "multipleOf": 3, "minimum": 5, "maximum": 20}, [6, 18], [3, 7, 21]),
     ({"minLength": 2}, ["ab", "schön"], ["a"]),
@@ -188,6 +189,10 @@ REFUSED: list[tuple[Any, str, str]] = [
     ([], "a schema is list", "#"),
     ({"type": "integer", "multipleOf": 999_983}, "'multipleOf' 999983", "#"),
     ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, "with a range below 1", "#"),
+    ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.4}]}, "with a range below 1", "#/allOf/1"),
+    ({"allOf": [{"minimum": 1.5}, {"exclusiveMaximum": 2}]}, "with a range below 1", "#/allOf/1"),
+    ({"allOf": [{"multipleOf": 4093}, {"multipleOf": 4091}]}, "least common multiple", "#/allOf/1"),
+    ({"allOf": [{"pattern": f"a{{{n}}}.*b"} for n in range(17)]}, "more than 16 patterns", "#/allOf/16"),
     (
         {"prefixItems": [{"multipleOf": 4001 + n} for n in range(3)]},
         "together are above 8192",

@@ -387,7 +387,7 @@ class _Lark:
     def _behind(self, parts: tuple[Node, ...], bit: int) -> set[tuple[Node, ...]]:
         """What may be left of parts in a sequence behind one character. Repetitions are not counted."""
         left: set[tuple[Node, ...]] = set()
-        self._work += 1
+        self._work += 1 + len(parts) // 16
         for i, node in enumerate(parts):
             rest = parts[i + 1 :]
             if node.kind == "set":

@@ -18,8 +18,10 @@ from flashinfer_backend.structured.regex import few_words, rust_regex
 
 MOST_DEPTH = 60  # of subschemas in each other
 MOST_SUBSCHEMAS = 10_000
+ITEM_LIMIT_COST = 6  # subschemas that a limit of items counts for: 2900 took 3.4 s and 481 MB
 MOST_OPTIONAL = 400  # properties of one object: creation takes the square of them, masks run into a limit
 MOST_MULTIPLE = 4096  # the states of multipleOf; 999 983 took 9 s and 300 MB
+MOST_PATTERNS = 16  # of schemas that are combined: 30 take minutes
 MOST_COUNT = 100_000  # of a limit of lengths, items or properties
 EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
 DIGITS = "give at most 15, all of them within 15 places behind the point"
@@ -119,10 +121,41 @@ class SchemaChecks:
         self.named = 0
         self.multiples = 0.0  # the sum of all multipleOf
         self._left = MOST_SUBSCHEMAS
+        # Of combined schemas: the rounded bounds on one side, and the exclusive ones on the other.
+        self._above: tuple[set[float], set[float]] = (set(), set())
+        self._below: tuple[set[float], set[float]] = (set(), set())
+        self._multiple, self._patterns = 1, 0
 
     def check(self, root: Any, at: str = "#") -> Any:
         """The subschema that the pointer `at` names. Raises GrammarError as checked_schema does."""
         return _Root(self, root).check(at)
+
+    def combine(self, checked: Schema, path: str) -> None:
+        """The same bounds for schemas that may speak of one value together."""
+        self._multiple = math.lcm(self._multiple, max(1, int(checked.get("multipleOf", 1))))
+        if self._multiple > MOST_MULTIPLE:
+            raise _refused(
+                path,
+                f"the least common multiple of 'multipleOf' in combined schemas is above {MOST_MULTIPLE}",
+                "lower them",
+            )
+        self._patterns += "pattern" in checked or checked.get("format") in FORMAT_PATTERNS
+        if self._patterns > MOST_PATTERNS:
+            raise _refused(path, f"combined schemas have more than {MOST_PATTERNS} patterns", "join them")
+        # As in _check_values: a whole bound and one less than 1 beyond it.
+        for limits, other, exclusive, whole in (
+            (self._above, ("maximum", "exclusiveMaximum"), "exclusiveMinimum", math.floor),
+            (self._below, ("minimum", "exclusiveMinimum"), "exclusiveMaximum", math.ceil),
+        ):
+            limits[0].update(whole(checked[keyword]) for keyword in other if keyword in checked)
+            if exclusive in checked and checked.get("type") != "integer":
+                limits[1].add(checked[exclusive])
+            if limits[0] & limits[1]:
+                raise _refused(
+                    path,
+                    f"{exclusive!r} with a range below 1 in combined schemas is not supported",
+                    "give a bound that is not whole",
+                )
 
     def spend(self, path: str, depth: int, subschemas: int = 1) -> None:
         self._left -= subschemas
@@ -195,12 +228,16 @@ class _Root:
             elif keyword in ("pattern", "format", "required", "propertyNames"):
                 checked[keyword] = value
         _check_values(checked, path)
+        if merged:
+            self._checks.combine(checked, path)
         self._checks.multiples += checked.get("multipleOf", 0)
         if self._checks.multiples > 2 * MOST_MULTIPLE:
             raise _refused(path, f"all 'multipleOf' together are above {2 * MOST_MULTIPLE}", "lower them")
         self._checks.spend(
             path, depth, len(checked.get("patternProperties", ())) ** 2
         )  # are compared in pairs
+        if max(checked.get("minItems", 0), checked.get("maxItems", 0)) > 1:
+            self._checks.spend(path, depth, ITEM_LIMIT_COST)
         if "pattern" in checked:
             checked["pattern"] = _pattern(checked["pattern"], f"{path}/pattern")
         _check_format(checked, path)
