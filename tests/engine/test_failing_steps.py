@@ -77,15 +77,15 @@ def test_stateful_rows_beside_the_one_that_fails_keep_their_tokens(tmp_path, mon
 def test_a_prompt_whose_step_fails_takes_no_stream_with_it(reuse, tmp_path):
     streams = expected(tmp_path)
     core = start_core(Path("bundled"), enable_kv_cache_reuse=reuse)
-    plan_attention, failed = core.runner.state.attention.plan, []
+    step, failed = core.runner.state.attention.step, []
 
-    def fail_once(batch: Any) -> None:
+    def fail_once(batch: Any) -> Any:
         if not failed and 33 in batch.q_lens.tolist():
             failed.append(batch)
             raise RuntimeError("no room for this prompt")
-        plan_attention(batch)
+        return step(batch)
 
-    core.runner.state.attention.plan = fail_once
+    core.runner.state.attention.step = fail_once
     message = fails_beside(streams, core, tmp_path, GREEDY)
     assert message == "RuntimeError: no room for this prompt"
 
