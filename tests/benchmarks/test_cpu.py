@@ -28,7 +28,7 @@ from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.seen import SeenTable
-from flashinfer_backend.triton.watch import ClientWatch
+from flashinfer_backend.triton_server.watch import ClientWatch
 from tests.unit import small_tokenizers
 
 ROWS = 256

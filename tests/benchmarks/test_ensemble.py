@@ -13,9 +13,9 @@ from client.load import Load, run_load
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.outputs import Place, chunk_outputs
-from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton_server.outputs import Place, chunk_outputs
+from flashinfer_backend.triton_server.requests import Row
+from flashinfer_backend.triton_server.sequence import Sequence
 
 STREAMS, TOKENS = 32, 64
 CHUNKS = 256

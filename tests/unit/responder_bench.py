@@ -13,10 +13,10 @@ import pytest
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.outputs import Place
-from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.responder import Responder
-from flashinfer_backend.triton.sequence import OpenRequest, Sequence
+from flashinfer_backend.triton_server.outputs import Place
+from flashinfer_backend.triton_server.requests import Row
+from flashinfer_backend.triton_server.responder import Responder
+from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
 
 TIMEOUT_S = 20
 OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}

@@ -21,11 +21,11 @@ from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.serving import generation
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
-from flashinfer_backend.triton import llm
-from flashinfer_backend.triton.llm import TritonPythonModel
-from flashinfer_backend.triton.requests import Limits
-from flashinfer_backend.triton.sequence import OpenRequest
-from flashinfer_backend.triton.standstill import Standstill
+from flashinfer_backend.triton_server import llm
+from flashinfer_backend.triton_server.llm import TritonPythonModel
+from flashinfer_backend.triton_server.requests import Limits
+from flashinfer_backend.triton_server.sequence import OpenRequest
+from flashinfer_backend.triton_server.standstill import Standstill
 
 
 class Counts:

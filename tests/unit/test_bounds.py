@@ -21,9 +21,9 @@ from flashinfer_backend.openai.bounds import values
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton import postprocessing, preprocessing, refused
-from flashinfer_backend.triton.request_parameters import read_request_parameters
-from flashinfer_backend.triton.requests import Limits, parse_request
+from flashinfer_backend.triton_server import postprocessing, preprocessing, refused
+from flashinfer_backend.triton_server.request_parameters import read_request_parameters
+from flashinfer_backend.triton_server.requests import Limits, parse_request
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 KINDS = [

@@ -142,7 +142,7 @@ def test_every_field_of_the_engine_is_read():
 
 
 def test_every_other_parameter_of_llm_is_read_by_its_stub():
-    stub = (ROOT / "backend_src/flashinfer_backend/triton/llm.py").read_text(encoding="utf-8")
+    stub = (ROOT / "backend_src/flashinfer_backend/triton_server/llm.py").read_text(encoding="utf-8")
     known = {*EngineConfig.__struct_fields__, "gpt_model_type"}  # whose words say what happens anyway
     for knob in KNOBS:
         for model, field in knob.places:

@@ -10,8 +10,8 @@ import pytest
 
 from flashinfer_backend.transport.protocol import make_handle
 from flashinfer_backend.transport.seen import ENTRIES, SeenMarker, SeenTable
-from flashinfer_backend.triton.departed import DepartedClients
-from flashinfer_backend.triton.watch import MOST_LOOKS, ClientWatch
+from flashinfer_backend.triton_server.departed import DepartedClients
+from flashinfer_backend.triton_server.watch import MOST_LOOKS, ClientWatch
 
 PID = 4321
 

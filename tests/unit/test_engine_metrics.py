@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashinfer_backend.transport.protocol import Status
-from flashinfer_backend.triton.engine_metrics import EngineMetrics
+from flashinfer_backend.triton_server.engine_metrics import EngineMetrics
 
 GENERATED = "flashinfer_backend_generated_tokens_total"
 PAUSED = "paused_requests"

@@ -10,7 +10,7 @@ import pytest
 from responder_bench import FINAL, TIMEOUT_S, Bench, Sender, bench, feed, row
 
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton import responder
+from flashinfer_backend.triton_server import responder
 
 ROOM = 300_000
 FITS = 20_000  # ids: more than LARGE_BYTES, less than ROOM

@@ -13,7 +13,7 @@ from flashinfer_backend.core.bounds import MOST_IDS
 from flashinfer_backend.text.chunk import LAST, NO_LIMIT, WHOLE, PackedChunk, pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.postprocessing import chunk_text, chunks, whole_texts
+from flashinfer_backend.triton_server.postprocessing import chunk_text, chunks, whole_texts
 
 TEXT = "the Größe of 東京 is 😀 isn't it?  Äpfel"
 

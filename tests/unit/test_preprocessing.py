@@ -12,8 +12,8 @@ from small_tokenizers import byte_level, word_level
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, MOST_IDS, MOST_WORD
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
-from flashinfer_backend.triton.preprocessing import Preprocessor
+from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton_server.preprocessing import Preprocessor
 
 WORDS = FIELDS["STOP_WORDS_DICT"]
 MOST_PADDED_IDS = FIELDS["input_ids"].all_values

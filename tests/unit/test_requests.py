@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashinfer_backend.core.bounds import FIELDS, MOST_IDS, MOST_WORD
-from flashinfer_backend.triton.requests import Limits, Row, is_stop, parse_request
+from flashinfer_backend.triton_server.requests import Limits, Row, is_stop, parse_request
 
 LIMITS = Limits(vocab_size=100, max_input_len=20)
 WORDS, WORD_IDS = FIELDS["stop_words_text"].values, FIELDS["stop_words_list"].values

@@ -19,10 +19,10 @@ from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.outputs import Place
-from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.responder import MOST_UNSENT_BYTES, SENDER_THREADS
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton_server.outputs import Place
+from flashinfer_backend.triton_server.requests import Row
+from flashinfer_backend.triton_server.responder import MOST_UNSENT_BYTES, SENDER_THREADS
+from flashinfer_backend.triton_server.sequence import Sequence
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from flashinfer_backend.worker.warm_up import FEATURES
 
 PACKAGE = Path(flashinfer_backend.__file__).parent
 ENGINE = ("engine", "scheduler", "sampling", "structured")
-DOORS = ("openai/sampling.py", "triton/requests.py")
+DOORS = ("openai/sampling.py", "triton_server/requests.py")
 # Values that ask for something; None: nothing by itself.
 ASKING: dict[str, Any] = {
     "max_tokens": None,

@@ -16,10 +16,10 @@ from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.outputs import Place
-from flashinfer_backend.triton.postprocessing import chunk_text
-from flashinfer_backend.triton.requests import Row
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton_server.outputs import Place
+from flashinfer_backend.triton_server.postprocessing import chunk_text
+from flashinfer_backend.triton_server.requests import Row
+from flashinfer_backend.triton_server.sequence import Sequence
 
 PROMPT = "Once upon a time"
 WORD = "<|end_of_text|>\nUser"  # its first token is left out of the text

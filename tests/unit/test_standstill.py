@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.triton.standstill import Standstill
+from flashinfer_backend.triton_server.standstill import Standstill
 
 CHILD = """
 import ctypes
 import sys
 from pathlib import Path
-from flashinfer_backend.triton import standstill
+from flashinfer_backend.triton_server import standstill
 guard = standstill.Standstill(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "count\\n":

@@ -10,9 +10,9 @@ import pytest
 from responder_bench import TIMEOUT_S, Bench, Sender, bench, feed, row
 
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton import responder
-from flashinfer_backend.triton.responder import AHEAD_NS, LOOK_AGAIN_S
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton_server import responder
+from flashinfer_backend.triton_server.responder import AHEAD_NS, LOOK_AGAIN_S
+from flashinfer_backend.triton_server.sequence import Sequence
 
 
 def wait_for(sender: Sender, ids: list[list[int]]) -> None:

@@ -4,8 +4,8 @@ seconds, or ends it.
 
 FIELDS has a row for each field that takes text, a list or an object: of the OpenAI API by its name in a body
 (openai/requests.py), of the Triton models by the tensor's name (config.pbtxt; the ensemble's by the name that
-its steps know). Tensors that are refused whatever they hold are in triton/refused.py and
-triton/preprocessing.py instead. Bounds are checked before anything is done that takes time by the size.
+its steps know). Tensors that are refused whatever they hold are in triton_server/refused.py and
+triton_server/preprocessing.py instead. Bounds are checked before any work that grows with the size.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from flashinfer_backend.transport.orphans import (
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
 from flashinfer_backend.transport.stand_in import stand_in
 from flashinfer_backend.transport.supervisor import EngineRecord
-from flashinfer_backend.triton.standstill import Standstill
+from flashinfer_backend.triton_server.standstill import Standstill
 
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from flashinfer_backend.triton.llm import TritonPythonModel
+from flashinfer_backend.triton_server.llm import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

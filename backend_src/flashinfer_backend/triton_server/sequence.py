@@ -8,8 +8,8 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from flashinfer_backend.serving.generation import Chunk, Generation
-from flashinfer_backend.triton.outputs import Place, Reported
-from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton_server.outputs import Place, Reported
+from flashinfer_backend.triton_server.requests import Row
 
 FAILED = "Executor failed process requestId {} due to the following error: {}"
 

@@ -23,21 +23,21 @@ from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.orphans import end_orphans
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.transport.supervisor import Supervisor, supervisors
-from flashinfer_backend.triton.bounds import check_json_logits
-from flashinfer_backend.triton.metrics import Metrics
-from flashinfer_backend.triton.outputs import Place, refuse_unmapped
-from flashinfer_backend.triton.parameters import (
+from flashinfer_backend.triton_server.bounds import check_json_logits
+from flashinfer_backend.triton_server.metrics import Metrics
+from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
+from flashinfer_backend.triton_server.parameters import (
     choice_parameter,
     flag_parameter,
     number_parameter,
     read_parameters,
 )
-from flashinfer_backend.triton.request_parameters import read_request_parameters
-from flashinfer_backend.triton.requests import Limits, is_stop, parse_request
-from flashinfer_backend.triton.responder import Responder
-from flashinfer_backend.triton.sequence import Sequence, of_ensemble
-from flashinfer_backend.triton.standstill import Standstill
-from flashinfer_backend.triton.watch import ClientWatch, postprocessing_probe
+from flashinfer_backend.triton_server.request_parameters import read_request_parameters
+from flashinfer_backend.triton_server.requests import Limits, is_stop, parse_request
+from flashinfer_backend.triton_server.responder import Responder
+from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
+from flashinfer_backend.triton_server.standstill import Standstill
+from flashinfer_backend.triton_server.watch import ClientWatch, postprocessing_probe
 
 
 class TritonPythonModel:

@@ -18,9 +18,9 @@ from flashinfer_backend.core.bounds import MOST_SEQUENCES
 from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.serving.generation import GenerationRequest
-from flashinfer_backend.triton.bounds import check_sequences, check_tensors
-from flashinfer_backend.triton.refused import refuse_unsupported
-from flashinfer_backend.triton.word_lists import embedding_bias, word_list
+from flashinfer_backend.triton_server.bounds import check_sequences, check_tensors
+from flashinfer_backend.triton_server.refused import refuse_unsupported
+from flashinfer_backend.triton_server.word_lists import embedding_bias, word_list
 
 Tensors = Mapping[str, np.ndarray]
 

@@ -14,9 +14,9 @@ from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.seen import SeenMarker
-from flashinfer_backend.triton.bounds import check_tensors
-from flashinfer_backend.triton.parameters import flag_parameter, read_parameters, required_parameter
-from flashinfer_backend.triton.standstill import Standstill
+from flashinfer_backend.triton_server.bounds import check_tensors
+from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton_server.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 DEFAULT_LLM_MODEL = "llm"

@@ -19,8 +19,8 @@ from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport.doors import DoorState
 from flashinfer_backend.transport.protocol import Status
-from flashinfer_backend.triton.engine_metrics import EngineMetrics, HeldUp
-from flashinfer_backend.triton.sequence import Sequence
+from flashinfer_backend.triton_server.engine_metrics import EngineMetrics, HeldUp
+from flashinfer_backend.triton_server.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
 

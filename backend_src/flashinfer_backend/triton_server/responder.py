@@ -16,9 +16,9 @@ from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
 from flashinfer_backend.transport.seen import SeenTable
-from flashinfer_backend.triton.metrics import Metrics
-from flashinfer_backend.triton.outputs import chunk_outputs
-from flashinfer_backend.triton.sequence import OpenRequest, Sequence
+from flashinfer_backend.triton_server.metrics import Metrics
+from flashinfer_backend.triton_server.outputs import chunk_outputs
+from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
 
 # A response costs a round trip to the server, so threads overlap their waiting; more than two mostly wait
 # for each other's turn in the interpreter (measured).

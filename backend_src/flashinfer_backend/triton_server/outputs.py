@@ -11,7 +11,7 @@ import numpy as np
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.text.chunk import LAST, WHOLE, pack_chunk
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton.requests import Row
+from flashinfer_backend.triton_server.requests import Row
 
 
 @dataclass

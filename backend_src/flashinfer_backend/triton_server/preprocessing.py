@@ -11,14 +11,14 @@ import numpy as np
 from flashinfer_backend.config_tools.knobs import PRE
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton.bounds import check_padded, check_prompts, check_tensors
-from flashinfer_backend.triton.parameters import (
+from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors
+from flashinfer_backend.triton_server.parameters import (
     flag_parameter,
     number_parameter,
     read_parameters,
     required_parameter,
 )
-from flashinfer_backend.triton.standstill import Standstill
+from flashinfer_backend.triton_server.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.transport.seen import SeenTable
-from flashinfer_backend.triton.departed import DepartedClients
-from flashinfer_backend.triton.sequence import OpenRequest
+from flashinfer_backend.triton_server.departed import DepartedClients
+from flashinfer_backend.triton_server.sequence import OpenRequest
 
 # Sequences that one check looks at. More would keep the interpreter from the sender threads for too long, and
 # asking about a direct client takes a round trip to the server.
