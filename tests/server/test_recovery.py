@@ -314,7 +314,6 @@ def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path)
         assert server.launcher.wait(90) != 0
         last = server.log.splitlines()[-1]
         assert re.match(r"serve: llm did not load: \[engine\] ERROR .*deserializ", last), server.log[-6000:]
-        assert server.log.count("deserializ") == 1 and "+---" not in server.log
         wait_gone(server)
     finally:
         server.close()

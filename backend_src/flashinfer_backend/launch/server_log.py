@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tritonserver's output on its way to the terminal, from which a failed start is told in few lines.
+"""tritonserver's output on its way to the terminal: it tells why a start failed, or never will succeed.
 
-Until the server is ready, what it says several times about a model that did not load is kept back and said
-once, at its end, and its tables, up to 300 columns, are cut to the width of a terminal. What a started server
-says passes unchanged, until it is stopped.
+All lines pass unchanged, but for one that the server repeats 200 000 times a second.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import threading
@@ -21,14 +18,8 @@ from flashinfer_backend.core.output import write
 
 STUB_GRACE_S = 3.0  # how long a stub that ended while it was starting may stay uncollected
 _STAMP = r"^[IWE]\d{4} [\d:.]+ \d+ "
-# One model's failure, as each layer of the server says it again.
+# One model's failure.
 _FAILED = re.compile(_STAMP + r"model_lifecycle\.cc:\d+\] \"failed to load '(.+?)' version \d+: (.*)\"$")
-_REPEATED = re.compile(
-    _STAMP + r"(pb_stub\.cc:\d+\] \"Failed to initialize Python stub"
-    r"|backend_model\.cc:\d+\] \"ERROR: Failed to create instance"
-    r"|model_lifecycle\.cc:\d+\] \"failed to load"
-    r"|model_repository_manager\.cc:\d+\] \"Invalid argument: ensemble )"
-)
 # A folder of the repository that is no model. Where its config.pbtxt is none, the line before says why.
 _REFUSED = re.compile(
     _STAMP + r"model_repository_manager\.cc:\d+\] \"Poll failed for model directory '(.+?)': (.*)\"$"
@@ -37,18 +28,9 @@ _NO_CONFIG = re.compile(r"^\[libprotobuf ERROR .*\] Error parsing text-format in
 _NOT_BEGUN = re.compile(_STAMP + r"pb_stub\.cc:\d+\]\s+Failed to preinitialize Python stub: (.*)$")
 _ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
-# While a server that could not load a model ends: tables, and the counting down.
-_ENDING = re.compile(
-    _STAMP + r"((http_)?server\.cc:\d+\] (\"Timeout|\"Waiting for in-flight|\"Model '|\"All models are|$)"
-    r"|tritonserver\.cc:\d+\] $|model_lifecycle\.cc:\d+\] \"successfully unloaded|metrics\.cc)|^[+|]|^$"
-)
-_STOPPING = re.compile(
-    _ENDING.pattern + r"|^Signal \(\d+\) received|Exit timeout expired|Non-graceful termination detected"
-)
 # Without a free descriptor the server says so 200 000 times a second.
 _NO_DESCRIPTOR = "Too many open files"
 AGAIN_S = 10.0  # between two such lines that are shown
-_IN_FLIGHT = re.compile(r"\"Timeout \d+: Found ([1-9]\d*) model versions that have in-flight")
 
 
 class ServerLog:
@@ -56,11 +38,10 @@ class ServerLog:
 
     def __init__(self) -> None:
         self._failures: dict[str, str] = {}  # reason by model that did not load
-        self._kept_back: list[str] = []
         self._fatal = ""
         self._no_config = ""  # why and where what was read last is no config.pbtxt
         self._last = ""  # line that is not of the server's own log, or why a stub ended
-        self._ready = self._stopping = self._told_of_requests = False
+        self._ready = False
         self._said_at = -AGAIN_S  # when the last line of _NO_DESCRIPTOR was shown
         self._left_out = 0  # such lines since then
         self._threads: list[threading.Thread] = []
@@ -79,12 +60,8 @@ class ServerLog:
         return child
 
     def ready(self) -> None:
-        """From now on all lines pass."""
+        """The start has succeeded."""
         self._ready = True
-
-    def stopping(self) -> None:
-        """From now on the server is ending because it was told to."""
-        self._stopping = True
 
     def cannot_start(self, server_pid: int) -> str:
         """Why a server that is not ready yet never will be, empty where nothing says so. It waits for ever
@@ -110,51 +87,34 @@ class ServerLog:
             thread.join(0.5)
         if self._fatal:
             return f"the server cannot start: {self._fatal}"
-        failures = [f"{model} did not load: {reason}" for model, reason in self._failures.items()]
-        return "\n".join(failures or self._kept_back)
+        return "\n".join(f"{model} did not load: {reason}" for model, reason in self._failures.items())
 
     def _pass_on(self, source: IO[bytes], target: int) -> None:
         for line in source:
             text = line.decode(errors="replace").rstrip("\n")
-            shown = self._shown(text)
-            if shown == "" and not self._ready and text.startswith(("+", "|")):
-                shown = _cut(text, target)
-            if shown is not None:
-                write(target, line if shown == "" else shown.encode() + b"\n")
+            if _NO_DESCRIPTOR in text:
+                if (shown := self._seldom(text)) is not None:
+                    write(target, shown.encode() + b"\n")
+                continue
+            if not self._ready:
+                self._learn(text)
+            write(target, line)
 
-    def _shown(self, line: str) -> str | None:
-        """What becomes of a line: "" as it is, None for nothing, or another text."""
-        if _NO_DESCRIPTOR in line:
-            return self._seldom(line)
-        if self._stopping:
-            if (found := _IN_FLIGHT.search(line)) and not self._told_of_requests:
-                self._told_of_requests = True
-                return (
-                    "serve: the server waits for requests that are in flight; those whose client left count"
-                    " as well"
-                )
-            return None if _STOPPING.search(line) or found else ""
-        if self._ready:
-            return ""
+    def _learn(self, line: str) -> None:
+        """Notes what a line says about a start that fails."""
         if found := _FAILED.match(line):
             self._failures.setdefault(found[1], _reason(found[2]))
-        if found := _NO_CONFIG.match(line):
+        elif found := _NO_CONFIG.match(line):
             self._no_config = f": {found[1]}"
-        if found := _REFUSED.match(line):
+        elif found := _REFUSED.match(line):
             self._failures.setdefault(found[1], found[2] + self._no_config)
             self._no_config = ""
-        if found := _NOT_LINKED.search(line):
+        elif found := _NOT_LINKED.search(line):
             self._fatal = found[1]
-        if _REPEATED.match(line) or _ENGINE_CANNOT.match(line):
-            self._kept_back.append(line)
-            return None
-        if self._failures and _ENDING.search(line):
-            return None
-        if found := _NOT_BEGUN.match(line):
+        elif found := _NOT_BEGUN.match(line):
             self._last = found[1]
         elif line and not re.match(_STAMP, line):
             self._last = line
-        return ""
 
     def _seldom(self, line: str) -> str | None:
         now = time.monotonic()
@@ -198,12 +158,3 @@ def _ended_stubs(server_pid: int) -> list[int]:
         if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]:
             found.append(int(folder.name))
     return found
-
-
-def _cut(row: str, target: int) -> str:
-    """A row that a terminal would break, cut to its width; empty for all others."""
-    try:
-        columns = os.get_terminal_size(target).columns
-    except OSError:  # not a terminal
-        return ""
-    return row[: columns - 3] + "..." if 3 < columns < len(row) else ""

@@ -371,7 +371,6 @@ class _Run:
     def stop(self, asked_at: float, message: str, end_s: float = END_S) -> None:
         """Lets open requests go on for a while, refuses new ones, and ends the server. message: what requests
         are told that had not ended by then; end_s: how long the server may take after that."""
-        self._log.stopping()
         self._seen.update(stubs_of(self._child.pid))
         self._child.send_signal(signal.SIGTERM)
         drained, told = asked_at + self._policy.drain_s, False

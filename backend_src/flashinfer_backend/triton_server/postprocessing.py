@@ -94,28 +94,25 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         with self._standstill.watched():
-            return self._execute(requests)
+            return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
         self._standstill.close()
 
-    def _execute(self, requests: list[Any]) -> list[Any]:
+    def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
-        responses = []
-        for request in requests:
-            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            tensors, error = [], None
-            try:
-                arrived = chunks(inputs)
-                # The llm step learns from what is missing here that a client has left (departed.py).
-                for chunk in arrived:
-                    self._seen.mark(chunk.handle, chunk.sent_ns)
-                texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
-                texts = texts or whole_texts(self._decoder, inputs)
-                output = np.array([text.encode() for text in texts], dtype=np.object_)
-                tensors = [pb_utils.Tensor("OUTPUT", output)]
-            except (ValueError, OverflowError) as problem:  # an id beyond what the decoder takes
-                error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INTERNAL)
-            responses.append(pb_utils.InferenceResponse(output_tensors=tensors, error=error))
-        return responses
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        tensors, error = [], None
+        try:
+            arrived = chunks(inputs)
+            # The llm step learns from what is missing here that a client has left (departed.py).
+            for chunk in arrived:
+                self._seen.mark(chunk.handle, chunk.sent_ns)
+            texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
+            texts = texts or whole_texts(self._decoder, inputs)
+            output = np.array([text.encode() for text in texts], dtype=np.object_)
+            tensors = [pb_utils.Tensor("OUTPUT", output)]
+        except (ValueError, OverflowError) as problem:  # an id beyond what the decoder takes
+            error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INTERNAL)
+        return pb_utils.InferenceResponse(output_tensors=tensors, error=error)

@@ -247,25 +247,22 @@ class TritonPythonModel:
         self._standstill = Standstill(processes_dir(owner_pid()))
 
     def execute(self, requests: list[Any]) -> list[Any]:
+        import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
+
+        responses = []
         with self._standstill.watched():
-            return self._execute(requests)
+            inputs = [{tensor.name(): tensor.as_numpy() for tensor in each.inputs()} for each in requests]
+            for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
+                if isinstance(result, ValueError):
+                    codes = pb_utils.TritonError
+                    missing = isinstance(result, MissingInput)
+                    error = codes(str(result), codes.INVALID_ARG if missing else codes.INTERNAL)
+                    responses.append(pb_utils.InferenceResponse(output_tensors=[], error=error))
+                    continue
+                names = [name for name in request.requested_output_names() if name in result]
+                tensors = [pb_utils.Tensor(name, result[name]) for name in names]
+                responses.append(pb_utils.InferenceResponse(output_tensors=tensors))
+        return responses
 
     def finalize(self) -> None:
         self._standstill.close()
-
-    def _execute(self, requests: list[Any]) -> list[Any]:
-        import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
-
-        inputs = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]
-        responses = []
-        for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
-            if isinstance(result, ValueError):
-                codes = pb_utils.TritonError
-                missing = isinstance(result, MissingInput)
-                error = codes(str(result), codes.INVALID_ARG if missing else codes.INTERNAL)
-                responses.append(pb_utils.InferenceResponse(output_tensors=[], error=error))
-                continue
-            names = [name for name in request.requested_output_names() if name in result]
-            tensors = [pb_utils.Tensor(name, result[name]) for name in names]
-            responses.append(pb_utils.InferenceResponse(output_tensors=tensors))
-        return responses
