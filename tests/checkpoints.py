@@ -28,7 +28,13 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "llama-linear-rope": ("Llama", {"rope_scaling": LINEAR_ROPE}, {}),
     "llama-sharded": ("Llama", {}, {"max_shard_size": "100KB"}),
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}, {}),
+    "mistral-window": ("Mistral", {"sliding_window": 40}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen2-windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+        {},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),

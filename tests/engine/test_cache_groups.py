@@ -16,17 +16,10 @@ from engine.test_generate import GREEDY, LONG, make_prompts, reference
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.models.hf import read_spec
-from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.worker import start
 
 WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
 SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}
-
-
-@pytest.fixture(autouse=True)
-def windows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Served families are refused beyond their window; this is what the engine does where they are not."""
-    monkeypatch.setattr(ModelSpec, "window", None)
 
 
 @pytest.fixture(scope="module")

@@ -236,10 +236,3 @@ def test_the_end_token_that_only_the_tokenizer_names_ends_a_sequence(tmp_path, c
         assert client.tokens[one] == ids[: ids.index(ended_by)]
         assert client.code[one] == protocol.FINISHED_END_ID
         assert client.tokens[other] == (ids[: ids.index(254)] if 254 in ids else ids)
-
-
-def test_beyond_its_window_a_checkpoint_is_refused_by_the_windows_name(tmp_path):
-    folder = make_checkpoint("mistral", tmp_path, sliding_window=40)
-    with pytest.raises(ValueError, match=r"max_seq_len 41 .* sliding_window 40"):
-        start_core(folder, max_seq_len=41)
-    assert start_core(folder, max_seq_len=0).config.max_seq_len == 40

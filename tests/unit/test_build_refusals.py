@@ -142,9 +142,8 @@ def test_a_quantised_checkpoint_is_not_quantised_again(refused, build, tmp_path)
     assert build(model=folder)[0] == 0
 
 
-def test_sliding_window_bounds_max_seq_len(refused, build, tmp_path):
-    windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
-    folder = write_checkpoint(tmp_path / "windowed", **windowed)
+def test_a_window_that_engines_disagree_on_bounds_max_seq_len(refused, build, tmp_path):
+    folder = write_checkpoint(tmp_path / "windowed", sliding_window=1024)
     assert "set max_seq_len to at most 1024" in refused("--set", "max_seq_len=1025", model=folder)
     assert build("--set", "max_seq_len=1024", model=folder)[0] == 0
     assert build(model=folder)[0] == 0  # auto takes the window

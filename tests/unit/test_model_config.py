@@ -141,12 +141,14 @@ def test_broken_json_is_named(tmp_path):
         read_spec(tmp_path)
 
 
-def test_sliding_window_limits_the_sequence_length(tmp_path):
-    path = make_checkpoint("mistral", tmp_path / "mistral", sliding_window=40)
-    config = read_spec(path)
-    Transformer(config, torch_ops, "float32", "cpu", max_seq_len=40)
-    with pytest.raises(UnsupportedModelError, match=r"max_seq_len 41 .* sliding_window 40"):
-        Transformer(config, torch_ops, "float32", "cpu", max_seq_len=41)
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.mixer.window for layer in spec.layers]
+
+
+def test_a_model_computes_no_more_positions_than_it_has(tmp_path):
+    config = read_spec(make_checkpoint("mistral", tmp_path, sliding_window=40))
+    Transformer(config, torch_ops, "float32", "cpu", max_seq_len=512)
+    assert config.longest_seq_len == 512
     with pytest.raises(ValueError, match="above the checkpoint's max_position_embeddings 512"):
         config.check_max_seq_len(513)
 
@@ -161,14 +163,14 @@ def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change
     del written["sliding_window"]
     (path / "config.json").write_text(json.dumps(written | change))
     theirs = transformers.AutoConfig.from_pretrained(path).sliding_window
-    assert read_spec(path).window == theirs
+    assert windows(read_spec(path)) == [theirs] * 2
 
 
 @pytest.mark.parametrize(("use", "window"), [(False, None), (True, 40)])
 def test_qwen_window_counts_only_where_used(tmp_path, use, window):
     options = {"use_sliding_window": use, "sliding_window": 40, "max_window_layers": 1}
     path = make_checkpoint("qwen2", tmp_path, **options)
-    assert read_spec(path).window == window
+    assert windows(read_spec(path)) == [None, window]
 
 
 def test_keys_that_change_nothing_are_accepted(tmp_path):
@@ -237,7 +239,8 @@ def test_rope_keys_that_contradict_each_other_mean_what_they_mean_to_transformer
 def test_llama_with_a_window_is_served_up_to_its_length(tmp_path, changes, window):
     """transformers gives it full attention, others the window: up to its length the two agree."""
     config = parse(tmp_path, **changes)
-    assert config.window == window
+    assert config.disputed_window == window and windows(config) == [None] * 32
+    assert config.longest_seq_len == (window or 131072)
     if window:
         with pytest.raises(UnsupportedModelError, match=r"take the key out of config\.json"):
             config.check_max_seq_len(65)
@@ -265,9 +268,8 @@ def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, cha
     written = {key: value for key, value in written.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
     theirs, ours = transformers.AutoConfig.from_pretrained(path), read_spec(path)
-    windows = [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]
-    assert [layer.mixer.window for layer in ours.layers] == windows
-    assert ours.window == next(filter(None, windows), None)
+    expected = [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]
+    assert windows(ours) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])
@@ -388,10 +390,11 @@ def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
         parse_moe(tmp_path, **changes)
 
 
-def test_a_window_of_all_layers_limits_the_sequence_length(tmp_path):
+def test_a_window_is_that_of_all_layers_with_experts(tmp_path):
     for kind in ("mixtral", "qwen3-moe"):
-        assert parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True).window == 40
-    assert parse_moe(tmp_path, sliding_window=40, use_sliding_window=False).window is None
+        found = parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True)
+        assert windows(found) == [40] * 2
+    assert windows(parse_moe(tmp_path, sliding_window=40, use_sliding_window=False)) == [None] * 2
 
 
 def test_experts_are_cut_by_their_width(tmp_path):

@@ -22,6 +22,7 @@ from torch import Tensor
 from checkpoints import KINDS, make_checkpoint, make_model
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.shard import Shard
@@ -249,10 +250,21 @@ class Paged:
         self.caches = [
             tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv") for _ in model.layers
         ]
-        self.attention = TorchPagedAttention(KVCache.over(self.caches), heads.heads)
-        self.lens = [0] * num_slots
         self.table = torch.full((num_slots, max_blocks), 2**30, dtype=torch.int32)
+        self.attention = self._attention()
+        self.lens = [0] * num_slots
         self.free = torch.randperm(len(self.table) * max_blocks, generator=torch.manual_seed(0)).tolist()
+
+    def _attention(self) -> GroupedAttention:
+        """All layers' blocks are the same here, whatever their windows."""
+        groups = []
+        mixers = [layer.mixer for layer in self.model.spec.layers]
+        for window in dict.fromkeys(mixer.window for mixer in mixers):
+            layers = tuple(index for index, mixer in enumerate(mixers) if mixer.window == window)
+            cache = KVCache.over([self.caches[index] for index in layers])
+            attention = TorchPagedAttention(cache, mixers[0].heads, window)
+            groups.append(GroupAttention(layers, attention, self.table))
+        return GroupedAttention(groups)
 
     def step(self, work: list[tuple[int, list[int]]], last_only: bool = False) -> list[Tensor]:
         """Run rows of (slot, new tokens) -> logits[q_len, V] per row; of the

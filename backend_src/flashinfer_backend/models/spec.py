@@ -169,7 +169,7 @@ class Rope:
 class FullAttention:
     """Causal attention with grouped queries. qkv holds the rows of Q, K and V in this order. qk_norm: each
     head's queries and keys are normed before they are rotated. window: the latest tokens that a token sees,
-    itself included; longer sequences are not computed. None: all."""
+    itself included; None: all."""
 
     heads: int
     kv_heads: int
@@ -276,6 +276,8 @@ class ModelSpec:
 
     norm_eps: of every RMSNorm. format: of the layers' products, as the checkpoint says; those that it leaves
     out are dense. dtype: the checkpoint's. initializer_range: the standard deviation of random weights.
+    disputed_window: a sliding_window that some engines apply and others ignore, so that longer sequences
+    are not computed; None: there is none.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -289,6 +291,7 @@ class ModelSpec:
     initializer_range: float
     format: WeightFormat = "dense"
     shard: Shard = WHOLE
+    disputed_window: int | None = None
 
     def share(self, shard: Shard) -> ModelSpec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -366,17 +369,10 @@ class ModelSpec:
         """That of every layer."""
         return self.layers[0].mlp
 
-    @cached_property
-    def window(self) -> int | None:
-        """The shortest of all layers' windows."""
-        return min(
-            (layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None
-        )
-
     @property
     def longest_seq_len(self) -> int:
         """The longest sequence, in tokens, that check_max_seq_len lets pass."""
-        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
+        return min(self.max_position_embeddings, self.disputed_window or self.max_position_embeddings)
 
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
@@ -385,11 +381,12 @@ class ModelSpec:
                 f"max_seq_len {max_seq_len} is above the checkpoint's max_position_embeddings "
                 f"{self.max_position_embeddings}; choose at most that"
             )
-        if self.window is not None and max_seq_len > self.window:
+        if self.disputed_window is not None and max_seq_len > self.disputed_window:
             raise UnsupportedModelError(
-                f"max_seq_len {max_seq_len} is above the checkpoint's sliding_window {self.window}; "
-                "sliding-window attention is not implemented, so set max_seq_len to at most "
-                f"{self.window}, or take the key out of config.json if the model was trained without"
+                f"max_seq_len {max_seq_len} is above the checkpoint's sliding_window {self.disputed_window}, "
+                "which transformers ignores for this architecture and other engines apply: set max_seq_len "
+                f"to at most {self.disputed_window}, or take the key out of config.json if the model was "
+                "trained without"
             )
 
 

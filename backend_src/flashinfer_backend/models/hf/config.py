@@ -212,8 +212,8 @@ class Config:
         types = self.raw.get("layer_types")
         if other := set(types or ()) - {"full_attention", "sliding_attention"}:
             raise UnsupportedModelError(
-                f"layer_types has {', '.join(map(repr, sorted(other)))}; supported: full_attention, and"
-                " sliding_attention up to the window's length"
+                f"layer_types has {', '.join(map(repr, sorted(other)))}; supported: full_attention and"
+                " sliding_attention"
             )
         return types
 

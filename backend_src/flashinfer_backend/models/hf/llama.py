@@ -16,6 +16,6 @@ def llama(config: Config) -> ModelSpec:
     """transformers gives it full attention whatever its keys say of windows, others a window: up to the
     window's length both are the same."""
     config.only(attention_bias=False)
-    attention, mlp = config.attention(), config.gated()
     windows = config.windows(config.window(otherwise=None))
-    return config.model([(replace(attention, window=window), mlp) for window in windows])
+    model = config.model([(config.attention(), config.gated())] * config.num_layers)
+    return replace(model, disputed_window=next(filter(None, windows), None))
