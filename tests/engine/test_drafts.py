@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,14 +18,20 @@ PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
 
 
 def parameters() -> list[SamplingParams]:
-    """Greedy and sampled ones; every third has a state, and so no drafts."""
+    """Greedy and sampled ones, alone and with all that sampling can be asked for."""
     params = [
         SamplingParams(max_tokens=25 + 5 * i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
         for i in range(len(PROMPTS))
     ]
-    params[2].frequency_penalty = params[5].repetition_penalty = 1.3
-    params[8].log_probs = True
     params[3].max_tokens, params[4].max_tokens = 1, 2
+    params[2].frequency_penalty = params[5].repetition_penalty = 1.3
+    params[6].presence_penalty, params[6].bad_words = 0.7, [[40], [46, 47], [47, 48, 49]]
+    params[7].top_k, params[7].top_p, params[7].min_p = 20, 0.9, 0.02
+    params[8].log_probs, params[8].top_logprobs = True, 3
+    params[9].bias_ids, params[9].bias_values, params[9].generation_logits = [5, 50], [4.0, -9.0], True
+    params[10].min_tokens, params[10].late_ids, params[10].end_id = 15, [30, 32], 101
+    params[11].log_probs = True
+    params[11].repetition_penalty = params[11].frequency_penalty = 1.1
     return params
 
 
@@ -46,7 +53,9 @@ class Replay:
         return torch.where(wrong, (drafts + 1) % 250, drafts)
 
 
-def answers(tmp_path: Path, params: list[SamplingParams], **settings: Any) -> tuple[list[Any], Any, Any]:
+def answers(
+    tmp_path: Path, params: list[SamplingParams], **settings: Any
+) -> tuple[list[Any], list[Any], Any, Any]:
     core = start_core(Path("bundled"), check_invariants=True, tokens_per_block=16, **settings)
     with serve(core, tmp_path) as client:
         ids = [client.submit(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
@@ -58,23 +67,35 @@ def answers(tmp_path: Path, params: list[SamplingParams], **settings: Any) -> tu
         assert not client.failure, client.failure
         ids += again
         found = [(client.tokens[i], client.code[i]) for i in ids]
-        log_probs = [report.log_prob for report in client.reports[ids[8]] if report.log_prob is not None]
-        assert len(log_probs) == len(client.tokens[ids[8]])
         # An end id is counted nowhere.
         assert client.loop.generated_tokens == sum(len(tokens) for tokens, _ in found)
-        return found, core, client.loop
+        return found, [reported(client, i) for i in ids], core, client.loop
+
+
+def reported(client: Any, request: int) -> list[list[float]]:
+    """What came with each token."""
+    told = []
+    for report in client.reports[request]:
+        top = [value for pair in report.top_logprobs or [] for value in pair]
+        logits = np.frombuffer(report.generation_logits or b"", "<f4").tolist()
+        if report.log_prob is not None or logits:
+            told.append([report.log_prob or 0.0, *top, *logits])
+    return told
 
 
 @pytest.mark.parametrize(("count", "spoilt"), [(1, 0.0), (3, 0.3), (4, 1.0)])
 @pytest.mark.parametrize("blocks", [0, 320])
 def test_tokens_are_those_of_steps_without_drafts(count: int, spoilt: float, blocks: int, tmp_path: Path):
     settings: dict[str, Any] = {"max_tokens_in_paged_kv_cache": blocks}
-    expected, core, loop = answers(tmp_path / "without", parameters(), **settings)
+    expected, told, core, loop = answers(tmp_path / "without", parameters(), **settings)
     assert not blocks or core.scheduler.preemptions
     proposer = Replay(count, spoilt)
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
-    found, _, drafted = answers(tmp_path / "with", parameters(), proposer=proposer, **settings)
+    found, retold, _, drafted = answers(tmp_path / "with", parameters(), proposer=proposer, **settings)
     assert found == expected
+    for again, once in zip(retold, told, strict=True):
+        assert np.allclose(again, once, atol=1e-3)
+    assert len(told[8]) == len(found[8][0]) and len(told[9]) == len(found[9][0])
     # Wrong drafts cost no steps, right ones save some.
     assert drafted.iteration < loop.iteration * (0.9 if spoilt < 1 else 1.1)
 
@@ -82,7 +103,7 @@ def test_tokens_are_those_of_steps_without_drafts(count: int, spoilt: float, blo
 def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     """With an end id or stop words that lie within what a step accepts."""
     params = [SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
-    plain, _, _ = answers(tmp_path / "plain", _logged(params))
+    plain, *_ = answers(tmp_path / "plain", _logged(params))
     for i, (each, (tokens, _)) in enumerate(zip(params, plain, strict=False)):
         at = 10 + i
         if i % 3 == 0:
@@ -90,12 +111,12 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
         else:
             each.stop_sequences = [tokens[at - i % 3 : at + 1]]
         each.min_tokens = 4 if i == 9 else 0
-    expected, _, _ = answers(tmp_path / "without", _logged(params))
+    expected, *_ = answers(tmp_path / "without", _logged(params))
     codes = {code for _, code in expected}
     assert {protocol.FINISHED_END_ID, protocol.FINISHED_STOP_WORDS} <= codes
     proposer = Replay(4, 0.1)
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, plain, strict=False)]
-    found, _, _ = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    found, *_ = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
 
 

@@ -112,7 +112,7 @@ def bad_words(*words: list[list[int]], late: list[list[int]] | None = None) -> p
     for slot, (each, ids) in enumerate(zip(words, late or [[]] * len(words), strict=True)):
         params = SamplingParams(max_tokens=9, bad_words=each, late_ids=ids)
         state = SequenceState(slot + 1, params, 0, None, slot)
-        rows.append(StatefulRow(slot, slot, state, -1, bool(ids)))
+        rows.append(StatefulRow(slot, slot, slot, state, -1, bool(ids)))
     plan = SimpleNamespace(temperature=np.zeros(len(rows), np.float32), seed=np.zeros(len(rows), np.uint64))
     cpu = torch.device("cpu")
     found = ProcessedRows(rows, plan, VOCAB, StagingRing(64, cpu)).words

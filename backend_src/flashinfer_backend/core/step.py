@@ -166,12 +166,23 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
 
 @dataclass
 class StepOutput:
-    """What a step came to. Rows are sampling rows; those with a state have one token."""
+    """What a step came to. Rows are sampling rows."""
 
     tokens: np.ndarray  # int32 [n], of one row behind the other
     counts: np.ndarray | None = None  # int32 [s], tokens of each row, 1 or more; None: one of each
+    # Of tokens, by their places in `tokens`.
     log_probs: list[tuple[int, float]] = field(default_factory=list)
     top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
     # Rows after whose token their grammar lets nothing follow.
     grammar_ends: list[int] = field(default_factory=list)
+
+    def keep(self, samples: np.ndarray, counts: np.ndarray) -> None:
+        """Drop, of each row's `samples` tokens, what is behind the first `counts`; int32 [s] each."""
+        turns = np.arange(len(self.tokens)) - np.repeat(np.cumsum(samples) - samples, samples)
+        kept = turns < np.repeat(counts, samples)
+        self.tokens, self.counts = self.tokens[kept], counts
+        places = np.cumsum(kept) - 1
+        for name in ("log_probs", "top_logprobs", "generation_logits"):
+            reports = getattr(self, name)
+            setattr(self, name, [(int(places[at]), what) for at, what in reports if kept[at]])

@@ -19,6 +19,8 @@ class Outcome:
     """Tokens of the rows that still have their owner, those of a row one behind the other; arrays [n]."""
 
     rows: np.ndarray  # index into the step's sampling rows
+    places: np.ndarray  # index into StepOutput.tokens
+    turns: np.ndarray  # how many tokens of its row come before it
     slots: np.ndarray  # intp
     tokens: np.ndarray  # int32, NO_TOKEN where the end id was chosen
     codes: np.ndarray  # int32, protocol's finish codes
@@ -31,10 +33,11 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray, counts: np.ndar
     slots = plan.sample_slots.astype(np.intp)
     rows = (table.epoch[slots] == plan.epochs).nonzero()[0]
     if counts is None:
-        return _accept(table, rows, slots[rows], tokens[rows])
+        return _accept(table, rows, rows, slots[rows], tokens[rows], 0)
     first, parts = np.cumsum(counts) - counts, []
     for turn in range(int(counts.max(initial=1))):
-        part = _accept(table, rows, slots[rows], tokens[first[rows] + turn])
+        places = first[rows] + turn
+        part = _accept(table, rows, places, slots[rows], tokens[places], turn)
         parts.append(part)
         rows = rows[(part.codes == protocol.RUNNING) & (counts[rows] > turn + 1)]
     order = np.argsort(np.concatenate([part.rows for part in parts]), kind="stable")
@@ -42,7 +45,9 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray, counts: np.ndar
     return Outcome(*(np.concatenate(column)[order] for column in columns))
 
 
-def _accept(table: SlotTable, rows: np.ndarray, slots: np.ndarray, tokens: np.ndarray) -> Outcome:
+def _accept(
+    table: SlotTable, rows: np.ndarray, places: np.ndarray, slots: np.ndarray, tokens: np.ndarray, turn: int
+) -> Outcome:
     """One token of each of `rows`, whose slots are `slots` [n]."""
     known = table.known[slots]
     table.tokens[slots, known] = tokens
@@ -61,7 +66,8 @@ def _accept(table: SlotTable, rows: np.ndarray, slots: np.ndarray, tokens: np.nd
         if _ends_with_stop_sequence(table, int(slots[i])):
             codes[i] = protocol.FINISHED_STOP_WORDS
     tokens[ended] = protocol.NO_TOKEN
-    return Outcome(rows=rows, slots=slots, tokens=tokens, codes=codes, first=outputs == 1)
+    turns = np.full(len(slots), turn, np.int32)
+    return Outcome(rows, places, turns, slots, tokens, codes, first=outputs == 1)
 
 
 def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
@@ -94,20 +100,20 @@ def row_reports(
 
     def report(index: int) -> protocol.RowReport:
         local_id = int(table.local_id[outcome.slots[index]])
-        return by_index.setdefault(index, protocol.RowReport(local_id))
+        return by_index.setdefault(index, protocol.RowReport(local_id, int(outcome.turns[index])))
 
     if output.log_probs or output.generation_logits:
         carries = outcome.tokens != protocol.NO_TOKEN
-        index_of = {int(outcome.rows[i]): i for i in carries.nonzero()[0].tolist()}
-        for row, log_prob in output.log_probs:
-            if row in index_of:
-                report(index_of[row]).log_prob = log_prob
-        for row, top in output.top_logprobs:
-            if row in index_of:
-                report(index_of[row]).top_logprobs = top
-        for row, logits in output.generation_logits:
-            if row in index_of:
-                report(index_of[row]).generation_logits = logits
+        index_of = {int(outcome.places[i]): i for i in carries.nonzero()[0].tolist()}
+        for place, log_prob in output.log_probs:
+            if place in index_of:
+                report(index_of[place]).log_prob = log_prob
+        for place, top in output.top_logprobs:
+            if place in index_of:
+                report(index_of[place]).top_logprobs = top
+        for place, logits in output.generation_logits:
+            if place in index_of:
+                report(index_of[place]).generation_logits = logits
     for index in outcome.first.nonzero()[0].tolist():
         request = table.requests[outcome.slots[index]]
         assert request is not None

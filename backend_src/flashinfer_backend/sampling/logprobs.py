@@ -26,19 +26,19 @@ MAX_CONTEXT_LOGITS_BYTES = 2 << 30
 
 
 class ReportedRows:
-    """Rows that want log probabilities or logits; the lists index the step's sampling rows."""
+    """Rows that want log probabilities or logits; the lists index the step's sampled tokens."""
 
     def __init__(self, rows: list[StatefulRow], staging: StagingRing) -> None:
-        self.log_prob_rows = [r.row for r in rows if r.state.params.log_probs]
-        self.logits_rows = [r.row for r in rows if r.state.params.generation_logits]
+        self.log_prob_rows = [r.at for r in rows if r.state.params.log_probs]
+        self.logits_rows = [r.at for r in rows if r.state.params.generation_logits]
         self.top_counts = [r.state.params.top_logprobs for r in rows if r.state.params.log_probs]
         self._log_prob_index, self._logits_index = upload(
             staging, [np.array(self.log_prob_rows, np.int64), np.array(self.logits_rows, np.int64)]
         )
 
     def take(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Report]:
-        """logits [s or more, V] of the model and tokens int32 [s]: what to read back in place of the tokens,
-        int32 [s + n], and the report that then reads it."""
+        """logits [n or more, V] of the model and tokens int32 [n]: what to read back in place of the tokens,
+        int32 [n + m], and the report that then reads it."""
         readback, host, top = tokens, None, None
         if self.log_prob_rows:
             wide = logits[self._log_prob_index].float()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step that ask for more than the plain sampler gives, as tensors.
+"""The rows of a step that ask for more than the plain sampler gives, as tensors. A row is a token that is
+sampled.
 
 Most steps have the rows of the step before, so all that does not change from token to token is sent
 to the device once for a composition of rows.
@@ -76,15 +77,17 @@ class ProcessedRows:
 
     def __init__(self, rows: list[StatefulRow], plan: StepPlan, vocab: int, staging: StagingRing) -> None:
         params = [row.state.params for row in rows]
-        self.host_rows = np.array([row.row for row in rows], np.int64)
+        self.host_rows = np.array([row.row for row in rows], np.int64)  # sampling rows
         slots = np.array([row.slot for row in rows], np.int64)
+        self._behind = np.array([row.behind for row in rows], np.int32)
         suppressed = [-1 if row.state.grammar else row.suppressed for row in rows]
         own = (
-            self.host_rows,
+            np.array([row.at for row in rows], np.int64),
             slots.astype(np.int32),
             plan.temperature[self.host_rows],
             plan.seed[self.host_rows],
             np.array(suppressed, np.int32),
+            self._behind,
         )
         parts = _Parts(staging)
         parts.add("own", own)
@@ -93,9 +96,14 @@ class ProcessedRows:
         parts.add("counts", _counts(rows, slots))
         parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
         parts.add("recorded", _chosen((p.needs_history for p in params), slots))
+        checks = np.array([row.checks for row in rows], np.int64)
+        parts.add(
+            "checked", _chosen((r.checks >= 0 and r.state.params.needs_history for r in rows), slots, checks)
+        )
         parts.send()
         self.suppresses = any(token >= 0 for token in suppressed)
-        self.rows, self.slots, self.temperature, self.seed, self.suppressed = parts.sent["own"]
+        # `rows` are places among the step's sampled tokens.
+        self.rows, self.slots, self.temperature, self.seed, self.suppressed, self.behind = parts.sent["own"]
         self.filtered = parts.make("filtered", Filtered)
         self.min_p = any(p.filters and p.min_p > 0 for p in params)
         self.repetition = parts.make("repetition", Penalty)
@@ -104,10 +112,15 @@ class ProcessedRows:
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
         self.grammars = [(row.state.grammar, row.suppressed) for row in rows if row.state.grammar is not None]
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
+        self.checked = parts.sent.get("checked")  # [index, slots, drafts]: those of them with a draft
         self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)
         self.counts_rows = _where(p.counts_tokens for p in params)
         self.words = _bad_words(rows, slots, staging)
         self.bias = _bias(rows, vocab, staging)
+
+    def most_tokens(self, plan: StepPlan) -> np.ndarray:
+        """int32 [R], tokens before each row, at most."""
+        return plan.sample_positions[self.host_rows] - self._behind
 
 
 class _Parts:

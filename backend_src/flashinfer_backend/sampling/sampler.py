@@ -63,7 +63,11 @@ class Sampled:
 
 class Sampler:
     """Samples a step's rows and records their tokens in last_token (int32 [slots + 1]). Owns the state of
-    sequences that ask for more than a temperature."""
+    sequences that ask for more than a temperature.
+
+    lengths: int32 [slots + 1], tokens in the cache behind the step, all drafts included; drafts int32
+    [slots + 1, k], those that the step checks.
+    """
 
     def __init__(
         self,
@@ -73,9 +77,11 @@ class Sampler:
         device: torch.device,
         staging: StagingRing,
         last_token: Tensor,
+        lengths: Tensor,
+        drafts: Tensor,
     ) -> None:
         self._ops, self._vocab_size = ops, vocab_size
-        self._staging, self._last_token = staging, last_token
+        self._staging, self._last_token, self._lengths, self._drafts = staging, last_token, lengths, drafts
         self._history = TokenHistory(config.max_num_seqs, config.max_seq_len + 1, device, staging)
         self.grammars = SequenceGrammars(config.tokenizer_dir or config.model_dir, vocab_size)
         self._states = SequenceStates(self.grammars, self._history)
@@ -104,8 +110,9 @@ class Sampler:
         return self._ops.sample(logits, rows.temperature, rows.seed, position, rows.suppressed, record)
 
     def sample_stateful(self, logits: Tensor, tokens: Tensor, plan: StepPlan) -> Sampled:
-        """Sample the stateful rows anew, into `tokens` (int32 [s], from `sample` or a graph), and report what
-        they ask for. logits [s or more, V].
+        """Sample the stateful rows anew, into `tokens` (int32 [n], from `sample` or a graph), and report what
+        they ask for. logits [n or more, V]. Before drafts are accepted: each token of a row with drafts is
+        sampled as if the drafts before it were accepted.
 
         What fails is tried again row by row: it fails those alone that it is about.
         """
@@ -116,12 +123,11 @@ class Sampler:
             for row in sampled.guided:
                 if row.state.grammar is not None and row.state.grammar.problem is not None:
                     sampled.failed.append((row.row, row.state.grammar.problem))
-        position = plan.sample_positions
         try:
             if rows != self._composed:
                 self._compose(rows, plan)
             if self._processed is not None:
-                self._sample_processed(self._processed, logits, tokens, position)
+                self._sample_processed(self._processed, logits, tokens, plan)
             if self._reported is not None:
                 sampled.readback, report = self._reported.take(logits, tokens)
                 sampled.reports = [report]
@@ -153,7 +159,7 @@ class Sampler:
             try:
                 if row.processed:
                     processed = ProcessedRows([row], plan, self._vocab_size, self._staging)
-                    self._sample_processed(processed, logits, tokens, plan.sample_positions)
+                    self._sample_processed(processed, logits, tokens, plan)
                 if row.state.params.reports_logits:
                     ReportedRows([row], self._staging).take(logits, tokens)
                     reported.append(row)
@@ -166,15 +172,17 @@ class Sampler:
             except Exception as error:  # each of them works, all of them do not
                 sampled.failed += [(row.row, f"{type(error).__name__}: {error}") for row in reported]
 
-    def read(self, sampled: Sampled, count: int, values: np.ndarray) -> StepOutput:
-        """What a step of `count` sampling rows came to; begins to move their grammars on by the tokens.
-        values: the readback on the host."""
-        output = StepOutput(values[:count])
+    def read(
+        self, sampled: Sampled, plan: StepPlan, values: np.ndarray, counts: np.ndarray | None
+    ) -> StepOutput:
+        """What a step came to; begins to move its grammars on by the tokens. values: the readback on the
+        host; counts: StepOutput's."""
+        output = StepOutput(values[: len(plan.sampled_tokens)])
         for report in sampled.reports:
             report.read(values, output)
         moves, ending = [], []
         for row in sampled.guided:
-            token, grammar = int(values[row.row]), row.state.grammar
+            token, grammar = int(values[row.at]), row.state.grammar
             # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
             # step was planned. One that is gone has nothing to follow.
             ended = token == row.state.params.end_id or row.state not in self._states
@@ -188,19 +196,21 @@ class Sampler:
         for row, grammar in ending:
             if grammar.exhausted and grammar.complete:
                 output.grammar_ends.append(row.row)
+        if counts is not None:
+            output.keep(plan.samples, counts)
         return output
 
-    def _sample_processed(
-        self, rows: ProcessedRows, logits: Tensor, tokens: Tensor, position: np.ndarray
-    ) -> None:
-        host_position = position[rows.host_rows].astype(np.int32)
-        columns = [host_position]
+    def _sample_processed(self, rows: ProcessedRows, logits: Tensor, tokens: Tensor, plan: StepPlan) -> None:
+        masks = []
         if rows.guided:
             # A row whose owner has left meanwhile gets its last mask; its token is dropped.
-            columns.append(self.grammars.stacked(rows.grammars))
-        position_, *masks = upload(self._staging, columns)
+            masks = upload(self._staging, [self.grammars.stacked(rows.grammars)])
+        position = self._lengths[rows.slots] - rows.behind
+        if rows.checked:
+            index, slots, drafts = rows.checked
+            self._history.record(slots, position[index], self._drafts[slots, drafts])
         own = logits[rows.rows].float()
-        self._penalise(own, rows, position_, host_position)
+        self._penalise(own, rows, position, rows.most_tokens(plan))
         if rows.bias is not None:
             processors.add_bias(own, *rows.bias)
         changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
@@ -215,7 +225,7 @@ class Sampler:
             model = logits[rows.rows[index]].float() if changed else None
             before_bad_words = self._before_bad_words(own, index, masks[0], model)
         if rows.words is not None:
-            processors.mask_bad_words(own, rows.words, self._history.tokens, position_)
+            processors.mask_bad_words(own, rows.words, self._history.tokens, position)
         if rows.suppresses:
             processors.suppress_tokens(own, rows.suppressed)
         if rows.guided and before_bad_words is not None:
@@ -223,11 +233,12 @@ class Sampler:
         if rows.filtered is not None:
             self._filter(own, rows, rows.filtered)
         record = (self._last_token, rows.slots)
-        chosen = self._ops.sample(own, rows.temperature, rows.seed, position_, None, record)
+        chosen = self._ops.sample(own, rows.temperature, rows.seed, position, None, record)
         tokens[rows.rows] = chosen
         if rows.recorded:
             index, slots = rows.recorded
-            self._history.record(slots, position_[index], chosen[index])
+            # Behind the first draft that is wrong these are wrong, too; the next step writes over them.
+            self._history.record(slots, position[index], chosen[index])
 
     def warm_up_masks(self, device: torch.device) -> None:
         """Run what masks need once, so that no request is the first."""
@@ -256,16 +267,14 @@ class Sampler:
                 kept &= min_p_mask(scaled, min_p)
             own[index] = logits.masked_fill_(~kept, processors.NEVER)
 
-    def _penalise(
-        self, own: Tensor, rows: ProcessedRows, position: Tensor, host_position: np.ndarray
-    ) -> None:
+    def _penalise(self, own: Tensor, rows: ProcessedRows, position: Tensor, most_tokens: np.ndarray) -> None:
         repetition, counts = rows.repetition, rows.counts
         if repetition is not None:
-            longest = int(host_position[rows.repetition_rows].max())
+            longest = int(most_tokens[rows.repetition_rows].max())
             tokens, _ = self._history.before(repetition.slots, position[repetition.index], longest)
             processors.penalise_repetition(own, repetition.index, tokens, repetition.penalty)
         if counts is not None:
-            longest = int(host_position[rows.counts_rows].max())
+            longest = int(most_tokens[rows.counts_rows].max())
             tokens, valid = self._history.before(counts.slots, position[counts.index], longest)
             generated = torch.arange(longest, device=own.device) >= counts.prompt_len.unsqueeze(1)
             processors.penalise_counts(

@@ -31,13 +31,16 @@ class SequenceState:
 
 
 class StatefulRow(NamedTuple):
-    """A sampling row of a step whose slot has a state."""
+    """One token that a step samples for a slot with a state; a sampling row with drafts has several."""
 
-    row: int
+    row: int  # sampling row
+    at: int  # among the step's sampled tokens
     slot: int
     state: SequenceState
     suppressed: int  # a token id that must not be chosen, or -1
     early: bool  # nor must its late_ids
+    checks: int = -1  # which of the slot's drafts stands in its place; -1: none
+    behind: int = 0  # sampled tokens of its row that come after it
 
     @property
     def processed(self) -> bool:
@@ -76,13 +79,22 @@ class SequenceStates:
             self._history.restore(restored)
 
     def rows(self, plan: StepPlan) -> list[StatefulRow]:
-        """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees."""
+        """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees. Rows
+        before min_tokens have no drafts, so there the plan's positions are exact."""
         slots, epochs, positions = plan.sample_slots, plan.epochs, plan.sample_positions
+        counts = plan.samples
+        first = np.cumsum(counts) - counts
         rows = []
         for row in plan.stateful.tolist():
             state = self._by_slot[int(slots[row])]
             assert state.epoch == epochs[row], f"slot {slots[row]} has the state of another sequence"
-            params = state.params
+            params, at, behind = state.params, int(first[row]), int(counts[row]) - 1
             early = bool(params.late_ids) and int(positions[row]) - state.prompt_len < params.min_tokens
-            rows.append(StatefulRow(row, state.slot, state, int(plan.suppressed[row]), early))
+            suppressed = int(plan.suppressed[row])
+            for draft in range(behind):
+                own = StatefulRow(
+                    row, at + draft, state.slot, state, suppressed, early, draft, behind - draft
+                )
+                rows.append(own)
+            rows.append(StatefulRow(row, at + behind, state.slot, state, suppressed, early))
         return rows

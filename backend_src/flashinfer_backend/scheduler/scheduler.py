@@ -153,15 +153,15 @@ class Scheduler:
     def _size_decodes(self, limit: int) -> int:
         """Choose how many tokens each decode row feeds in a step of `limit` tokens; their sum.
 
-        Rows with a state get no drafts, because the state advances by one token a step, nor do rows before
-        their min_tokens. No row is planned beyond max_new: a sequence that can have reached it waits until
+        Rows with a grammar get no drafts, because it advances by one token a step, nor do rows before their
+        min_tokens. No row is planned beyond max_new: a sequence that can have reached it waits until
         its steps are read."""
         slots, table = self.decoding, self.table
         if not self.drafts or not len(slots):
             return len(slots)
         planned = table.planned_outputs[slots]
         drafts = np.minimum(self.drafts, table.max_new[slots] - planned - 1)
-        drafts[table.stateful[slots] | (planned < table.min_tokens[slots])] = 0
+        drafts[table.guided[slots] | (planned < table.min_tokens[slots])] = 0
         room = limit - len(slots)
         if self.prefilling or self.queue:  # prompts get half of it, or all where they cannot be cut
             room = room // 2 if self.config.enable_chunked_context else 0

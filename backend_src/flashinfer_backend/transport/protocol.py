@@ -20,6 +20,7 @@ because a frame goes to the one stub that submitted its rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,11 +134,12 @@ class Perf(msgspec.Struct):
 
 
 class RowReport(msgspec.Struct, omit_defaults=True):
-    """What a request asked for beside its tokens. Logits are float32 little endian, row major:
-    context [prompt_len, vocab], generation [1, vocab] for the token of this frame. queue_ns comes unasked
+    """What a request asked for with its tokens. Logits are float32 little endian, row major:
+    context [prompt_len, vocab], generation [1, vocab] for the row's token. queue_ns comes unasked
     with the first row of a sequence: nanoseconds until its first step."""
 
     local_id: int
+    turn: int = 0  # rows of the sequence in this frame before its own
     log_prob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None  # (token, log probability), most likely first
     context_logits: memoryview | None = None  # up to gigabytes: a frame of its own
@@ -204,13 +206,14 @@ def unpack_tokens(frame: bytes) -> np.ndarray:
 
 def with_reports(frame: bytes, reports: list[RowReport]) -> Iterator[tuple[int, int, int, RowReport | None]]:
     """(local id, token, code, report) of each row of a token frame, in order. Takes the reports out of their
-    list: each comes with the last row of its sequence."""
-    rows = unpack_tokens(frame).tolist()
-    last = {local_id: i for i, (local_id, _, _) in enumerate(rows)} if reports else {}
-    by_row = {last[report.local_id]: report for report in reports}
+    list."""
+    by_turn = {(report.local_id, report.turn): report for report in reports}
     reports.clear()
-    for i, (local_id, token, code) in enumerate(rows):
-        yield local_id, token, code, by_row.pop(i, None)
+    turns: Counter[int] = Counter()
+    for local_id, token, code in unpack_tokens(frame).tolist():
+        report = by_turn.pop((local_id, turns[local_id]), None) if by_turn else None
+        turns[local_id] += 1
+        yield local_id, token, code, report
 
 
 def pack_reports(reports: list[RowReport]) -> list[bytes | memoryview]:

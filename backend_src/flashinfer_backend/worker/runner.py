@@ -61,12 +61,10 @@ class Launched:
 
 
 class _Computed(NamedTuple):
-    """logits [n or more, V] (rank 0's), tokens int32 [n], how many of them each row with drafts keeps int32
-    [d], and Launched's context_logits and failed."""
+    """logits [n or more, V] (rank 0's), tokens int32 [n], and Launched's context_logits and failed."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
-    accepted: torch.Tensor | None
     context: list[tuple[int, np.ndarray]]
     failed: list[tuple[int, str]]
 
@@ -100,7 +98,8 @@ class Runner:
         # Tokens, log probabilities; with drafts, up to so many more tokens, and how many are accepted.
         self._readback = ReadbackRing((2 + 2 * drafts) * config.max_num_seqs, self.device)
         vocab, state = model.spec.vocab_size, self.state
-        self.sampler = Sampler(ops, vocab, config, self.device, state.staging, state.last_token)
+        own = state.staging, state.last_token, state.lengths, state.drafts
+        self.sampler = Sampler(ops, vocab, config, self.device, *own)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
@@ -152,8 +151,8 @@ class Runner:
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
         readback = sampled.readback
-        if computed.accepted is not None:
-            readback = torch.cat([computed.accepted, readback])
+        if len(plan.drafted_rows):
+            readback = torch.cat([self.state.accept(plan, tokens), readback])
         if self._proposer is not None and len(plan.sampling_rows):
             self._propose(self._proposer, plan)
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
@@ -172,7 +171,6 @@ class Runner:
         """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
-        accepted: torch.Tensor | None = None
         if (
             self.graphs is not None
             and plan.num_last == plan.num_rows
@@ -186,9 +184,7 @@ class Runner:
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
             tokens = self._sample(logits, positions, plan)
-            if len(plan.drafted_rows):
-                accepted = self.state.accept(plan, tokens)
-        return _Computed(logits, tokens, accepted, context, failed)
+        return _Computed(logits, tokens, context, failed)
 
     def _sample(self, logits: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Tokens int32 [n], on every rank, for rows that ask for nothing but a temperature."""
@@ -235,14 +231,10 @@ class Runner:
         plan = launched.plan
         drafted = len(plan.drafted_rows)
         accepted, values = values[:drafted], values[drafted:]
-        output = self.sampler.read(launched.sampled, len(plan.sampled_tokens), values)
+        counts = None
         if drafted:
             counts = np.concatenate([np.ones(len(plan.samples) - drafted, np.int32), accepted])
-            each = np.arange(len(output.tokens)) - np.repeat(
-                np.cumsum(plan.samples) - plan.samples, plan.samples
-            )
-            output.tokens, output.counts = output.tokens[each < np.repeat(counts, plan.samples)], counts
-        return output
+        return self.sampler.read(launched.sampled, plan, values, counts)
 
     def _forward(
         self, plan: StepPlan, started: Callback, between_layers: Callback
