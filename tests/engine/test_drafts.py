@@ -100,6 +100,19 @@ def test_tokens_are_those_of_steps_without_drafts(count: int, spoilt: float, blo
     assert drafted.iteration < loop.iteration * (0.9 if spoilt < 1 else 1.1)
 
 
+def test_what_a_draft_makes_a_bad_word_of_is_not_sampled_behind_it(tmp_path: Path):
+    params = [SamplingParams(max_tokens=40, seed=i, temperature=0.5, end_id=-1) for i in range(12)]
+    plain, *_ = answers(tmp_path / "plain", _logged(params))
+    for each, (tokens, _) in zip(params, plain, strict=False):
+        each.bad_words = [tokens[at : at + 2] for at in range(2, 30, 3)]
+    expected, *_ = answers(tmp_path / "without", _logged(params))
+    assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
+    proposer = Replay(3, 0.0)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, *_ = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    assert found == expected
+
+
 def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     """With an end id or stop words that lie within what a step accepts."""
     params = [SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
