@@ -27,6 +27,20 @@ TABLE = {
     "/v2/models/llm/config": json.dumps({"backend": "python", "instance_group": [{"count": 2}]}),
 }
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+# Takes MIB more with each SIGUSR1, and with the SIGTERM that asks a server to end.
+MIB = 24
+GROWS = f"""
+import mmap, os, signal, sys, time
+kept = []
+def grow(*_):
+    kept.append(mmap.mmap(-1, {MIB} << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    kept[-1].write(bytes(len(kept[-1])))
+signal.signal(signal.SIGUSR1, grow)
+signal.signal(signal.SIGTERM, grow)
+open(sys.argv[1], "w").close()
+while True:
+    time.sleep(60)
+"""
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -36,8 +50,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        body = TABLE[self.path].encode()
-        self.send_response(200)
+        body = TABLE.get(self.path, "").encode()
+        self.send_response(200 if self.path in TABLE else 404)
         self.send_header("Content-Length", str(len(body) + self.cut))
         self.end_headers()
         self.wfile.write(body)
@@ -118,3 +132,32 @@ def test_a_pid_that_is_used_again_is_another_process(
         run.end()
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_server_that_grows_to_twice_the_limit_is_ended_at_once(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Beyond the limit what is open has its time, here without end, unless the memory grows on meanwhile."""
+    monkeypatch.setitem(TABLE, "/v2/repository/index", "[]")
+    begun = tmp_path / "begun"
+    policy = watchdog.Policy(growth_mib=MIB * 4 // 5, drain_s=1e6)
+    run = watchdog._Run([sys.executable, "-c", GROWS, str(begun)], {}, url, policy)
+    try:
+        while not begun.exists():
+            time.sleep(0.01)
+        assert run.look_ready() and run.problem() == ""
+        for taken in range(1, times + 1):  # two signals at a time may come as one
+            run._child.send_signal(signal.SIGUSR1)
+            while (grown := run._grown_mib()) < MIB * taken:
+                time.sleep(0.01)
+        problem = run.problem()
+        assert f"{grown:.0f} MiB, more than {policy.growth_mib}" in problem
+        assert (run.grown, problem.endswith(", and grows on")) == (
+            (True, False) if times == 1 else (False, True)
+        )
+        if run.grown:
+            run.stop(time.monotonic(), watchdog.GROWN)
+            assert run._child.returncode == -signal.SIGKILL
+    finally:
+        run.end()
