@@ -255,6 +255,17 @@ def test_neighbours_for_templates_that_want_turns() -> None:
     assert both.render(plain_messages([*first, *users])) == "s\n\nd|3"
 
 
+def test_forms_are_tried_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of thousands of messages, in each of 40 forms, takes seconds."""
+    users = plain_messages([{"role": "user", "content": text} for text in "ab"])
+    strict = ChatTemplate(STRICT + "]{% endfor %}", {})
+    assert strict.render(users) == "[u a\n\nb]"  # the second form
+    monkeypatch.setattr("flashinfer_backend.openai.template.TRIES_S", 0.0)
+    with pytest.raises(ApiError, match=r"by turns\. It was tried for 0 s: of fewer messages"):
+        strict.render(users)
+    assert strict.render(users[:1]) == "[u a]"  # the first form is always tried
+
+
 def test_several_calls_for_templates_that_take_one() -> None:
     """Llama 3.1's refuses what the model itself may write."""
     source = (

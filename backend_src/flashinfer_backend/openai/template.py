@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from flashinfer_backend.openai.errors import ApiError
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Processor time after which no further form of a conversation is tried. One may have 40 forms, and a try of
+# as many messages as there may be takes 0.1 s.
+TRIES_S = 2.0
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -85,17 +89,22 @@ class ChatTemplate:
         errors: list[Exception] = []
         given_tools = [dict(tool) for tool in tools] if tools else None
         whole_tools = [message_forms.whole_tool(tool) for tool in tools] if tools else None
-        for form in message_forms.forms(messages, source):
-            for shown_tools in (given_tools, whole_tools)[: 1 if given_tools == whole_tools else 2]:
-                try:
-                    text = rendered(form, shown_tools)
-                    if message_forms.leaves_out(form, text):
-                        text = rendered(message_forms.with_joined_neighbours(form, ("system",)), shown_tools)
-                    return text
-                except Exception as error:  # a template may raise anything, on purpose or not
-                    errors.append(error)
+        each_tools = (given_tools, whole_tools)[: 1 if given_tools == whole_tools else 2]
+        advice, until = "", time.thread_time() + TRIES_S
+        forms = message_forms.forms(messages, source)
+        for form, shown_tools in ((form, own) for form in forms for own in each_tools):
+            if errors and time.thread_time() > until:
+                advice = f". It was tried for {TRIES_S:g} s: of fewer messages it may take another form"
+                break
+            try:
+                text = rendered(form, shown_tools)
+                if message_forms.leaves_out(form, text):
+                    text = rendered(message_forms.with_joined_neighbours(form, ("system",)), shown_tools)
+                return text
+            except Exception as error:  # a template may raise anything, on purpose or not
+                errors.append(error)
         raise ApiError(
-            f"the checkpoint's chat template refuses the messages: {errors[0]}", param="messages"
+            f"the checkpoint's chat template refuses the messages: {errors[0]}{advice}", param="messages"
         ) from errors[0]
 
 
