@@ -105,7 +105,7 @@ def test_compile_a_schema_with_a_length(benchmark, limit):
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "maxLength": limit}}})
     compiler.load()
     grammar = benchmark(lambda: compiler.compile("json_schema", schema, 1))
-    assert grammar.words.any()
+    assert grammar.masks.any()
 
 
 def stream(chunks):

@@ -24,7 +24,7 @@ from flashinfer_backend.structured.compiler import (
 )
 from flashinfer_backend.structured.ebnf import MOST_RULES
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
-from flashinfer_backend.structured.masks import SequenceGrammars
+from flashinfer_backend.structured.masks import Move, SequenceGrammars
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from unit.grammars import admits, matcher
 
@@ -296,12 +296,12 @@ FOLLOWED = [
 def test_a_mask_has_the_tokens_that_the_matcher_takes(compiler, kind, text):
     rng, grammar = random.Random(0), compiler.compile(kind, text, 1)
     for _ in range(25):
-        mask = tokens_of(grammar.words)
+        mask = tokens_of(grammar.masks[0])
         taken = [i for i in range(2048) if i != 1 and grammar.matcher.validate_tokens([i])]
         assert [i for i in mask if i != 1] == taken and (1 in mask) == grammar.matcher.is_accepting()
         if not taken:
             break
-        assert grammar.advance([rng.choice(taken)]) is None and grammar.fill(grammar.words) is None
+        assert grammar.advance([rng.choice(taken)]) is None and grammar.fill() is None
 
 
 def test_rows_move_on_together(compiler):
@@ -310,56 +310,105 @@ def test_rows_move_on_together(compiler):
     for _ in range(10):
         moves = []
         for grammar, other in zip(grammars, alone, strict=True):
-            choices = [i for i in tokens_of(grammar.words) if i != 1]
+            choices = [i for i in tokens_of(grammar.masks[0]) if i != 1]
             if choices:
-                moves.append((grammar, rng.choice(choices)))
-                assert other.advance([moves[-1][1]]) is None
-                other.fill(other.words)
+                moves.append(Move(grammar, [rng.choice(choices)]))
+                assert other.advance(moves[-1].tokens) is None
+                other.fill()
         rows.advance(moves)
         masks = rows.stacked([(grammar, -1) for grammar in grammars])
-        assert (masks.view(np.uint32) == np.stack([other.words for other in alone])).all()
+        assert (masks.view(np.uint32) == np.concatenate([other.masks for other in alone])).all()
 
 
 def test_a_row_that_fails_leaves_the_others_alone(compiler):
     rows = SequenceGrammars("bundled", 2048)
     good, wrong = compiler.compile("regex", "a{5}", 1), compiler.compile("regex", "a{5}", 1)
-    (token,) = [i for i in tokens_of(good.words) if good.matcher.validate_tokens([i] * 5) == 5][:1]
-    rows.advance([(good, token), (wrong, 5)])
+    (token,) = [i for i in tokens_of(good.masks[0]) if good.matcher.validate_tokens([i] * 5) == 5][:1]
+    rows.advance([Move(good, [token]), Move(wrong, [5])])
     rows.wait()
     assert good.problem is None and good.tokens == 1
     assert "after 0 tokens" in str(wrong.problem)
-    rows.advance([(good, token)])
+    rows.advance([Move(good, [token])])
     rows.wait()
     assert good.problem is None and good.tokens == 2
 
 
+def masks_along(grammar: Grammar, draft: list[int], end_id: int) -> list[list[int]]:
+    """The tokens allowed next and behind each of a draft's, one by one; the last ones again behind one that
+    does not follow or ends the text."""
+    matcher, found = grammar.matcher.deep_copy(), [tokens_of(grammar.masks[0])]
+    for token in draft:
+        if token in (1, end_id) or not matcher.try_consume_tokens([token]):
+            break
+        allowed = set(tokens_of(np.frombuffer(matcher.compute_bitmask(), np.uint32))) - {1, end_id}
+        allowed |= {end_id} if end_id >= 0 and matcher.is_accepting() else set()
+        found.append(sorted(allowed) or found[-1])
+    return found + found[-1:] * (1 + len(draft) - len(found))
+
+
 @pytest.mark.parametrize("end_id", [1, -1, 40])
-def test_masks_along_a_draft_are_those_of_each_token(compiler, end_id):
-    """And the state is what it was before, also where the draft goes on behind an end."""
-    tokenizer = TextTokenizer(resolve_model_dir("bundled")).backend
-    draft = [*tokenizer.encode("cat 12", add_special_tokens=False).ids, 1, 1]
-    grammar, walked = [compiler.compile("regex", "cat [0-9]{2}", end_id) for _ in range(2)]
-    for begin in (0, 1):
-        words = np.zeros((len(draft) + 1, 64), np.uint32)
-        before = grammar.words.copy()
-        count = grammar.masks_along(draft[begin:], words)
-        assert count == len(draft) - begin - 1, "up to the end, which is one of the draft's tokens"
-        other = compiler.compile("regex", "cat [0-9]{2}", end_id)
-        for i, token in enumerate(draft[:-1]):
-            if i >= begin:
-                assert (words[i - begin] == other.words).all()
-            if token != 1:
-                assert other.advance([token]) is None
-                other.fill(other.words)
-        assert (grammar.words == before).all() and grammar.tokens == begin
-        grammar.fill(grammar.words)
-        assert (grammar.words == before).all()
-        assert grammar.advance([draft[begin]]) is None
-        grammar.fill(grammar.words)
-    assert walked.masks_along([5, 5], np.zeros((3, 64), np.uint32)) == 1, "the first token does not follow"
-    grammar.rollback(2)
-    grammar.fill(grammar.words)
-    assert (grammar.words == walked.words).all()
+def test_rows_have_a_mask_for_each_token_of_their_drafts(compiler, end_id):
+    """Drafts that follow, that stray, and that go on behind an end; none leaves a trace."""
+    rng, rows = random.Random(end_id), SequenceGrammars("bundled", 2048)
+    text = TextTokenizer(resolve_model_dir("bundled")).backend.encode("cat 12", add_special_tokens=False).ids
+    kinds = [*FOLLOWED, ("regex", "cat [0-9]{2}")]
+    grammars, alone = [[compiler.compile(*kind, end_id) for kind in kinds] for _ in range(2)]
+    for turn in range(len(text)):
+        moves = []
+        for grammar, other in zip(grammars, alone, strict=True):
+            accepted, draft = [text[turn]], [*text[turn + 1 :], end_id, 5]
+            if grammar is not grammars[-1]:
+                accepted, draft = [], rng.choices(range(2048), k=rng.randint(0, 2))
+                for _ in range(rng.randint(0, 3)):
+                    if choices := [i for i in tokens_of(other.masks[0]) if i not in (1, end_id)]:
+                        accepted.append(rng.choice(choices))
+                        assert other.advance(accepted[-1:]) is None and other.fill() is None
+                draft = [*rng.choices(tokens_of(other.masks[0]) or [5], k=rng.randint(0, 2)), *draft]
+            else:
+                assert other.advance(accepted) is None and other.fill() is None
+            moves.append(Move(grammar, accepted, draft))
+        rows.advance(moves)
+        assert rows.followed() == [len(move.tokens) for move in moves]
+        assert [grammar.ended for grammar in grammars] == [other.ended for other in alone]
+        counts = [1 + len(move.draft) for move in moves]
+        masks = rows.stacked([(grammar, -1) for grammar in grammars], counts).view(np.uint32)
+        expected = [masks_along(other, move.draft, end_id) for other, move in zip(alone, moves, strict=True)]
+        assert [tokens_of(mask) for mask in masks] == list(itertools.chain(*expected))
+        firsts = rows.stacked([(grammar, 1) for grammar in grammars]).view(np.uint32)
+        for mask, (first, *_) in zip(firsts, expected, strict=True):
+            assert tokens_of(mask) == ([i for i in first if i != 1] or first)
+        assert [grammar.tokens for grammar in grammars] == [other.tokens for other in alone]
+
+
+def test_tokens_behind_the_end_of_a_text_are_not_followed(compiler):
+    rows, tokens = SequenceGrammars("bundled", 2048), TextTokenizer(resolve_model_dir("bundled")).backend
+    text = tokens.encode("cat 12", add_special_tokens=False).ids
+    whole, stray = [compiler.compile("regex", "cat [0-9]{2}", -1) for _ in range(2)]
+    rows.advance([Move(whole, [*text, 7, 7]), Move(stray, [*text[:2], text[0], 7])])
+    assert rows.followed() == [len(text), 2]
+    rows.wait()
+    assert whole.ended and whole.problem is None
+    assert not stray.ended and "after 2 tokens" in str(stray.problem)
+
+
+def test_forced_tokens_spell_the_only_text(compiler):
+    tokens = TextTokenizer(resolve_model_dir("bundled")).backend
+    schema = {
+        "type": "object",
+        "properties": {"temperature": {"enum": ["cold", "warm"]}},
+        "required": ["temperature"],
+    }
+    grammar = compiler.compile("json_schema", json.dumps(schema), 1)
+    assert grammar.advance(tokens.encode('{"temp', add_special_tokens=False).ids) is None
+    assert grammar.fill() is None
+    before, at = grammar.masks.copy(), grammar.tokens
+    forced = grammar.forced(20)
+    assert tokens.decode(forced) == 'erature":' and grammar.forced(2) == forced[:2]
+    assert grammar.fill() is None and (grammar.masks == before).all() and grammar.tokens == at
+    assert grammar.advance([*forced, *tokens.encode('"w', add_special_tokens=False).ids]) is None
+    assert grammar.fill() is None and tokens.decode(grammar.forced(20)).startswith('arm"')
+    free = compiler.compile("regex", "[ab]+", 1)
+    assert free.forced(5) == []
 
 
 def test_tokens_are_bytes_of_text():
@@ -373,7 +422,7 @@ def test_special_tokens_are_no_text_unless_asked_for():
     folder = resolve_model_dir("bundled")
     for as_text, expected in (((), False), (None, True)):
         made = make_tokenizer(folder, 2048, as_text)
-        grammar = Grammar(llguidance.LLMatcher(made, "start: /[a-z_<>|]+/"), made.eos_token, -1, 2048)
+        grammar = Grammar(llguidance.LLMatcher(made, "start: /[a-z_<>|]+/"), made, -1, 2048)
         assert bool(grammar.matcher.validate_tokens([2])) == expected
 
 
@@ -381,7 +430,7 @@ def test_without_an_end_of_its_own_a_vocabulary_has_one():
     made = llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(Vocabulary([b"a", b"b", b"<2>"], [2], 2)), n_vocab=3
     )
-    grammar = Grammar(llguidance.LLMatcher(made, HEAD + 'start: "a"'), 2, -1, 3)
-    assert tokens_of(grammar.words) == [0]
-    assert grammar.advance([0]) is None and grammar.fill(grammar.words) is None
-    assert grammar.exhausted and grammar.complete
+    grammar = Grammar(llguidance.LLMatcher(made, HEAD + 'start: "a"'), made, -1, 3)
+    assert tokens_of(grammar.masks[0]) == [0]
+    assert grammar.advance([0]) is None and grammar.fill() is None
+    assert grammar.ended and not grammar.masks.any()

@@ -138,11 +138,11 @@ def follows(guide: Grammar, tokenizer: TextTokenizer, text: str) -> bool:
 
 
 def allowed(guide: Grammar, token: int) -> bool:
-    return bool(int(guide.words[token >> 5]) >> (token & 31) & 1)
+    return bool(int(guide.masks[0, token >> 5]) >> (token & 31) & 1)
 
 
 def accept(guide: Grammar, token: int) -> None:
-    assert guide.advance([token]) is None and guide.fill(guide.words) is None
+    assert guide.advance([token]) is None and guide.fill() is None
 
 
 def read(tool_format: str, text: str, reasoning: str = "none", inside: bool = False) -> Any:

@@ -25,7 +25,7 @@ from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import Report, ReportedRows
 from flashinfer_backend.sampling.rows import Filtered, ProcessedRows, upload
 from flashinfer_backend.sampling.state import SequenceStates, StatefulRow
-from flashinfer_backend.structured.masks import SequenceGrammars
+from flashinfer_backend.structured.masks import Move, SequenceGrammars
 
 FILTER_ROWS = 128  # at a time: the filters work on several copies of their logits
 
@@ -180,22 +180,23 @@ class Sampler:
         output = StepOutput(values[: len(plan.sampled_tokens)])
         for report in sampled.reports:
             report.read(values, output)
-        moves, ending = [], []
+        moves, rows = [], []
         for row in sampled.guided:
             token, grammar = int(values[row.at]), row.state.grammar
             # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
             # step was planned. One that is gone has nothing to follow.
             ended = token == row.state.params.end_id or row.state not in self._states
-            if not ended and grammar is not None and not grammar.exhausted and grammar.problem is None:
-                moves.append((grammar, token))
-                if row.state.params.end_id < 0:
-                    ending.append((row, grammar))
+            if not ended and grammar is not None and not grammar.ended and grammar.problem is None:
+                moves.append(Move(grammar, [token]))
+                rows.append(row)
         self.grammars.advance(moves)
-        if ending:  # only the mask tells whether these end here
-            self.grammars.wait()
-        for row, grammar in ending:
-            if grammar.exhausted and grammar.complete:
-                output.grammar_ends.append(row.row)
+        if any(row.state.params.end_id < 0 for row in rows):  # these can end here
+            self.grammars.followed()
+            output.grammar_ends = [
+                row.row
+                for row, move in zip(rows, moves, strict=True)
+                if row.state.params.end_id < 0 and move.grammar.ended
+            ]
         if counts is not None:
             output.keep(plan.samples, counts)
         return output

@@ -91,7 +91,7 @@ class GrammarCompiler:
 
     def _made(self, source: str, special: Collection[str] | None, end_id: int) -> Grammar:
         tokenizer = self.load(special)
-        return Grammar(make_matcher(tokenizer, source), tokenizer.eos_token, end_id, self._vocab_size)
+        return Grammar(make_matcher(tokenizer, source), tokenizer, end_id, self._vocab_size)
 
 
 def make_matcher(tokenizer: Any, source: str) -> Any:

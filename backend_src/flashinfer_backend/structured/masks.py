@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +21,22 @@ from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 
 MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors need some, too
-Moves = list[tuple[Grammar, int]]  # grammars and the token that each is to follow
+
+
+class Move(NamedTuple):
+    """What a sequence's grammar is to follow, none of which ends the sequence, and guesses at what comes
+    behind that."""
+
+    grammar: Grammar
+    tokens: Sequence[int]
+    draft: Sequence[int] = ()
 
 
 class SequenceGrammars:
+    """The loop calls, for each step: advance() with the tokens that the step before came to, and with the
+    drafts that the step's rows have; followed() where it has to know whether the texts go on; stacked() for
+    the masks. A draft leaves no trace in a grammar: the next advance() gets the tokens that were accepted."""
+
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         self._made: dict[int, Grammar] = {}  # by handle
@@ -31,8 +44,9 @@ class SequenceGrammars:
         self._threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 2))
         self._runner: ThreadPoolExecutor | None = None
         self._executor: Any = None
-        self._under_way: Future[None] | None = None
-        self._last: tuple[list[Grammar], np.ndarray] | None = None
+        self._followed: Future[list[int]] | None = None
+        self._filled: Future[None] | None = None
+        self._last: tuple[list[Grammar], list[int], np.ndarray] | None = None
 
     def put(self, handle: int, grammar: Grammar) -> None:
         """The grammar of a sequence that the next plan says is new."""
@@ -46,12 +60,12 @@ class SequenceGrammars:
             params = new.params
             grammar = self._compiler.compile(params.grammar_type, params.grammar, params.end_id)
             tokens = np.frombuffer(new.tokens, "<i4")[new.prompt_len :].tolist()
-            if (problem := grammar.advance(tokens) or grammar.fill(grammar.words)) is not None:
+            if (problem := grammar.advance(tokens) or grammar.fill()) is not None:
                 raise GrammarError(problem)
         return grammar
 
-    def advance(self, moves: Moves) -> None:
-        """Begin to move grammars on; nobody else may use them until wait()."""
+    def advance(self, moves: Sequence[Move]) -> None:
+        """Begin to move grammars on, each at most once; nobody else may use them until wait()."""
         self.wait()
         if not moves:
             return
@@ -60,38 +74,69 @@ class SequenceGrammars:
 
             self._runner = ThreadPoolExecutor(1, "grammar-masks")
             self._executor = llguidance.LLExecutor(self._threads)
-        self._under_way = self._runner.submit(self._run, moves)
+        self._followed = self._runner.submit(self._follow, moves)
+        self._filled = self._runner.submit(self._fill, moves)
+
+    def followed(self) -> list[int]:
+        """How many of each move's tokens its grammar followed: all, or as many as there were when its text
+        ended (Grammar.ended), or when one did not follow (Grammar.problem). Does not wait for masks."""
+        return [] if self._followed is None else self._followed.result()
 
     def wait(self) -> None:
         """Until the grammars have their masks."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        self._followed = None
+        if self._filled is not None:
+            filled, self._filled = self._filled, None
+            filled.result()
 
-    def stacked(self, rows: Sequence[tuple[Grammar, int]]) -> np.ndarray:
-        """The masks of grammars, less a suppressed token each (-1: none); int32 [n, ceil(V / 32)]."""
+    def stacked(self, rows: Sequence[tuple[Grammar, int]], counts: Sequence[int] | None = None) -> np.ndarray:
+        """The masks of grammars, less a suppressed token each (-1: none); int32 [n, ceil(V / 32)]. counts: of
+        each row's masks, one more than its draft has tokens (default: 1 each)."""
         self.wait()
         grammars = [grammar for grammar, _ in rows]
-        if self._last is not None and self._last[0] == grammars and all(token < 0 for _, token in rows):
-            return self._last[1].view(np.int32)  # as they were computed, without a copy
-        return np.stack([grammar.without(token) for grammar, token in rows]).view(np.int32)
+        wanted = [1] * len(rows) if counts is None else list(counts)
+        if self._last is not None and self._last[:2] == (grammars, wanted) and all(t < 0 for _, t in rows):
+            return self._last[2].view(np.int32)  # as they were computed, without a copy
+        # A row whose sequence has failed or left gets the masks that it has; its tokens are dropped.
+        found = [
+            masks if len(masks) == count else np.resize(masks, (count, self._words))
+            for masks, count in zip((grammar.without(token) for grammar, token in rows), wanted, strict=True)
+        ]
+        return np.concatenate(found).view(np.int32)
 
-    def _run(self, moves: Moves) -> None:
+    def _follow(self, moves: Sequence[Move]) -> list[int]:
+        followed, turn = [0] * len(moves), 0
+        while going := [
+            i
+            for i, (grammar, tokens, _) in enumerate(moves)
+            if followed[i] == turn < len(tokens) and not grammar.ended and grammar.problem is None
+        ]:
+            now = [(moves[i].grammar, moves[i].tokens[turn]) for i in going]
+            taken = self._executor.consume_token_par([(grammar.matcher, token) for grammar, token in now])
+            for i, (grammar, token), was_taken in zip(going, now, taken, strict=True):
+                followed[i] += grammar.advanced(token, was_taken) is None
+            turn += 1
+        return followed
+
+    def _fill(self, moves: Sequence[Move]) -> None:
         self._last = None
-        taken = self._executor.consume_token_par([(grammar.matcher, token) for grammar, token in moves])
-        going: list[Grammar] = []
-        for (grammar, token), followed in zip(moves, taken, strict=True):
-            if grammar.advanced(token, followed) is None:
-                going.append(grammar)
+        going = [(grammar, draft) for grammar, _, draft in moves if grammar.problem is None]
         if not going:
             return
-        masks = np.empty((len(going), self._words), np.uint32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(grammar.matcher, i) for i, grammar in enumerate(going)],
-            masks.ctypes.data,
-            masks[0].nbytes,
-            len(going),
-        )
-        for grammar, words in zip(going, masks, strict=True):
-            grammar.take(words)
-        self._last = going, masks
+        counts = [1 + len(draft) for _, draft in going]
+        ends = list(accumulate(counts))
+        masks = np.zeros((ends[-1], self._words), np.uint32)
+        plain, drafted = [], []
+        for (grammar, draft), count, end in zip(going, counts, ends, strict=True):
+            if follows := grammar.followable(draft):
+                drafted.append((grammar.matcher, end - count, follows))
+            else:
+                plain.append((grammar.matcher, end - count))
+        where = masks.ctypes.data, masks[0].nbytes, len(masks)
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        for (grammar, _), count, end in zip(going, counts, ends, strict=True):
+            grammar.take(masks[end - count : end])
+        self._last = [grammar for grammar, _ in going], counts, masks
