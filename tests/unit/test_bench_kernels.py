@@ -14,7 +14,7 @@ from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from perf_configs import floor
-from perf_configs.kernels import bench_int4, bench_step
+from perf_configs.kernels import bench_step
 
 KERNELS = sorted(path.stem for path in Path(bench_step.__file__).parent.glob("bench_*.py"))
 
@@ -53,10 +53,3 @@ def test_the_floor_of_a_step_counts_weights_as_they_are_stored():
     fp8, model = counted(plain.quantised_on_load())
     weights = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     assert dense - fp8 == sum(w.shape[0] * w.shape[1] - w.scale.nbytes for w in weights)
-
-
-def test_zero_points_that_there_are_not_are_not_subtracted(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_int4.py", "--symmetric", "--subtract-from", "32"])
-    with pytest.raises(SystemExit) as end:
-        bench_int4.main()
-    assert end.value.code == 2 and "--subtract-from is of zero points" in capsys.readouterr().err

@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tiling, Tuned
+from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tuned
 from flashinfer_backend.ops import cuda_module, device, int4_linear
-from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile, untuned_int4_tile
+from flashinfer_backend.ops.tilings import MOST_UNTUNED, choose_int4, untuned_int4
 from flashinfer_backend.ops.weight import FORMATS, Int4, Weight
 from perf_configs.kernels import bench_int4
 
@@ -21,7 +21,6 @@ LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
 }  # fmt: skip
 SMALL, LARGE = Int4Tile(8, 64, 1, 4, 4, 3), Int4Tile(64, 32, 4, 1, 8, 3)
-TILING = Tiling(16, 64, 128, split=2)
 
 
 def kind(tile: Int4Tile) -> tuple[int, int, int]:
@@ -34,25 +33,21 @@ def test_the_lists_of_tiles_agree():
 
 
 def test_numbers_of_a_device_name_tiles():
-    """Beside the tilings for where the kernel cannot be compiled."""
-    steps = (Int4Step(8, TILING, SMALL), Int4Step(32, TILING), Int4Step(64, None, LARGE))
+    steps = (Int4Step(8, SMALL), Int4Step(32, None), Int4Step(64, LARGE))
     numbers = replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)})
     read = msgspec.json.decode(msgspec.json.encode(numbers), type=Tuned)
     assert read == numbers
     with device.use(read):
-        chosen = [choose_int4_tile("o", tokens, 4096, 4096) for tokens in (1, 8, 9, 32, 33, 64, 65)]
+        chosen = [choose_int4("o", tokens, 4096, 4096) for tokens in (1, 8, 9, 32, 33, 64, 65)]
         assert chosen == [SMALL, SMALL, None, None, LARGE, LARGE, None]
-        tilings_chosen = [choose_int4("o", tokens, 4096, 4096) for tokens in (1, 9, 33, 65)]
-        assert tilings_chosen == [TILING, TILING, None, None]
-        assert choose_int4_tile("o", 8, 4096 + 32, 4096) is None  # rows that it does not divide
-        assert choose_int4_tile("o", 8, 4096, 256) is None  # more parts than blocks of columns
-        assert choose_int4_tile("qkv", 8, 6144, 4096) == untuned_int4_tile(8, 6144, 4096)
-        assert choose_int4("qkv", 8, 6144, 4096)
+        assert choose_int4("o", 8, 4096 + 32, 4096) is None  # rows that it does not divide
+        assert choose_int4("o", 8, 4096, 256) is None  # more parts than blocks of columns
+        assert choose_int4("qkv", 8, 6144, 4096) == untuned_int4(8, 6144, 4096) is not None
 
 
 @pytest.mark.parametrize("path", sorted(tuned.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_the_tiles_of_a_devices_numbers_exist(path):
-    """One that does not would leave its tokens to Triton without a word. With the most that groups bring: of
+    """One that does not would have the weight written out without a word. With the most that groups bring: of
     32 columns, with zero points; in the memory that a block on Hopper may have."""
     for products in tuned.read(path).int4.values():
         for product in products:
@@ -67,32 +62,32 @@ def test_the_tiles_of_a_devices_numbers_exist(path):
 
 def test_without_numbers_it_is_a_tile_of_the_rule():
     with device.use(replace(device.active(), int4={})):
-        for tokens in (1, 64):
-            assert choose_int4_tile("o", tokens, 4096, 4096) == untuned_int4_tile(tokens, 4096, 4096)
-        assert choose_int4_tile("o", 65, 4096, 4096) is None
+        for tokens in (1, 64, MOST_UNTUNED):
+            assert choose_int4("o", tokens, 4096, 4096) == untuned_int4(tokens, 4096, 4096) is not None
+        assert choose_int4("o", MOST_UNTUNED + 1, 4096, 4096) is None
 
 
 @pytest.mark.parametrize("shape", [*LLAMA_8B.values(), (1536, 512), (96, 128), (64, 8 * 128)])
 def test_the_rules_tiles_exist_and_divide_the_weight(shape):
-    for tokens in range(1, 65):
-        tile = untuned_int4_tile(tokens, *shape)
+    for tokens in range(1, MOST_UNTUNED + 1):
+        tile = untuned_int4(tokens, *shape)
         if tile is None:  # fewer rows than four warps have
             assert tokens > 16 and shape[0] % 64
             continue
-        assert kind(tile) in int4_linear.TILES and tile.fits(shape) and tile.tokens >= tokens
+        assert kind(tile) in int4_linear.TILES and tile.fits(shape) and tile.tokens >= min(tokens, 64)
 
 
 def test_the_rules_tiles_have_no_more_tokens_than_they_need():
-    for tokens, expected in ((16, 16), (17, 32), (32, 32), (33, 48), (48, 48), (49, 64), (64, 64)):
+    for tokens, expected in ((16, 16), (17, 32), (32, 32), (33, 48), (48, 48), (49, 64), (65, 64)):
         for shape in LLAMA_8B.values():
-            tile = untuned_int4_tile(tokens, *shape)
+            tile = untuned_int4(tokens, *shape)
             assert tile and tile.tokens == expected
 
 
 def test_what_is_measured_exists_and_divides_the_weight():
     for shape in LLAMA_8B.values():
         for tokens in bench_int4.TOKENS:
-            tiles = bench_int4.cuda_candidates(tokens, shape)
+            tiles = bench_int4.candidates(tokens, shape)
             assert tiles and len(tiles) == len(set(tiles)) < 100
             for tile in tiles:
                 assert kind(tile) in int4_linear.TILES and tile.fits(shape)
@@ -109,12 +104,12 @@ def test_no_tile_that_is_measured_has_many_more_tokens_than_it_needs():
             (49, {64}),
             (256, {64}),
         ):
-            tiles = bench_int4.cuda_candidates(tokens, shape)
+            tiles = bench_int4.candidates(tokens, shape)
             assert {tile.tokens for tile in tiles} == expected
 
 
 def test_a_tile_of_more_blocks_than_a_cluster_has_is_refused():
-    steps = (Int4Step(8, None, SMALL),)
+    steps = (Int4Step(8, SMALL),)
     text = msgspec.json.encode(replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)}))
     with pytest.raises(msgspec.ValidationError, match="split of a tile should be 1 to 8, not 9"):
         msgspec.json.decode(text.replace(b'"split":4', b'"split":9'), type=Tuned)

@@ -75,9 +75,9 @@ LLAMA_8B_CONFIG = LLAMA_70B | {"hidden_size": 4096, "num_attention_heads": 32, "
 @pytest.mark.parametrize(
     ("keys", "ranks", "h200", "h100"),
     [
-        (LLAMA_8B_CONFIG, 1, "381ee3a7b70f27fa", "6065b2625facd7e6"),
-        (LLAMA_70B, 2, "dbdb67c76d98d4f6", "dbdb67c76d98d4f6"),
-        (EXPERTS | QWEN_30B, 1, "dbc888446e536462", "dbc888446e536462"),
+        (LLAMA_8B_CONFIG, 1, "bdc3d7bdf924da0d", "b02d4004944fbb94"),
+        (LLAMA_70B, 2, "8618df5d708d0299", "8618df5d708d0299"),
+        (EXPERTS | QWEN_30B, 1, "e45e2f98cf1c27ff", "e45e2f98cf1c27ff"),
     ],
     ids=["8B", "70B/2", "30B-A3B"],
 )
@@ -94,9 +94,7 @@ def test_choices_for_a_models_products_are_the_measured_ones(keys, ranks, h200, 
             dense, e4m3 = (torch.empty(shape, device="meta", dtype=dtype) for dtype in (None, fp8.E4M3))
             found += [tilings.choose(role, tokens, dense), tilings.choose(role, tokens, e4m3)]
             found += [cublas.takes_lt(*shape, tokens), tilings.choose_blocks(role, tokens, shape[0])]
-            found += [
-                choice(role, tokens, *shape) for choice in (tilings.choose_int4, tilings.choose_int4_tile)
-            ]
+            found.append(tilings.choose_int4(role, tokens, *shape))
         found = [
             msgspec.structs.astuple(each) if isinstance(each, msgspec.Struct) else each for each in found
         ]
@@ -111,7 +109,7 @@ def test_choices_for_a_models_products_are_the_measured_ones(keys, ranks, h200, 
         assert numbers is not None
         with device.use(numbers):
             every = [each for tokens in TOKENS for each in chosen(tokens)]
-        assert hashlib.sha256(msgspec.json.encode(every)).hexdigest().startswith(digest)
+        assert hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:16] == digest
 
 
 def test_a_device_that_nobody_has_measured_takes_cublas():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights of 4 bits on Hopper, x in bfloat16 or float16.
 
-Few tokens take the CUDA kernel of int4_linear.py or the Triton product, which read 4 bits an element. For
-many the weight is written out in 16 bits first, and cuBLAS or gated_linear multiplies: then reading weights
-no longer is what takes time. From how many tokens on, and which tiles, core/tuned says; where it has no
-numbers, the rules in tilings.py do.
+Few tokens take the CUDA kernel of int4_linear.py, which reads 4 bits an element. For many, and on other GPUs
+than Hopper's, the weight is written out in 16 bits first, and cuBLAS or gated_linear multiplies: reading
+weights then no longer takes most of the time. From how many tokens on, and which tiles, core/tuned says, or
+for shapes that it does not have the rule in tilings.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import cublas, gated_linear, int4_linear, triton_int4
-from flashinfer_backend.ops.tilings import choose_int4, choose_int4_tile
+from flashinfer_backend.ops.tilings import choose_int4
 from flashinfer_backend.ops.weight import Weight
 
 
@@ -32,20 +32,13 @@ def product(
     May overwrite residual. See the format's product.
     """
     stored = weight.data, weight.scale, weight.zero
-    tile = choose_int4_tile(weight.role, x.shape[0], *weight.shape)
-    if tile is not None and not int4_linear.takes(*stored, tile):
-        tile = None
-    tiling = choose_int4(weight.role, x.shape[0], *weight.shape) if tile is None else None
-    fused = norm_weight is not None and tiling is not None and tiling.fuse_norm and weight.order is None
-    if norm_weight is not None and not fused:
+    if norm_weight is not None:
         x = flashinfer.rmsnorm(x, norm_weight, eps, enable_pdl=True)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    if tile is not None:
+    tile = choose_int4(weight.role, x.shape[0], *weight.shape)
+    if tile is not None and int4_linear.takes(*stored, tile):
         return int4_linear.linear(x, *stored, tile, bias, residual, gated)
-    if tiling is not None:
-        norm = (norm_weight, eps) if fused else (None, 0.0)
-        return triton_int4.linear(x, *stored, tiling, *norm, bias, residual, gated)
     matrix = triton_int4.dequantise(*stored, x.dtype)
     if gated and gated_linear.pays(x.shape[0]) and gated_linear.takes(matrix):
         return gated_linear.gated_linear(x, matrix)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few tokens with weights of 4 bits in a Hopper kernel, an alternative to triton_int4.
+"""Products of few tokens with weights of 4 bits in a Hopper kernel.
 
 cuda/int4_linear_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine, for each
 number of groups in a block of columns, with and without zero points. Without a compiler, or on another GPU,
-`takes` says no and the caller uses Triton; an engine has it compiled before (worker/prebuild.py), or does not
-start. Where it is the faster one, and with which tiles, core/tuned says.
+`takes` says no and the caller writes the weight out in 16 bits; an engine has it compiled before
+(worker/prebuild.py), or does not start. For how many tokens it is the faster way, and with which tiles,
+core/tuned says.
 """
 
 from __future__ import annotations
@@ -108,4 +109,4 @@ def module(dtype: torch.dtype, parts: int, zeros: bool, place: torch.device) -> 
                 found.prepare(*tile)
         return found
 
-    return cuda_module.load(build, place, "products with weights of 4 bits use Triton")
+    return cuda_module.load(build, place, "weights of 4 bits are written out in 16 for each product")

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tiling
+from flashinfer_backend.core.tuned import BlockTile, Int4Tile, Role, Tiling
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
-# Where nobody has measured it: beyond so many tokens, weights of 4 bits are written out in 16; up to so many,
-# the CUDA kernel multiplies them rather than Triton's (64 is the most that a tile of it has).
-MANY_TOKENS = 128
-MOST_BY_CUDA = 64
+# Tokens beyond which weights of 4 bits are written out in 16, of shapes that nobody has measured: of an 8B
+# model's, 128 tokens take the CUDA kernel 232 us and written out 331, 256 tokens 410 and 371.
+MOST_UNTUNED = 128
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -48,30 +47,21 @@ def _choose(role: Role, tokens: int, rows: int, inner: int, by_rows: bool) -> Ti
 
 
 @device.cached
-def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
-    """The Triton product's tiling for a weight [rows, inner], or None where it is written out in 16 bits."""
-    shape, gated = (rows, inner), role == GATED
-    steps = device.active().int4_steps(role, shape)
-    if not steps:
-        return untuned_int4(tokens, rows, inner, gated)
-    tiling = next((step.tiling for step in steps if tokens <= step.tokens), None)
-    return tiling if tiling and tiling.fits(shape, gated, tokens) else None
-
-
-@device.cached
-def choose_int4_tile(role: Role, tokens: int, rows: int, inner: int) -> Int4Tile | None:
-    """The CUDA kernel's tile for a weight [rows, inner], or None where choose_int4 chooses."""
+def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Int4Tile | None:
+    """The CUDA kernel's tile for a weight [rows, inner], or None where it is written out in 16 bits."""
     shape = (rows, inner)
     steps = device.active().int4_steps(role, shape)
     if not steps:
-        return untuned_int4_tile(tokens, rows, inner) if tokens <= MOST_BY_CUDA else None
+        return untuned_int4(tokens, rows, inner)
     tile = next((step.tile for step in steps if tokens <= step.tokens), None)
     return tile if tile and tile.fits(shape) else None
 
 
-def untuned_int4_tile(tokens: int, rows: int, inner: int) -> Int4Tile | None:
+def untuned_int4(tokens: int, rows: int, inner: int) -> Int4Tile | None:
     """A tile of which each SM has two or more, where the inner dimension can be split so often. Not
     measured."""
+    if tokens > MOST_UNTUNED:
+        return None
     size = min(64, max(8, 1 << (tokens - 1).bit_length()))
     if size <= 16:
         kinds = [(size, 64, 1), (size, 32, 1)]
@@ -87,34 +77,3 @@ def untuned_int4_tile(tokens: int, rows: int, inner: int) -> Int4Tile | None:
         if tile.fits((rows, inner)):
             return tile
     return None
-
-
-def untuned_int4(tokens: int, rows: int, inner: int, gated: bool) -> Tiling | None:
-    """A tiling that gives each SM two programs where it can; with more tokens, whose partial sums are large,
-    one. Not measured."""
-    if tokens > MANY_TOKENS:
-        return None
-    tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
-    for size in (128, 64) if tile > 16 else (64,):
-        split = 1
-        programs = rows // (2 * size if gated else size) * -(-tokens // tile)
-        blocks = inner // BLOCK
-        while not gated and programs * split < device.sms() * (2 if tile == 16 else 1):
-            if blocks % (2 * split) or blocks < 8 * split:
-                break
-            split *= 2
-        tiling = Tiling(
-            tokens=tile, rows=size, inner=BLOCK, split=split, stages=5 if tile < 64 else 4,
-            warps=size // 16 if tile > 16 else 4, fuse_norm=False,
-        )  # fmt: skip
-        if tiling.fits((rows, inner), gated, tokens):
-            return tiling
-    return None
-
-
-def variants_int4(role: Role, rows: int, inner: int) -> list[tuple[int, Tiling]]:
-    """Every tiling that `choose_int4` gives for some number of tokens, with one such number."""
-    steps = device.active().int4_steps(role, (rows, inner))
-    most = steps[-1].tokens if steps else MANY_TOKENS
-    found = {choose_int4(role, tokens, rows, inner): tokens for tokens in range(1, most + 1)}
-    return [(tokens, tiling) for tiling, tokens in found.items() if tiling is not None]

@@ -241,26 +241,14 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
         triton_fp8.finish(result, **behind())
 
 
-def _call_int4_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+def _call_int4_product(product: Product, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_int4 does."""
     from flashinfer_backend.ops import triton_int4
-    from flashinfer_backend.ops.tilings import variants_int4
     from flashinfer_backend.ops.weight import Weight
 
-    (rows, inner), role = product.shape, product.role
-    weight = Weight.empty(role, product.shape, product.format, empty(0).dtype, torch.device("meta"))
-    stored = weight.data, weight.scale, weight.zero
-    triton_int4.dequantise(*stored, weight.scale.dtype)
-    for tokens, tiling in variants_int4(role, rows, inner):
-        normed = tiling.fuse_norm and not product.adds
-        triton_int4.linear(
-            empty(tokens, inner),
-            *stored,
-            tiling,
-            norm_weight=empty(inner) if normed else None,
-            eps=model.norm_eps if normed else 0.0,
-            **_around(product, model, tokens, empty),
-        )
+    dtype = empty(0).dtype
+    weight = Weight.empty(product.role, product.shape, product.format, dtype, torch.device("meta"))
+    triton_int4.dequantise(weight.data, weight.scale, weight.zero, dtype)
 
 
 def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) -> None:
@@ -305,7 +293,7 @@ def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:
         if product.format == "dense":
             _call_dense_product(product, model, empty)
         elif product.format.startswith("int4"):
-            _call_int4_product(product, model, empty)
+            _call_int4_product(product, empty)
         else:
             _call_fp8_product(product, model, empty)
 

@@ -192,7 +192,7 @@ class Step(_Data, frozen=True):
     tiling: Tiling | None
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S")
 
 
 class Product(_Data, frozen=True):
@@ -206,14 +206,15 @@ class Product(_Data, frozen=True):
         _rising("steps", [step.tokens for step in self.steps])
 
 
-class Int4Step(Step, frozen=True, omit_defaults=True):
-    """With weights of 4 bits. tile: ops.int4_linear takes these tokens; `tiling` is for where it cannot."""
+class Int4Step(_Data, frozen=True):
+    """With weights of 4 bits; None writes them out in 16."""
 
-    tile: Int4Tile | None = None
+    tokens: int
+    tile: Int4Tile | None
 
 
 class Int4Product(_Data, frozen=True):
-    """As Product, with weights of 4 bits; without a tiling or a tile they are written out in 16."""
+    """As Product, with weights of 4 bits; beyond the last step they are written out in 16."""
 
     shape: Shape | None
     steps: tuple[Int4Step, ...]
