@@ -88,9 +88,8 @@ def test_tokens_of_a_slot_that_has_another_owner_are_dropped() -> None:
     assert outcome.rows.tolist() == [1, 1] and outcome.tokens.tolist() == [5, 6]
 
 
-def test_a_report_comes_with_the_last_token_of_its_sequence() -> None:
-    """Times of a sequence's end come with its end, and a first token's with it."""
+def test_a_report_comes_with_the_token_that_it_is_about() -> None:
     ids, tokens, codes = np.array([[5, 4, 4, 4, 6], [9, 1, 2, 3, 8], [R, R, R, L, R]])
-    five, four = RowReport(5, queue_ns=1), RowReport(4, queue_ns=2)
-    rows = list(with_reports(pack_tokens(ids, tokens, codes), [five, four]))
-    assert rows == [(5, 9, R, five), (4, 1, R, None), (4, 2, R, None), (4, 3, L, four), (6, 8, R, None)]
+    five, first, last = RowReport(5, queue_ns=1), RowReport(4, queue_ns=2), RowReport(4, turn=2, log_prob=0.0)
+    rows = list(with_reports(pack_tokens(ids, tokens, codes), [last, five, first]))
+    assert rows == [(5, 9, R, five), (4, 1, R, first), (4, 2, R, None), (4, 3, L, last), (6, 8, R, None)]
