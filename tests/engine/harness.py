@@ -18,9 +18,9 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
+from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
-from flashinfer_backend.worker.runner import Proposer
 
 TIMEOUT_S = 60
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
 
 PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
@@ -38,16 +39,20 @@ def parameters() -> list[SamplingParams]:
 class Replay:
     """Drafts from answers that are known, each token of them spoilt with a probability."""
 
+    layers, cache_layers, history = (), 0, False
+
     def __init__(self, count: int, spoilt: float) -> None:
         self.count, self.spoilt = count, spoilt
         self.sequences: list[list[int]] = []
         self._random = torch.Generator().manual_seed(count)
 
-    def propose(self, slots: torch.Tensor, lengths: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-        drafts = torch.zeros(len(slots), self.count, dtype=torch.int32)
-        for row, (length, last) in enumerate(zip(lengths.tolist(), last_tokens.tolist(), strict=True)):
+    def propose(self, step: DraftStep, state: Slots, count: int) -> torch.Tensor:
+        slots = step.sample_slots
+        lengths, last_tokens = state.lengths[slots].tolist(), state.last_token[slots].tolist()
+        drafts = torch.zeros(len(slots), count, dtype=torch.int32)
+        for row, (length, last) in enumerate(zip(lengths, last_tokens, strict=True)):
             known = [s for s in self.sequences if len(s) > length and s[length] == last]
-            follows = known[0][length + 1 : length + 1 + self.count] if known else []
+            follows = known[0][length + 1 : length + 1 + count] if known else []
             drafts[row, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
         wrong = torch.rand(drafts.shape, generator=self._random) < self.spoilt
         return torch.where(wrong, (drafts + 1) % 250, drafts)

@@ -16,12 +16,25 @@ class AttentionBatch:
 
     q_lens, kv_lens, slots: int32 [rows] on the host; kv_lens count this step's tokens.
     block_table: int32 [slots, max blocks] on the device, row = slot.
+    lengths: int32 [slots] on the device; where given, a row has its slot's and `ahead` tokens more, and those
+    of kv_lens are upper bounds of decode rows.
     """
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
     slots: np.ndarray
     block_table: torch.Tensor
+    lengths: torch.Tensor | None = None
+    ahead: int = 0
+
+    def exact(self) -> AttentionBatch:
+        """The same with the kv_lens that the device has; waits for it."""
+        if self.lengths is None:
+            return self
+        lengths = self.lengths.cpu().numpy()
+        padding = self.slots == len(lengths) - 1  # its length stays 0
+        kv_lens = np.where(padding, self.kv_lens, lengths[self.slots] + np.int32(self.ahead))
+        return AttentionBatch(self.q_lens, kv_lens, self.slots, self.block_table)
 
     @cached_property
     def num_single(self) -> int:

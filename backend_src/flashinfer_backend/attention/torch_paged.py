@@ -71,6 +71,7 @@ class TorchPagedAttention:
 
     def step(self, batch: AttentionBatch) -> Prepared:
         """Prepare the gathers and masks of one step; every layer shares them."""
+        batch = batch.exact()
         self._decode = self._plan_decode(batch)
         self._prefill = []
         start = batch.num_single

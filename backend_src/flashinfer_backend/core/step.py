@@ -73,6 +73,12 @@ class StepPlan:
     stateful: np.ndarray = field(default_factory=lambda: NONE)  # indices of those whose slot has a state
     new: list[NewSequence] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)  # handles of sequences with a state that are gone
+    # For the proposer of drafts, where there is one.
+    drafts: int = 0  # how many the sampling rows are given for their next step
+    # int32 [GIVEN rows], the known token behind the row's last one; -1 where it is sampled
+    following: np.ndarray = field(default_factory=lambda: NONE)
+    # (slot, int32 little endian): tokens that no step feeds, as the prefix cache had them
+    recalled: list[tuple[int, bytes]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +155,7 @@ class StepPlan:
         for name, value in values.items():
             if name == "new":
                 values[name] = msgspec.convert(value, list[NewSequence])
-            elif name != "freed":
+            elif isinstance(value, list) and name not in ("freed", "recalled"):
                 dtype, shape, content = value
                 values[name] = np.frombuffer(content, dtype).reshape(shape).copy()
         return cls(**values)

@@ -15,8 +15,9 @@ from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
+from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.ranks import OtherRanks
-from flashinfer_backend.worker.runner import Proposer, Runner
+from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.start import start_runner
 
 
@@ -61,7 +62,9 @@ def start(
     """
     others = None
     if proposer is not None and config.tensor_parallel_size > 1:
-        raise ValueError("drafts are proposed on one rank alone: tensor_parallel_size should be 1")
+        raise ValueError(
+            "each rank makes its own proposer: tensor_parallel_size should be 1 with a given one"
+        )
     if config.tensor_parallel_size > 1:
         others = OtherRanks(config, folder, on_loss, name)
     try:
@@ -85,6 +88,14 @@ def start(
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)
-    drafts = proposer.count if proposer is not None else 0
-    scheduler = Scheduler(config, manager, spec.eos_token_ids, scheduling, logits_tokens, drafts)
+    drafting = runner.drafting
+    scheduler = Scheduler(
+        config,
+        manager,
+        spec.eos_token_ids,
+        scheduling,
+        logits_tokens,
+        drafts=drafting.proposer.count if drafting is not None else 0,
+        history=drafting is not None and drafting.proposer.history,
+    )
     return Core(config, spec, scheduler, runner)

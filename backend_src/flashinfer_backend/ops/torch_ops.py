@@ -146,7 +146,8 @@ def rope_and_store(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The lowbias32 integer hash on uint32 values held in int64 (https://github.com/skeeto/hash-prospector)."""
+    """The lowbias32 integer hash on uint32 values held in int64
+    (https://github.com/skeeto/hash-prospector)."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK32
     x = x ^ (x >> 15)
@@ -210,6 +211,53 @@ def step_inputs(
         blocks = torch.where(new_blocks >= 0, new_blocks, blocks)
         block_table[slots, columns] = blocks
     return input_ids, positions, blocks * block_size + positions % block_size
+
+
+def accept(
+    sampled: Tensor,
+    first: Tensor,
+    fed: Tensor,
+    slots: Tensor,
+    drafts: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Check the drafts of rows that were sampled behind each of their tokens: how many tokens a row comes to,
+    1 or more, and the place in `sampled` of the last of them; int32 [s] each.
+
+    sampled: int32 [n], of which those of row i are the fed[i] from first[i] on. fed: the last token and
+    drafts. first, fed, slots: int32 [s]. drafts: int32 [slots + 1, k]; of a slot, what stands behind its last
+    token. A draft is accepted where it is what was sampled in its place, and so are all before it: then the
+    tokens behind are those that steps without drafts would have given.
+
+    lengths (int32 [slots + 1], moved on by `fed`) and last_token become those of what was accepted. The last
+    slot's length, which padding has, stays 0.
+    """
+    count = drafts.shape[1]
+    columns = torch.arange(count + 1, dtype=torch.int32, device=sampled.device)
+    inside = columns < fed.unsqueeze(1)
+    places = (first.unsqueeze(1) + columns).clamp(max=len(sampled) - 1)
+    agrees = (drafts[slots] == sampled[places[:, :count]]) & inside[:, 1:]
+    counts = agrees.int().cumprod(1).sum(1, dtype=torch.int32) + 1
+    ends = first + counts - 1
+    lengths[slots] += counts - fed
+    lengths[-1] = 0
+    last_token[slots] = sampled[ends]
+    return counts, ends
+
+
+def record_tokens(
+    history: Tensor,
+    fed: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+) -> None:
+    """Note a step's tokens in history[slots + 1, columns]: those fed, (tokens, slots, positions) [T] each,
+    and behind them the last tokens of `slots` [s]. lengths, last_token: by slot. All int32."""
+    tokens, owners, positions = fed
+    history[owners, positions] = tokens
+    history[slots, lengths[slots]] = last_token[slots]
 
 
 def sample(

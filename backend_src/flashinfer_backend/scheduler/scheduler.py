@@ -50,10 +50,12 @@ class Scheduler:
         numbers: tuned.Scheduling | None = None,
         logits_tokens: int | None = None,
         drafts: int = 0,
+        history: bool = False,
     ) -> None:
         """numbers: what was measured on the device; by default, those for devices that nobody has.
         logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
-        as many as of any other. drafts: how many tokens a decode row checks at most besides its own."""
+        as many as of any other. drafts: how many tokens a decode row checks at most besides its own. history:
+        whether the device has to know all tokens of a sequence."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
@@ -72,7 +74,11 @@ class Scheduler:
         self.drafts = drafts
         if drafts and (kv_manager.full is None or kv_manager.windows):
             raise ValueError("drafts need a cache of one group that keeps all tokens")
-        self._row_tokens = np.ones(config.max_num_seqs, np.int32)  # by slot, of its next decode row
+        self._history = history
+        # By slot: the drafts that the device has behind its last token, and the tokens of its next decode
+        # row.
+        self._offered = np.zeros(config.max_num_seqs, np.int32)
+        self._row_tokens = np.ones(config.max_num_seqs, np.int32)
         # Blocks that a decode row can need.
         self._blocks_per_decode = -(-(1 + drafts) // config.tokens_per_block)
         # Blocks that were registered since the last plan was begun.
@@ -82,6 +88,7 @@ class Scheduler:
         # What the next plan tells the sampler.
         self._new: list[NewSequence] = []
         self._freed: list[int] = []
+        self._recalled: list[tuple[int, bytes]] = []
         # Columns of plans of decodes alone; nobody writes to them.
         self._ones = np.ones(config.max_num_seqs, np.int32)
         self._last = np.full(config.max_num_seqs, Feeds.LAST, np.int8)
@@ -130,7 +137,8 @@ class Scheduler:
         updates: list[Update] = []
         # Prompts first, as only then it shows what the prefix cache has of them. They take no block that
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
-        chunks = self._plan_prompts(limit - self._size_decodes(limit), updates)
+        chunks = self._plan_prompts(limit - len(self.decoding), updates)
+        self._size_decodes(limit, bool(chunks))
         pause = self._budget.pauses(sum(chunk.length for chunk in chunks))
         opened = self._grow_decodes(NONE if pause else self.decoding, in_flight, updates)
         if opened is None:
@@ -150,24 +158,22 @@ class Scheduler:
             opened = np.concatenate([opened, np.array(updates, np.int32)])
         return self._assemble(decoding, chunks, opened)
 
-    def _size_decodes(self, limit: int) -> int:
-        """Choose how many tokens each decode row feeds in a step of `limit` tokens; their sum.
+    def _size_decodes(self, limit: int, prompts: bool) -> None:
+        """Choose how many tokens each decode row feeds in a step of `limit` tokens, with prompts or without.
 
         Rows with a grammar get no drafts, because it advances by one token a step, nor do rows before their
-        min_tokens. No row is planned beyond max_new: a sequence that can have reached it waits until
-        its steps are read."""
+        min_tokens, nor any in a step with prompts. No row is planned beyond max_new: a sequence that can have
+        reached it waits until its steps are read."""
         slots, table = self.decoding, self.table
         if not self.drafts or not len(slots):
-            return len(slots)
+            return
         planned = table.planned_outputs[slots]
-        drafts = np.minimum(self.drafts, table.max_new[slots] - planned - 1)
+        drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1)
         drafts[table.guided[slots] | (planned < table.min_tokens[slots])] = 0
-        room = limit - len(slots)
-        if self.prefilling or self.queue:  # prompts get half of it, or all where they cannot be cut
-            room = room // 2 if self.config.enable_chunked_context else 0
-        drafts[np.cumsum(drafts) > room] = 0
+        if prompts:
+            drafts[:] = 0
+        drafts[np.cumsum(drafts) > limit - len(slots)] = 0
         self._row_tokens[slots] = 1 + drafts
-        return len(slots) + int(drafts.sum())
 
     def _grow_decodes(
         self, decoding: np.ndarray, in_flight: bool, updates: list[Update]
@@ -281,6 +287,9 @@ class Scheduler:
         self.queue.pop()
         slot = self.table.occupy(request, columns, found * size)
         updates += self.kv_manager.take(request, reusable[:found], slot)
+        if self._history and found:
+            cached = request.known_tokens[: found * size]
+            self._recalled.append((slot, cached.astype("<i4").tobytes()))
         request.registered_blocks = found
         request.found_blocks = found
         request.reused_blocks += found
@@ -365,7 +374,7 @@ class Scheduler:
         starts = table.computed[rows]
         table.computed[rows] = starts + 1
         slots, sampling = decoding, decoding
-        lengths, tokens = self._ones[: len(decoding)], NONE
+        lengths, tokens, following = self._ones[: len(decoding)], NONE, NONE
         feeds, wants = self._last[: len(decoding)], self._next[: len(decoding)]
         if chunks:
             chunks = sorted(chunks, key=lambda chunk: chunk.length > 1)  # rows of length 1 come first
@@ -384,6 +393,8 @@ class Scheduler:
             )
             sampling = np.concatenate([sampling, added[reaches, 0]])
             rows = sampling.astype(np.intp)
+            if self.drafts:
+                following = np.where(reaches, -1, table.tokens[added[:, 0], ends]).astype(np.int32)
             for chunk in chunks:
                 self._computed_prompt(chunk.request, chunk.start + chunk.length)
         samples = 1
@@ -408,6 +419,8 @@ class Scheduler:
         self.decoding = going_on if streams else np.concatenate([self.decoding, going_on])
         new, self._new = self._new, []
         freed, self._freed = self._freed, []
+        recalled, self._recalled = self._recalled, []
+        self._offered[rows] = self.drafts
         return StepPlan(
             slots=slots,
             starts=starts,
@@ -423,6 +436,9 @@ class Scheduler:
             stateful=table.stateful[rows].nonzero()[0].astype(np.int32),
             new=new,
             freed=freed,
+            drafts=self.drafts,
+            following=following,
+            recalled=recalled,
         )
 
     def correct(self, plan: StepPlan, kept: np.ndarray) -> None:

@@ -20,15 +20,17 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.speculate.proposer import Proposer
 
 
 class DeviceState:
     """Model, KV caches, attention, and of each slot: block tables int32 [groups, slots + 1, blocks], length
-    (tokens in the cache) and last token, int32 [slots + 1], and guesses at what follows it, int32
-    [slots + 1, drafts].
+    (tokens in the cache) and last token, int32 [slots + 1], guesses at what follows it, int32
+    [slots + 1, drafts], and for a proposer that wants them all tokens, int32 [slots + 1, max_seq_len + 1].
 
     kv_cache and block_table are the first group's, which is the only one where there are graphs. kv_layers:
-    (K, V) of every layer. Steps are enqueued on one stream, so what one of them writes the next one reads.
+    (K, V) of every layer, and behind them those of the proposer's. Steps are enqueued on one stream, so what
+    one of them writes the next one reads.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class DeviceState:
         ops: ModuleType,
         groups: Sequence[CacheGroup],
         caches: Sequence[KVCache],
-        drafts: int = 0,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model, self.ops, self.device = model, ops, model.device
         self.groups, self.caches, self.kv_cache = groups, caches, caches[0]
@@ -58,7 +60,10 @@ class DeviceState:
         self.block_table = self.block_tables[0]
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        drafts = proposer.count if proposer is not None else 0
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
+        columns = config.max_seq_len + 1 if proposer is not None and proposer.history else 0
+        self.tokens = torch.zeros((rows, columns), dtype=torch.int32, device=self.device)
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
         self.attention = self._make_attention(config)
 
@@ -101,10 +106,10 @@ class DeviceState:
 
     def feed(
         self, plan: StepPlan, size: int
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
         """What the plan's tokens feed the model: input_ids, positions and cache_locations (ops.step_inputs),
-        int32 [size], of which those behind the plan's tokens are padding. And the plan's sampled_tokens.
-        Several cache groups have a row of cache_locations each.
+        int32 [size], of which those behind the plan's tokens are padding. Their slots, and the plan's
+        sampled_tokens. Several cache groups have a row of cache_locations each.
 
         Moves lengths on, for rows with drafts as if all were accepted.
         """
@@ -136,29 +141,10 @@ class DeviceState:
             columns, places = positions // self.block_size, positions % self.block_size
             others = [table[slots, columns] * self.block_size + places for table in self.block_tables[1:]]
             inputs = ids, positions, torch.stack([first, *others])
-        return inputs, uploaded[3 * size :]
+        return inputs, slots, uploaded[3 * size :]
 
     def by_layer(self, cache_locations: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         """Those of feed as the model takes them: of several groups, a list of each layer's."""
         if len(self.groups) == 1:
             return cache_locations
         return [cache_locations[self._group_of[layer]] for layer in range(len(self.kv_layers))]
-
-    def accept(self, plan: StepPlan, tokens: torch.Tensor) -> torch.Tensor:
-        """Check the drafts of a step that has been sampled: int32 [d], how many tokens each row with drafts
-        comes to. tokens: int32 [n], what was sampled behind each of the plan's sampled_tokens.
-
-        A draft is accepted where it is what was sampled in its place, and so are all before it: then the
-        tokens behind are those that steps without drafts would have given.
-        """
-        rows = plan.drafted_rows
-        slots, lengths = self.staging.upload([plan.slots[rows], plan.lengths[rows]]).view(2, -1)
-        columns = torch.arange(self.drafts.shape[1] + 1, dtype=torch.int32, device=self.device)
-        inside = columns < lengths.unsqueeze(1)
-        sampled = torch.full(inside.shape, -1, dtype=torch.int32, device=self.device)
-        sampled[inside] = tokens[len(tokens) - int(plan.lengths[rows].sum()) :]
-        agrees = (self.drafts[slots] == sampled[:, :-1]) & inside[:, 1:]
-        counts = agrees.int().cumprod(1).sum(1, dtype=torch.int32) + 1
-        self.lengths[slots] += counts - lengths
-        self.last_token[slots] = sampled.gather(1, counts.long().unsqueeze(1) - 1).squeeze(1)
-        return counts

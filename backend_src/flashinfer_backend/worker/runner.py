@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
@@ -25,7 +26,9 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
+from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.drafting import Drafting, Fed
 from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs
 from flashinfer_backend.worker.ranks import OtherRanks
 
@@ -36,16 +39,6 @@ Callback = Callable[[], object]
 
 def _nothing() -> None:
     pass
-
-
-class Proposer(Protocol):
-    """Guesses what follows. `count`: tokens of a guess, 1 or more."""
-
-    count: int
-
-    def propose(self, slots: torch.Tensor, lengths: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-        """Drafts int32 [s, count] for the sequences in `slots`, which have `lengths` tokens in the cache and
-        their last token behind these; int32 [s] each."""
 
 
 @dataclass
@@ -61,10 +54,12 @@ class Launched:
 
 
 class _Computed(NamedTuple):
-    """logits [n or more, V] (rank 0's), tokens int32 [n], and Launched's context_logits and failed."""
+    """logits [n or more, V] (rank 0's), tokens int32 [n], what was fed (None of a decode graph), and
+    Launched's context_logits and failed."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
+    fed: Fed | None
     context: list[tuple[int, np.ndarray]]
     failed: list[tuple[int, str]]
 
@@ -88,15 +83,15 @@ class Runner:
         """caches: of each group's layers. proposer: of drafts. Raises ValueError where these cannot be
         checked."""
         drafts = proposer.count if proposer is not None else 0
-        self.state = DeviceState(config, model, ops, groups, caches, drafts)
+        self.state = DeviceState(config, model, ops, groups, caches, proposer)
         self.device = self.state.device
-        self._proposer = proposer
+        self.drafting = Drafting(proposer, self.state) if proposer is not None else None
         if drafts and not isinstance(self.state.attention, TorchPagedAttention):
             raise ValueError(
                 "other attention than plain torch takes lengths from the host: use attention_backend torch"
             )
-        # Tokens, log probabilities; with drafts, up to so many more tokens, and how many are accepted.
-        self._readback = ReadbackRing((2 + 2 * drafts) * config.max_num_seqs, self.device)
+        # Tokens and log probabilities of each; with drafts, how many tokens a row comes to.
+        self._readback = ReadbackRing((3 + 2 * drafts) * config.max_num_seqs, self.device)
         vocab, state = model.spec.vocab_size, self.state
         own = state.staging, state.last_token, state.lengths, state.drafts
         self.sampler = Sampler(ops, vocab, config, self.device, *own)
@@ -141,6 +136,8 @@ class Runner:
         if self.others is not None:
             self.others.send(plan)
         self.sampler.update(plan)
+        if self.drafting is not None:
+            self.drafting.recall(plan)
         computed = self._compute(plan, started, between_layers)
         tokens, failed = computed.tokens, computed.failed
         sampled = Sampled(tokens)
@@ -150,20 +147,21 @@ class Runner:
             sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
-        readback = sampled.readback
-        if len(plan.drafted_rows):
-            readback = torch.cat([self.state.accept(plan, tokens), readback])
-        if self._proposer is not None and len(plan.sampling_rows):
-            self._propose(self._proposer, plan)
+        readback, counts = sampled.readback, self._finish(plan, computed)
+        if counts is not None:
+            readback = torch.cat([counts, readback])
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The part in a step of a rank other than 0."""
-        tokens = self._compute(plan).tokens
+        if self.drafting is not None:
+            self.drafting.recall(plan)
+        computed = self._compute(plan)
         if len(plan.stateful):
-            self.state.model.collectives.broadcast(tokens)
-            self._record(tokens, plan)
+            self.state.model.collectives.broadcast(computed.tokens)
+            self._record(computed.tokens, plan)
+        self._finish(plan, computed)
 
     def _compute(
         self, plan: StepPlan, started: Callback = _nothing, between_layers: Callback = _nothing
@@ -171,6 +169,7 @@ class Runner:
         """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
+        fed: Fed | None = None
         if (
             self.graphs is not None
             and plan.num_last == plan.num_rows
@@ -179,37 +178,40 @@ class Runner:
             tokens, logits = self.graphs.replay(plan)  # rows of padding behind the logits
             started()  # the device begins when all of the graph is there
         else:
-            hidden, sampling, positions = self._forward(plan, started, between_layers)
-            if len(plan.logits_rows):
+            hidden, sampling, fed = self._forward(plan, started, between_layers)
+            rows = sampling if len(plan.logits_rows) else None
+            if rows is not None:
                 self._keep_context(plan, hidden, context, failed)
-            logits = self.state.model.logits(hidden if sampling is None else hidden[sampling])
-            tokens = self._sample(logits, positions, plan)
-        return _Computed(logits, tokens, context, failed)
+            logits = self.state.model.logits(hidden if rows is None else hidden[rows])
+            tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
+        return _Computed(logits, tokens, fed, context, failed)
+
+    def _finish(self, plan: StepPlan, computed: _Computed) -> torch.Tensor | None:
+        """What is left once all rows are sampled: int32 [s], how many tokens each of them comes to; None
+        where there were no drafts."""
+        if self.drafting is None or computed.fed is None:
+            return None
+        return self.drafting.finish(plan, computed.fed, computed.tokens)
 
     def _sample(self, logits: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Tokens int32 [n], on every rank, for rows that ask for nothing but a temperature."""
         collectives = self.state.model.collectives
         if collectives.shard.rank == 0:
             return collectives.broadcast(self.sampler.sample(logits, positions, plan))
-        tokens = torch.empty(len(plan.sample_slots), dtype=torch.int32, device=self.device)
+        tokens = torch.empty(len(plan.sampled_tokens), dtype=torch.int32, device=self.device)
         collectives.broadcast(tokens)
         self._record(tokens, plan)
         return tokens
 
     def _record(self, tokens: torch.Tensor, plan: StepPlan) -> None:
-        """Note rank 0's tokens as those that their slots sampled last."""
+        """Note rank 0's tokens as those that their slots sampled last; of rows with drafts, any of them."""
         if len(plan.sample_slots):
-            self.state.last_token[self.state.staging.upload([plan.sample_slots])] = tokens
+            slots = np.repeat(plan.sample_slots, plan.samples)
+            self.state.last_token[self.state.staging.upload([slots])] = tokens
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
         return self.read(self.launch(plan))
-
-    def _propose(self, proposer: Proposer, plan: StepPlan) -> None:
-        """Drafts for the next rows of the sequences that this step has sampled for."""
-        state = self.state
-        slots = state.staging.upload([plan.sample_slots])
-        state.drafts[slots] = proposer.propose(slots, state.lengths[slots], state.last_token[slots])
 
     def rehearse(self, plan: StepPlan) -> None:
         """Run a step of start-up, which every rank plans by itself, as if its sequences had come to its
@@ -229,45 +231,44 @@ class Runner:
         if self.others is not None:
             self.others.step_read()
         plan = launched.plan
-        drafted = len(plan.drafted_rows)
-        accepted, values = values[:drafted], values[drafted:]
         counts = None
-        if drafted:
-            counts = np.concatenate([np.ones(len(plan.samples) - drafted, np.int32), accepted])
+        if len(plan.drafted_rows):
+            counts, values = np.split(values, [len(plan.samples)])
         return self.sampler.read(launched.sampled, plan, values, counts)
 
     def _forward(
         self, plan: StepPlan, started: Callback, between_layers: Callback
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """The residual stream behind the last layer: of the tokens behind which one is sampled; or, where
-        context logits are wanted, of all tokens, and which of these those are. And positions int32 [n] of
-        what is sampled."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Fed]:
+        """The residual stream behind the last layer, of the tokens behind which one is sampled, or of all
+        where context logits are wanted; which tokens those are, int32 [n]; and what was fed."""
         state, graphs = self.state, self.mixed_graphs
         size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
         state.update_block_table(plan)
-        inputs, sampling = state.feed(plan, size)
-        positions = inputs[1][sampling] + 1
-        kv_lens = plan.starts + plan.lengths
-        if self._proposer is not None:  # those are upper bounds
-            kv_lens = inputs[1].cpu().numpy()[np.cumsum(plan.lengths) - 1] + 1
+        inputs, slots, sampling = state.feed(plan, size)
         batch = AttentionBatch(
-            q_lens=plan.lengths, kv_lens=kv_lens, slots=plan.slots, block_table=state.block_table
+            q_lens=plan.lengths,
+            kv_lens=plan.starts + plan.lengths,
+            slots=plan.slots,
+            block_table=state.block_table,
+            lengths=state.lengths if self.drafting is not None else None,
         )
         rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None else None
+        attention: Prepared
         if graphs is not None and full is not None:
-            hidden = graphs.run_full(*inputs, full, rows)
+            hidden, attention = graphs.run_full(*inputs, full, rows), full.attention
             started()  # the device begins when all of the graph is there
         else:
-            prepared = state.attention.step(batch)
+            attention = state.attention.step(batch)
             started()
             if graphs is not None and size <= graphs.largest:
-                hidden = graphs.run(*inputs, plan.num_tokens, prepared, rows, between_layers)
+                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows, between_layers)
             else:
                 ids, where, locations = inputs
                 given = ids, where, state.by_layer(locations)
-                hidden = state.model(*given, state.kv_layers, prepared, rows, between_layers)
-        return hidden, None if rows is not None else sampling, positions
+                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers)
+        ids, where, locations = inputs
+        return hidden, sampling, Fed(ids, slots, where, locations, attention, None)
 
     def _keep_context(
         self,

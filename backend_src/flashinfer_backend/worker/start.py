@@ -26,9 +26,10 @@ from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
+from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.graphs import default_sizes
-from flashinfer_backend.worker.runner import Proposer, Runner
+from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,10 @@ def start_runner(
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
-    groups = cache_groups(
-        _windows(config, spec), config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block
-    )
+    layers = _windows(config, spec)
+    if proposer is not None:
+        layers += [None] * proposer.cache_layers
+    groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
     limits = config.max_seq_len, config.max_num_tokens
     enough = [group.enough_blocks(config.max_num_seqs, *limits) for group in groups]
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough))
@@ -229,13 +231,16 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
     """Of one cache group."""
     heads = model.spec.attention
     in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
+    scales = model.kv_scales  # layers behind the model's are a proposer's
     return KVCacheFormat(
         num_layers=len(layers),
         num_kv_heads=heads.kv_heads,
         head_dim=heads.head_dim,
         block_size=config.tokens_per_block,
         dtype=torch.float8_e4m3fn if in_fp8 else model.dtype,
-        scales=tuple(model.kv_scales[layer] for layer in layers) if in_fp8 else (),
+        scales=tuple(scales[layer] if layer < len(scales) else (1.0, 1.0) for layer in layers)
+        if in_fp8
+        else (),
     )
 
 

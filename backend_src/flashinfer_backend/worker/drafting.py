@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the end of a step does where tokens are guessed: it checks drafts, and has new ones proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Prepared
+from flashinfer_backend.core.step import Feeds, StepPlan, Wants
+from flashinfer_backend.speculate.proposer import DraftStep, Proposer
+from flashinfer_backend.worker.device_state import DeviceState
+
+
+class Fed(NamedTuple):
+    """What a step fed the model, int32 [T] each with its padding; attention of its rows; and the outputs of
+    the proposer's layers, [T, layers * H], where it takes some."""
+
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+    cache_locations: Tensor
+    attention: Prepared
+    hidden: Tensor | None
+
+
+class Drafting:
+    """A rank's proposer, and the drafts of every slot. All ranks run the same."""
+
+    def __init__(self, proposer: Proposer, state: DeviceState) -> None:
+        self.proposer, self._state = proposer, state
+
+    def recall(self, plan: StepPlan) -> None:
+        """Take in tokens that no step feeds."""
+        if not plan.recalled:
+            return
+        parts = [np.frombuffer(tokens, "<i4") for _, tokens in plan.recalled]
+        uploaded, begin = self._state.staging.upload(parts), 0
+        for (slot, _), part in zip(plan.recalled, parts, strict=True):
+            self._state.tokens[slot, : len(part)] = uploaded[begin : begin + len(part)]
+            begin += len(part)
+
+    def finish(self, plan: StepPlan, fed: Fed, tokens: Tensor) -> Tensor | None:
+        """The end of a step that was launched operation by operation: int32 [s], how many tokens each of its
+        sampling rows comes to; None where it had no drafts. tokens: int32 [n], behind the plan's
+        sampled_tokens."""
+        state, rows = self._state, len(plan.sample_slots)
+        samples = plan.samples
+        uploaded = state.staging.upload(
+            [
+                plan.sample_slots,
+                (np.cumsum(samples) - samples).astype(np.int32),
+                samples.astype(np.int32),
+                plan.sampled_tokens,
+            ]
+        )
+        slots, first, lengths = uploaded[: 3 * rows].view(3, rows)
+        places = uploaded[3 * rows :]
+        counts, ends = None, places
+        if len(plan.drafted_rows):
+            counts, last = state.ops.accept(
+                tokens, first, lengths, slots, state.drafts, state.lengths, state.last_token
+            )
+            ends = places[last]
+        follow = self._next_tokens(plan, fed, tokens, places) if self.proposer.layers else None
+
+        def decode(ahead: int) -> Prepared:
+            return state.attention.step(
+                AttentionBatch(
+                    q_lens=np.ones(rows, np.int32),
+                    kv_lens=plan.sample_positions + np.int32(ahead),
+                    slots=plan.sample_slots,
+                    block_table=state.block_table,
+                    lengths=state.lengths,
+                    ahead=ahead,
+                )
+            )
+
+        self.propose(fed, follow, slots, ends, decode, plan.drafts)
+        return counts
+
+    def propose(
+        self,
+        fed: Fed,
+        next_tokens: Tensor | None,
+        slots: Tensor,
+        ends: Tensor,
+        decode: Callable[[int], Prepared],
+        count: int,
+    ) -> None:
+        """New drafts, `count` for each of the sampling rows' `slots`; see DraftStep."""
+        state, proposer = self._state, self.proposer
+        if proposer.history:
+            own = fed.tokens, fed.slots, fed.positions
+            state.ops.record_tokens(state.tokens, own, slots, state.lengths, state.last_token)
+        step = DraftStep(
+            tokens=fed.tokens,
+            slots=fed.slots,
+            positions=fed.positions,
+            cache_locations=fed.cache_locations,
+            next_tokens=next_tokens,
+            hidden=fed.hidden,
+            ends=ends,
+            sample_slots=slots,
+            attention=fed.attention,
+            decode=decode,
+        )
+        drafts = proposer.propose(step, state, count)
+        if count:
+            state.drafts[slots, :count] = drafts
+
+    def _next_tokens(self, plan: StepPlan, fed: Fed, tokens: Tensor, places: Tensor) -> Tensor:
+        """DraftStep.next_tokens of any step."""
+        follow = fed.tokens.roll(-1)
+        given = (plan.feeds == Feeds.GIVEN) & (plan.wants & (Wants.NEXT | Wants.NEXT_OF_EACH) == 0)
+        if given.any():
+            ends = np.cumsum(plan.lengths, dtype=np.int32)[given] - np.int32(1)
+            known = plan.following[given[plan.feeds == Feeds.GIVEN]]
+            where, behind = self._state.staging.upload([ends, known]).view(2, -1)
+            follow[where] = behind
+        follow[places] = tokens
+        return follow
