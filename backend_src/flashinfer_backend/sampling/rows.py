@@ -110,7 +110,9 @@ class ProcessedRows:
         self.counts = parts.make("counts", Counts)
         self.guided = parts.sent.get("guided")  # [index]
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
-        self.grammars = [(row.state.grammar, row.suppressed) for row in rows if row.state.grammar is not None]
+        last = [row for row in rows if row.state.grammar is not None and not row.behind]
+        self.grammars = [(row.state.grammar, row.suppressed) for row in last if row.state.grammar]
+        self.masks = plan.samples[[row.row for row in last]].tolist()  # of each of them
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
         self.checked = parts.sent.get("checked")  # [index, slots, drafts]: those of them with a draft
         self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)

@@ -10,6 +10,7 @@ temperature, top-k, top-p, min-p. The model's logits are left as they are, for w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import ModuleType
 
 import numpy as np
@@ -58,7 +59,7 @@ class Sampled:
     readback: Tensor  # int32 [s + n]: tokens, and behind them log probabilities
     reports: list[Report] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
-    guided: list[StatefulRow] = field(default_factory=list)
+    guided: list[StatefulRow] = field(default_factory=list)  # the last token of each row with a grammar
 
 
 class Sampler:
@@ -117,7 +118,8 @@ class Sampler:
         What fails is tried again row by row: it fails those alone that it is about.
         """
         rows = self._states.rows(plan)
-        sampled = Sampled(tokens, guided=[row for row in rows if row.state.grammar is not None])
+        guided = [row for row in rows if row.state.grammar is not None and not row.behind]
+        sampled = Sampled(tokens, guided=guided)
         if sampled.guided:
             self.grammars.wait()
             for row in sampled.guided:
@@ -155,48 +157,58 @@ class Sampler:
             torch.cuda.empty_cache()
         sampled.readback, sampled.reports = tokens, []
         reported = []
-        for row in rows:
+        for number, group in groupby(rows, key=lambda row: row.row):
+            own = list(group)
             try:
-                if row.processed:
-                    processed = ProcessedRows([row], plan, self._vocab_size, self._staging)
+                if own[0].processed:
+                    processed = ProcessedRows(own, plan, self._vocab_size, self._staging)
                     self._sample_processed(processed, logits, tokens, plan)
-                if row.state.params.reports_logits:
-                    ReportedRows([row], self._staging).take(logits, tokens)
-                    reported.append(row)
+                if own[0].state.params.reports_logits:
+                    ReportedRows(own, self._staging).take(logits, tokens)
+                    reported += own
             except Exception as error:
-                sampled.failed.append((row.row, f"{type(error).__name__}: {error}"))
+                sampled.failed.append((number, f"{type(error).__name__}: {error}"))
         if reported:
             try:
                 sampled.readback, report = ReportedRows(reported, self._staging).take(logits, tokens)
                 sampled.reports = [report]
             except Exception as error:  # each of them works, all of them do not
-                sampled.failed += [(row.row, f"{type(error).__name__}: {error}") for row in reported]
+                why = f"{type(error).__name__}: {error}"
+                sampled.failed += [(row, why) for row in dict.fromkeys(row.row for row in reported)]
 
     def read(
-        self, sampled: Sampled, plan: StepPlan, values: np.ndarray, counts: np.ndarray | None
+        self,
+        sampled: Sampled,
+        plan: StepPlan,
+        values: np.ndarray,
+        counts: np.ndarray | None = None,
+        drafts: np.ndarray | None = None,
     ) -> StepOutput:
         """What a step came to; begins to move its grammars on by the tokens. values: the readback on the
-        host; counts: StepOutput's."""
+        host; counts: StepOutput's; drafts: int32 [len(sampled.guided), k], of their slots' next rows."""
         output = StepOutput(values[: len(plan.sampled_tokens)])
         for report in sampled.reports:
             report.read(values, output)
         moves, rows = [], []
-        for row in sampled.guided:
-            token, grammar = int(values[row.at]), row.state.grammar
+        for i, row in enumerate(sampled.guided):
+            kept, end_id, grammar = 1, row.state.params.end_id, row.state.grammar
+            if counts is not None:
+                kept = int(counts[row.row])
+            first = row.at + 1 - int(plan.samples[row.row])
+            tokens = values[first : first + kept].tolist()
             # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
             # step was planned. One that is gone has nothing to follow.
-            ended = token == row.state.params.end_id or row.state not in self._states
+            ended = end_id in tokens or row.state not in self._states
             if not ended and grammar is not None and not grammar.ended and grammar.problem is None:
-                moves.append(Move(grammar, [token]))
+                moves.append(Move(grammar, tokens, () if drafts is None else drafts[i].tolist()))
                 rows.append(row)
         self.grammars.advance(moves)
-        if any(row.state.params.end_id < 0 for row in rows):  # these can end here
-            self.grammars.followed()
-            output.grammar_ends = [
-                row.row
-                for row, move in zip(rows, moves, strict=True)
-                if row.state.params.end_id < 0 and move.grammar.ended
-            ]
+        if any(row.state.params.end_id < 0 for row in rows):  # these can end here, amid what was accepted
+            for row, move, followed in zip(rows, moves, self.grammars.followed(), strict=True):
+                if row.state.params.end_id < 0 and move.grammar.ended:
+                    output.grammar_ends.append(row.row)
+                    if counts is not None:
+                        counts[row.row] = followed
         if counts is not None:
             output.keep(plan.samples, counts)
         return output
@@ -205,7 +217,7 @@ class Sampler:
         masks = []
         if rows.guided:
             # A row whose owner has left meanwhile gets its last mask; its token is dropped.
-            masks = upload(self._staging, [self.grammars.stacked(rows.grammars)])
+            masks = upload(self._staging, [self.grammars.stacked(rows.grammars, rows.masks)])
         position = self._lengths[rows.slots] - rows.behind
         if rows.checked:
             index, slots, drafts = rows.checked
