@@ -3,8 +3,8 @@
 
 Each request is drawn from the seed and its number, and may be wrong in any way: shapes, types, values,
 names, missing and further inputs, bytes that are not what they say. Every one should get a whole answer or an
-error in plain words; requests that are right should get the same text as ever. `--first N --requests 1`
-repeats one.
+error in plain words; requests that are right should get the same text as ever, and calls that the model
+writes with a slip should be read as they are meant. `--first N --requests 1` repeats one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
-from openai_server import OpenAiServer, model_with_template, openai_running  # noqa: E402
+from openai_server import OpenAiServer, events, model_with_template, openai_running  # noqa: E402
 from running import Server, build_repository, running  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.core.bounds import FIELDS  # noqa: E402
 from flashinfer_backend.openai import requests as openai_requests  # noqa: E402
+from flashinfer_backend.openai.formats.choice import make_reader  # noqa: E402
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, merged  # noqa: E402
 
 TIMEOUT_S = 60.0  # an answer that takes longer has been forgotten
 PROMPT = "Once upon a time"
@@ -59,6 +61,14 @@ LEAK = re.compile(
     r'Traceback|File "|line \d+, in |(?<![\w.])/(work|tmp|usr|root|home|opt|proc|var|dev|etc)/|'
     r"0x[0-9a-f]{6,}|<class|<[\w.]+ object|\barray\(|dtype|numpy|\bNone\b|\w+(Error|Exception)\b|\bnp\."
 )
+
+# Functions that the model calls, and values whose text has no mark of a call.
+PARAMETERS: dict[str, Any] = {"city": {"type": "string"}, "days": {"type": "integer"}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": found}}}
+    for name, found in (("weather", PARAMETERS), ("now", {}))
+]
+CITIES = ["Ulm", "São Paulo", 'Pa"ris', "a\nb", "x < y", "</p", "{}", "\\", "null", "1"]
 
 # What preprocessing's backend says to all requests of a batch when one of them lies about its texts' lengths.
 NEIGHBOUR = "incomplete string data for inference input"
@@ -467,8 +477,68 @@ class TritonFuzz:
         return Verdict(f"{name}: whole")
 
 
+Calls = list[tuple[str, dict[str, Any]]]  # names and arguments
+
+
+def hermes_calls(draw: Draw, calls: Calls) -> str:
+    """Calls as Hermes and Qwen 3 write them, some without their end."""
+    texts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    ends = ["" if draw.chance(0.3) else "\n</tool_call>" for _ in calls]
+    return "\n".join(f"<tool_call>\n{text}{end}" for text, end in zip(texts, ends, strict=True))
+
+
+def qwen_calls(draw: Draw, calls: Calls) -> str:
+    """Calls as Qwen3-Coder writes them: some without <tool_call> or </parameter>, some in another's tag."""
+    texts: list[str] = []
+    end = ""
+    for name, arguments in calls:
+        if not (end and draw.chance(0.3)):  # else one more function in the same tag
+            texts += [end, "" if draw.chance(0.4) else "<tool_call>\n"]
+        texts.append(f"<function={name}>\n")
+        for key, value in arguments.items():
+            texts.append(f"<parameter={key}>\n{value}\n" + ("" if draw.chance(0.4) else "</parameter>\n"))
+        texts.append("</function>\n")
+        end = "</tool_call>\n"
+    return "".join([*texts, end])
+
+
+WRITERS = {"hermes": hermes_calls, "qwen3_coder": qwen_calls}
+
+
+@dataclass
+class Said:
+    """What an answer says: text, and calls with their arguments in JSON."""
+
+    text: str
+    calls: list[tuple[str, str]]
+
+    def wrong(self, calls: Calls, text: str) -> str:
+        """What is wrong where it should be these calls behind this text."""
+        try:
+            found = [(name, json.loads(arguments)) for name, arguments in self.calls]
+        except ValueError:
+            return f"arguments that are no JSON: {self.calls}"
+        if (found, self.text) != (calls, text):
+            return f"{self} should be {calls} behind {text!r}"
+        return ""
+
+
+def streamed(chunks: list[Any]) -> Said:
+    """What a chat's stream says."""
+    said = Said("", [])
+    for delta in (choice["delta"] for chunk in chunks for choice in chunk["choices"]):
+        said.text += delta.get("content") or ""
+        for call in delta.get("tool_calls") or []:
+            at, function = call["index"], call["function"]
+            if at == len(said.calls):
+                said.calls.append((function["name"], ""))
+            name, arguments = said.calls[at]
+            said.calls[at] = (name, arguments + (function.get("arguments") or ""))
+    return said
+
+
 class OpenAiFuzz:
-    """Requests to the OpenAI API."""
+    """Requests to the OpenAI API. tool_format: of the server's calls."""
 
     ROUTES: typing.ClassVar[dict[str, type]] = {
         "/v1/chat/completions": openai_requests.ChatRequest,
@@ -478,8 +548,8 @@ class OpenAiFuzz:
         "/detokenize": openai_requests.DetokenizeRequest,
     }
 
-    def __init__(self, server: OpenAiServer) -> None:
-        self.server = server
+    def __init__(self, server: OpenAiServer, tool_format: str) -> None:
+        self.server, self._tool_format = server, tool_format
         self.expected = self._control_text()
 
     def _control_text(self) -> str:
@@ -498,6 +568,8 @@ class OpenAiFuzz:
     def send(self, draw: Draw) -> Verdict:
         """One request."""
         rng = draw.rng
+        if draw.chance(0.03):
+            return self._calls(draw)
         path = rng.choice(list(self.ROUTES))
         body = json.dumps(self._body(draw, path), ensure_ascii=draw.chance(0.5)).encode(
             errors="surrogatepass"
@@ -525,6 +597,57 @@ class OpenAiFuzz:
         finally:
             connection.close()
         return self._judge(path, status, kind, text)
+
+    def _calls(self, draw: Draw) -> Verdict:
+        """Calls with slips that can be understood in one way only. The model is made to write them; or, as a
+        guided answer has no reasoning, a reader is given some that are in reasoning that is not closed."""
+        rng = draw.rng
+        calls: Calls = []
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            given = {"city": rng.choice(CITIES), "days": rng.randrange(-9, 9)}
+            names = rng.sample(list(given), rng.randrange(3))
+            calls.append(("weather", {name: given[name] for name in names}) if names else ("now", {}))
+        before = rng.choice(["", "I look."])
+        text = f"{before}\n{WRITERS[self._tool_format](draw, calls)}"
+        if draw.chance(0.3):
+            return self._read_calls(draw, calls, f"<think>{text}", before)
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "tools": TOOLS,
+            "structured_outputs": {"grammar": f"root ::= {json.dumps(text)}"},
+        }
+        status, _, answer = self.server.call("/v1/chat/completions", body)
+        if status != 200:
+            return Verdict("calls", f"{status} {answer} for {text!r}")
+        _, _, stream = self.server.call("/v1/chat/completions", body | {"stream": True})
+        message = answer["choices"][0]["message"]
+        whole = Said(
+            message["content"] or "",
+            [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in message["tool_calls"] or []
+            ],
+        )
+        wrong = whole.wrong(calls, before) or streamed(events(stream)).wrong(calls, before)
+        return Verdict("calls: whole", wrong and f"{wrong}, for {text!r}")
+
+    def _read_calls(self, draw: Draw, calls: Calls, text: str, before: str) -> Verdict:
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+        for _ in range(3):
+            reader = make_reader(self._tool_format, "think", schemas, inside=False)
+            cuts = [0, *sorted(draw.rng.choices(range(len(text)), k=draw.rng.randrange(9))), len(text)]
+            found = [event for a, b in itertools.pairwise(cuts) for event in reader.feed(text[a:b])]
+            said = Said("", [])
+            for kind, words, _ in merged(found + reader.finish()):
+                if kind == CALL:
+                    said.calls.append((words, ""))
+                elif kind == ARGUMENTS:
+                    said.calls[-1] = (said.calls[-1][0], words)
+                else:
+                    said.text += words
+            if wrong := said.wrong(calls, before):
+                return Verdict("calls in reasoning", f"{wrong}, for {text!r} cut at {cuts}")
+        return Verdict("calls in reasoning: whole")
 
     def _body(self, draw: Draw, path: str) -> Any:
         if draw.chance(0.02):
@@ -698,6 +821,7 @@ def main() -> int:
     parser.add_argument("--threads", type=integer(1), default=6)
     parser.add_argument("--minutes", type=positive, default=math.inf, help="at most, for each")
     parser.add_argument("--door", choices=["triton", "openai", "both"], default="both")
+    parser.add_argument("--tool-format", choices=sorted(WRITERS), default="qwen3_coder")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wrong: list[str] = []
@@ -708,8 +832,9 @@ def main() -> int:
             server = stack.enter_context(running(repository, folder, options=["--restarts", "0"]))
             targets["tritonserver"] = TritonFuzz(server)
         if options.door != "triton":
-            door = stack.enter_context(openai_running(model_with_template(folder), folder))
-            targets["the OpenAI API"] = OpenAiFuzz(door)
+            tool_format = ["--tool-format", options.tool_format]
+            door = stack.enter_context(openai_running(model_with_template(folder), folder, *tool_format))
+            targets["the OpenAI API"] = OpenAiFuzz(door, options.tool_format)
         for name, target in targets.items():
             began = time.monotonic()
             findings = fuzz(
