@@ -30,6 +30,11 @@ class Header:
             self._tensors: dict[str, Any] = json.loads(file.read(length))
         self._end = 8 + length
 
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return [name for name in self._tensors if name != "__metadata__"]
+
     def find(self, name: str, part: Sequence[slice]) -> tuple[int, tuple[int, ...]] | None:
         """The first byte of a part of a tensor that is not empty, and the part's shape; None where its bytes
         do not lie together, as of columns. part: a slice of each dimension."""

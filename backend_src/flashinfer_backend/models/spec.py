@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import GATED, Role, Shape
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import BLOCK, WeightFormat
+
+Spec = TypeVar("Spec", bound="ModelSpec")
 
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
@@ -293,7 +295,7 @@ class ModelSpec:
     shard: Shard = WHOLE
     disputed_window: int | None = None
 
-    def share(self, shard: Shard) -> ModelSpec:
+    def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
         the vocabulary.
 
@@ -307,12 +309,12 @@ class ModelSpec:
         )
         return replace(self, layers=layers, shard=shard).checked()
 
-    def with_format(self, format: WeightFormat) -> ModelSpec:
+    def with_format(self: Spec, format: WeightFormat) -> Spec:
         """The same with all products of its layers in this format. Raises as checked()."""
         layers = tuple(layer.map(lambda product: replace(product, format=format)) for layer in self.layers)
         return replace(self, layers=layers, format=format).checked()
 
-    def quantised_on_load(self) -> ModelSpec:
+    def quantised_on_load(self: Spec) -> Spec:
         """The same with its layers' products in FP8, made from 16-bit weights while they load.
 
         Raises UnsupportedModelError for a checkpoint that is quantised already.
@@ -324,7 +326,7 @@ class ModelSpec:
             )
         return self.with_format("fp8_on_load")
 
-    def checked(self) -> ModelSpec:
+    def checked(self: Spec) -> Spec:
         """Itself. Raises UnsupportedModelError where a product cannot be stored in its format, and where
         experts have a format that is not computed."""
         for product in self.products:
@@ -344,19 +346,19 @@ class ModelSpec:
     @property
     def embedding(self) -> Product:
         """The rank's rows of the embedding, which are looked up."""
-        return self._vocabulary("embed_tokens", "model.embed_tokens", "")
+        return self._vocabulary("embed_tokens", "model.embed_tokens", "", self.vocab_size)
 
     @property
     def head(self) -> Product:
         """The rank's columns of the logits."""
-        return self._vocabulary("lm_head", "lm_head", "head")
+        return self._vocabulary("lm_head", "lm_head", "head", self.vocab_size)
 
-    def _vocabulary(self, name: str, module: str, role: Role) -> Product:
+    def _vocabulary(self, name: str, module: str, role: Role, words: int) -> Product:
         size, columns = self.shard.size, slice(0, self.hidden_size)
         grain = VOCAB_GRAIN if size > 1 else 1
-        count = -(-self.vocab_size // (size * grain)) * grain
-        first, last = (min(rank * count, self.vocab_size) for rank in (self.shard.rank, self.shard.rank + 1))
-        part = Part((self.vocab_size, self.hidden_size), slice(first, last), columns)
+        count = -(-words // (size * grain)) * grain
+        first, last = (min(rank * count, words) for rank in (self.shard.rank, self.shard.rank + 1))
+        part = Part((words, self.hidden_size), slice(first, last), columns)
         return Product(name, (Source(module, part),), "rows", role, padding=count - (last - first))
 
     @property

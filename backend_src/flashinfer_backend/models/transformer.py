@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,14 @@ class Attention(Protocol):
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] to the layer's cache, which already holds this step's keys and values."""
+
+
+class Taps(NamedTuple):
+    """Which layers' outputs are wanted, ascending, without the last layer's; and where they are written:
+    out[T, len(layers) * hidden], side by side."""
+
+    layers: tuple[int, ...]
+    out: Tensor
 
 
 class Layer(nn.Module):
@@ -53,9 +61,9 @@ class Layer(nn.Module):
         self.kv_scales = (1.0, 1.0)
         self.q_norm = self.k_norm = None
         for norm in spec.norms:
-            setattr(self, norm.name, _parameter((norm.size,), dtype, cos_sin.device))
+            setattr(self, norm.name, parameter((norm.size,), dtype, cos_sin.device))
         for product in spec.products:
-            setattr(self, product.name, _weight(product, dtype, cos_sin.device))
+            setattr(self, product.name, weight(product, dtype, cos_sin.device))
 
     def before(
         self,
@@ -66,9 +74,21 @@ class Layer(nn.Module):
         out: Tensor | None = None,
     ) -> Tensor:
         """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given)."""
-        mixer, ops, qkv = self.spec.mixer, self.ops, self.qkv
-        return ops.rope_and_store(
-            ops.norm_linear(hidden, self.input_norm, self.eps, qkv, qkv.bias),
+        qkv = self.ops.norm_linear(hidden, self.input_norm, self.eps, self.qkv, self.qkv.bias)
+        return self.rotate(qkv, positions, cache_locations, kv_cache, out)
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cache_locations: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The same from the product qkv[T, (Hq + 2 Hkv) D] on."""
+        mixer = self.spec.mixer
+        return self.ops.rope_and_store(
+            qkv,
             positions,
             self.cos_sin,
             *kv_cache,
@@ -135,14 +155,14 @@ class Transformer(nn.Module):
         ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
         tables = {rope: cos_sin(rope, max_seq_len).to(self.device) for rope in ropes}
         self._own_tokens = spec.embedding.sources[0].part.rows
-        self.embed_tokens = _parameter(spec.embedding.shape, self.dtype, self.device)
+        self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             Layer(layer, spec, ops, tables[layer.mixer.rope], self.dtype) for layer in spec.layers
         )
-        self.final_norm = _parameter((spec.hidden_size,), self.dtype, self.device)
+        self.final_norm = parameter((spec.hidden_size,), self.dtype, self.device)
         tied = spec.tie_word_embeddings
         self.lm_head = (
-            Weight("head", self.embed_tokens) if tied else _weight(spec.head, self.dtype, self.device)
+            Weight("head", self.embed_tokens) if tied else weight(spec.head, self.dtype, self.device)
         )
 
     @property
@@ -159,6 +179,7 @@ class Transformer(nn.Module):
         attention: Attention,
         rows: Tensor | None = None,
         between_layers: Callable[[], object] = lambda: None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
@@ -166,11 +187,11 @@ class Transformer(nn.Module):
         input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset; a list
         of each layer's where layers are in several cache groups), rows[R] int32; kv_caches: per layer (K, V),
         each [blocks, P, Hkv, D]. attention was planned for this step. between_layers is called after each
-        layer's attention, so that the caller can do other work.
+        layer's attention, so that the caller can do other work. taps: other layers' outputs that are wanted.
         """
         inputs, attended, hidden = (input_ids, positions, cache_locations), None, None
         for index in range(len(self.layers)):
-            q, hidden = self.piece(index, inputs, kv_caches, attended, hidden)
+            q, hidden = self.piece(index, inputs, kv_caches, attended, hidden, taps=taps)
             attended = torch.empty_like(q)
             attention.run(index, q, attended)
             between_layers()
@@ -185,16 +206,22 @@ class Transformer(nn.Module):
         attended: Tensor | None,
         hidden: Tensor | None,
         out: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What a step runs before the attention of layer `index`, from the attention of the layer before on,
         or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
-        given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward()."""
+        given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward().
+        Writes the output of the layer before to its place in taps."""
         (input_ids, positions, locations), layers = inputs, self.layers
         cache_locations = locations if isinstance(locations, Tensor) else locations[index]
         if attended is None or hidden is None:
             hidden = self.embed(input_ids)
         else:
             hidden = layers[index - 1].after(attended, hidden, self.collectives)
+        if taps is not None and index - 1 in taps.layers:
+            for layer, out in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
+                if layer == index - 1:
+                    out.copy_(hidden)
         q = layers[index].before(hidden, positions, cache_locations, kv_caches[index], out)
         return q, hidden
 
@@ -227,12 +254,12 @@ class Transformer(nn.Module):
         return own if alone else self.collectives.gather_columns(own, spec.vocab_size, out)
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-def _weight(product: Product, dtype: torch.dtype, device: torch.device) -> Weight:
+def weight(product: Product, dtype: torch.dtype, device: torch.device) -> Weight:
     weight = Weight.empty(product.role, product.shape, product.format, dtype, device)
     if product.bias:
-        weight.bias = _parameter(product.shape[:1], dtype, device)
+        weight.bias = parameter(product.shape[:1], dtype, device)
     return weight

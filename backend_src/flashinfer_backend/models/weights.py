@@ -7,20 +7,21 @@ import itertools
 import logging
 import re
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SINGLE, weight_files
 from flashinfer_backend.models.safetensors_file import Header, state
-from flashinfer_backend.models.spec import Product
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.spec import ModelSpec, Product
+from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
@@ -37,20 +38,44 @@ class WeightsError(ValueError):
     """The checkpoint's tensors do not fit the model that its config.json describes."""
 
 
-def load_weights(model: Transformer, model_dir: str | Path, load_format: str = "auto", seed: int = 0) -> None:
+class Model(Protocol):
+    """What is filled: a Transformer, or a drafter."""
+
+    device: torch.device
+    dtype: torch.dtype
+    layers: list[Layer]
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def load_weights(
+    model: Model,
+    model_dir: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    targets: dict[str, Stored] | None = None,
+) -> None:
     """Fill the model's weights in place.
 
     load_format "auto" reads model.safetensors, or without one the shards that model.safetensors.index.json
     names, one tensor at a time into the fused weights, converted to the model's dtype, or quantised where the
     weight's format says so; before, it looks at the names, shapes and types of all. "dummy" draws them from
     N(0, initializer_range) keyed by seed and rank (norms 1, biases 0) and does not look at model_dir.
+    targets: what fills what; default: destinations(model), of a Transformer.
+
     Raises FileNotFoundError for a missing file and WeightsError for tensors that cannot be read, are missing,
     unexpected, of another shape or of another type than the format of their weight has.
     """
     if load_format == "dummy":
         _fill_randomly(model, seed)
     elif load_format == "auto":
-        _load_safetensors(model, Path(model_dir))
+        if targets is None:
+            assert isinstance(model, Transformer)
+            targets = destinations(model)
+        _load_safetensors(model, Path(model_dir), targets)
     else:
         raise ValueError(f"load_format {load_format!r} is unknown; known: auto, dummy")
 
@@ -64,7 +89,7 @@ def _opened(path: Path) -> Any:
 
 
 @torch.no_grad()
-def _fill_randomly(model: Transformer, seed: int) -> None:
+def _fill_randomly(model: Model, seed: int) -> None:
     rank, size = model.spec.shard
     generator = torch.Generator(device=model.device).manual_seed(seed * size + rank)
     experts = {
@@ -99,21 +124,27 @@ def _matrices(weight: Weight, experts: int) -> list[Weight]:
 def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     spec = model.spec
-    targets = _of_product(spec.embedding, Weight("", model.embed_tokens))
+    targets = of_product(spec.embedding, Weight("", model.embed_tokens))
     targets["model.norm.weight"] = Stored.into(model.final_norm)._replace(fills="final_norm")
     if not spec.tie_word_embeddings:
-        targets |= _of_product(spec.head, model.lm_head)
+        targets |= of_product(spec.head, model.lm_head)
+    return targets | of_layers(model)
+
+
+def of_layers(model: Model) -> dict[str, Stored]:
+    """Those of its layers' products and norms."""
+    targets: dict[str, Stored] = {}
     for layer in model.layers:
         prefix = f"{layer.spec.prefix}."
         for norm in layer.spec.norms:
             stored = Stored.into(getattr(layer, norm.name))._replace(fills=f"{prefix}{norm.name}")
             targets[f"{prefix}{norm.module}.weight"] = stored
         for product in layer.spec.products:
-            targets |= _of_product(product, getattr(layer, product.name), prefix)
+            targets |= of_product(product, getattr(layer, product.name), prefix)
     return targets
 
 
-def _of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, Stored]:
+def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, Stored]:
     """What fills a product's weight. Rows of padding become zeros at once."""
     targets, start = {}, 0
     for module, part in product.sources:
@@ -129,7 +160,7 @@ def _of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str,
     return targets
 
 
-def _kv_scales(model: Transformer, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
+def _kv_scales(model: Model, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
     """The checkpoint names of scales of keys and values -> where they go: found[layer, "k" or "v"]."""
 
     def stored(key: tuple[int, str]) -> Stored:
@@ -165,7 +196,7 @@ class _Tensor(NamedTuple):
     state: tuple[int, int]  # of the file, when its header was read
 
 
-def _find(model: Transformer, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
+def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
     """What to read of the checkpoint's files. Only their headers are looked at here, so that what does not
     fit is said before minutes of reading."""
     tied = targets["model.embed_tokens.weight"] if model.spec.tie_word_embeddings else None
@@ -222,7 +253,7 @@ def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
 
 
 @torch.no_grad()
-def _load_safetensors(model: Transformer, model_dir: Path) -> None:
+def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored]) -> None:
     if (model_dir / ADAPTER_CONFIG).is_file() and model.spec.shard.rank == 0:
         # Such a file is often left in the folder of a merged checkpoint.
         log.warning(
@@ -230,7 +261,6 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
             *(model_dir, ADAPTER_CONFIG),
         )
     scales: dict[tuple[int, str], float] = {}
-    targets = destinations(model)
     optional = {name: stored._replace(optional=True) for name, stored in _kv_scales(model, scales).items()}
     tensors = _find(model, model_dir, optional | targets)
     tied_head: Tensor | None = None
@@ -264,9 +294,10 @@ def _load_safetensors(model: Transformer, model_dir: Path) -> None:
     log.info("read %.2f GB in %.2f s, %.1f GB/s", done / 1e9, seconds, done / 1e9 / seconds)
     _finish(model, model_dir)
     _set_kv_scales(model, model_dir, scales)
-    if tied_head is not None and not torch.equal(
-        tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]
-    ):
+    if tied_head is None:
+        return
+    assert isinstance(model, Transformer)
+    if not torch.equal(tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]):
         raise WeightsError(
             f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
             "model.embed_tokens.weight; set tie_word_embeddings to false"
@@ -296,7 +327,7 @@ def _value(mapped: Any, tensor: _Tensor, upload: Uploader | None) -> Tensor:
     return upload.copy(value) if upload and tensor.nbytes > SMALL else value
 
 
-def _finish(model: Transformer, model_dir: Path) -> None:
+def _finish(model: Model, model_dir: Path) -> None:
     """What a weight can do only when it has all of its tensors."""
     for index, layer in enumerate(model.layers):
         for product in layer.spec.products:
@@ -309,7 +340,7 @@ def _finish(model: Transformer, model_dir: Path) -> None:
                     raise WeightsError(f"{model_dir}: g_idx of layer {index}'s {parts} {error}") from None
 
 
-def _set_kv_scales(model: Transformer, model_dir: Path, found: dict[tuple[int, str], float]) -> None:
+def _set_kv_scales(model: Model, model_dir: Path, found: dict[tuple[int, str], float]) -> None:
     """All layers' scales or none: without any, keys and values are stored as they are."""
     if not found:
         return

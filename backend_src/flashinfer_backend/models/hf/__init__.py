@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, re
 from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
 from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
 from flashinfer_backend.models.hf.llama import llama
 from flashinfer_backend.models.hf.mistral import mistral
@@ -50,10 +52,27 @@ def read_spec(
     check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
     hf_quant = read_object_if_there(model_dir / "hf_quant_config.json")
     end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
-    try:
+    with _explained(path):
         config = Config(raw, generation, hf_quant, end_id)
         check_config(raw, model_dir)
         return _family(raw)(config).checked()
+
+
+def read_drafter(folder: str | Path) -> Eagle3Spec:
+    """Read config.json of a drafter's folder. Raises as read_spec does."""
+    folder = Path(folder)
+    check_folder(folder)
+    path = folder / "config.json"
+    raw, hf_quant = read_object(path), read_object_if_there(folder / "hf_quant_config.json")
+    with _explained(path):
+        return eagle3(raw, hf_quant)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Errors name the file."""
+    try:
+        yield
     except KeyError as error:
         raise ValueError(f"{path} has no {error.args[0]!r}") from None
     except (TypeError, AttributeError, OverflowError) as error:

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts by an EAGLE-3 head: https://arxiv.org/abs/2503.01840.
+
+At each position the head takes hidden states that the target had there, joined into one, and the embedding of
+the token that follows: from these it guesses the token after that. The next guess starts from the head's own
+hidden state instead of the target's. The head's keys and values lie in the target's blocks, as further
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flashinfer_backend.attention.contract import Prepared
+from flashinfer_backend.models.checkpoint_kind import weight_files
+from flashinfer_backend.models.hf import read_drafter
+from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
+from flashinfer_backend.models.rope import cos_sin
+from flashinfer_backend.models.safetensors_file import Header
+from flashinfer_backend.models.spec import Product
+from flashinfer_backend.models.transformer import Layer, Transformer, parameter, weight
+from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
+from flashinfer_backend.ops.collectives import ALONE
+from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
+from flashinfer_backend.speculate.proposer import DraftStep, Slots
+
+FIRST_LAYER = "midlayer"  # what SafeAILab's checkpoints call layers.0
+
+
+class FirstLayer(Layer):
+    """The first layer, whose queries, keys and values come from the next token's embedding and from the
+    hidden state, side by side, each with a norm."""
+
+    hidden_norm: nn.Parameter
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """embedded and hidden [T, H], each normed -> side by side [T, 2 H], and the latter alone [T, H]."""
+        normed = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
+        return torch.cat([self.ops.rms_norm(embedded, self.input_norm, self.eps), normed], dim=1), normed
+
+
+class Head(nn.Module):
+    """An EAGLE-3 head with uninitialised weights, which `load` fills, for sequences of up to `positions`
+    tokens. Its embedding is the target's, unless a checkpoint brings another."""
+
+    layers: list[Layer]
+    embed_tokens: Tensor
+
+    def __init__(self, spec: Eagle3Spec, target: Transformer, positions: int) -> None:
+        super().__init__()
+        spec.check_fits(target.spec)
+        self.spec, self.ops, self.dtype, self.device = spec, target.ops, target.dtype, target.device
+        table = cos_sin(spec.attention.rope, positions).to(self.device)
+        hidden, joined = spec.hidden_size, spec.fc.shape[1]
+        kinds = [FirstLayer, *[Layer] * (len(spec.layers) - 1)]
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            kind(layer, spec, self.ops, table, self.dtype)
+            for kind, layer in zip(kinds, spec.layers, strict=True)
+        )
+        self.fc = self._weight(spec.fc)
+        parts = {"none": 0, "whole": 1, "each": joined // spec.target_hidden_size}[spec.fc_norms]
+        self._fc_norms = [f"fc{index}_norm" for index in range(parts)]
+        for name in self._fc_norms:
+            setattr(self, name, parameter((joined // parts,), self.dtype, self.device))
+        self.final_norm = parameter((hidden,), self.dtype, self.device)
+        self.lm_head = self._weight(spec.head)
+        # int32 [draft_vocab_size]: the target's id of each token that the head knows.
+        self.ids = torch.arange(spec.draft_vocab_size, dtype=torch.int32, device=self.device)
+        self._shares_embedding = hidden == target.spec.hidden_size
+        if self._shares_embedding:
+            self.embed_tokens = target.embed_tokens.data  # as no parameter, which would be filled with others
+        else:
+            self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
+
+    def _weight(self, product: Product) -> Weight:
+        return weight(product, self.dtype, self.device)
+
+    def join(self, taken: Tensor) -> Tensor:
+        """The target's hidden states, [T, layers * target's H] -> [T, H]."""
+        if self._fc_norms:
+            norms = [getattr(self, name) for name in self._fc_norms]
+            parts = [
+                self.ops.rms_norm(part.contiguous(), norm, self.spec.norm_eps)
+                for part, norm in zip(taken.chunk(len(norms), dim=1), norms, strict=True)
+            ]
+            taken = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return self.ops.linear_add(taken, self.fc, None)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        places: tuple[Tensor, Tensor],
+        caches: list[tuple[Tensor, Tensor]],
+        attend: Callable[[int, Tensor, Tensor], None],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [R, H] behind the last layer, of the positions in rows (int32 [R]; None: of all).
+
+        tokens: int32 [T], the one that follows each position. hidden [T, H]: the target's, joined, or the
+        head's own; may be overwritten. places: positions and cache locations, int32 [T] each. caches: (K, V)
+        of the head's layers. attend: attention's run, by the head's layers.
+        """
+        for index, layer in enumerate(self.layers):
+            q, hidden = self._before(index, tokens, hidden, places, caches)
+            attended = torch.empty_like(q)
+            attend(index, q, attended)
+            if rows is not None and index == len(self.layers) - 1:
+                attended, hidden = attended[rows], hidden[rows]
+            hidden = layer.after(attended, hidden, ALONE)
+        return hidden
+
+    def store(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        places: tuple[Tensor, Tensor],
+        caches: list[tuple[Tensor, Tensor]],
+        attend: Callable[[int, Tensor, Tensor], None],
+    ) -> None:
+        """The same as far as it fills the cache."""
+        for index, layer in enumerate(self.layers):
+            q, hidden = self._before(index, tokens, hidden, places, caches)
+            if index < len(self.layers) - 1:
+                attended = torch.empty_like(q)
+                attend(index, q, attended)
+                hidden = layer.after(attended, hidden, ALONE)
+
+    def _before(
+        self,
+        index: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        places: tuple[Tensor, Tensor],
+        caches: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """A layer up to its attention: q[T, Hq, D] and the residual stream."""
+        layer = self.layers[index]
+        if not isinstance(layer, FirstLayer):
+            return layer.before(hidden, *places, caches[index]), hidden
+        both, normed = layer.enter(F.embedding(tokens, self.embed_tokens), hidden)
+        q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *places, caches[index])
+        return q, normed if self.spec.norm_before_residual else hidden
+
+    def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token by each of hidden [R, H], int32 [R], and what the next guess starts from."""
+        spec, ops = self.spec, self.ops
+        if spec.norm_output:
+            hidden = ops.rms_norm(hidden, self.final_norm, spec.norm_eps)
+            logits = ops.linear_add(hidden, self.lm_head, None)
+        else:
+            logits = ops.norm_linear(hidden, self.final_norm, spec.norm_eps, self.lm_head, None)
+        return self.ids[logits.argmax(-1)], hidden
+
+    def load(self, folder: Path, load_format: str = "auto") -> None:
+        """Fill the weights from a checkpoint's folder; load_format and errors as load_weights'."""
+        mask: list[Tensor] = []
+        load_weights(self, folder, load_format, targets=self._destinations(mask))
+        if load_format == "dummy":
+            return
+        found = self.ids.sort().values.tolist()
+        if found != sorted(set(found)) or not 0 <= found[0] <= found[-1] < self.spec.vocab_size:
+            raise WeightsError(
+                f"{folder}: d2t gives ids outside of the target's {self.spec.vocab_size} tokens, or one twice"
+            )
+        if mask and mask[0].nonzero().squeeze(1).tolist() != found:
+            raise WeightsError(f"{folder}: t2d names other tokens than d2t")
+
+    def _destinations(self, mask: list[Tensor]) -> dict[str, Stored]:
+        """Checkpoint name -> what it fills; t2d is put into `mask`."""
+        spec = self.spec
+        targets = of_product(spec.fc, self.fc) | of_product(spec.head, self.lm_head) | of_layers(self)
+        targets["norm.weight"] = Stored.into(self.final_norm)
+        for index, name in enumerate(self._fc_norms):
+            module = "input_norm" if spec.fc_norms == "whole" else f"fc_norm.{index}"
+            targets[f"{module}.weight"] = Stored.into(getattr(self, name))
+        if self._shares_embedding:  # checkpoints often have a copy of the target's
+            shape = (spec.embedding.shape,)
+            targets["embed_tokens.weight"] = Stored(shape, FLOATS, self._take_embedding, optional=True)
+        else:
+            targets["embed_tokens.weight"] = Stored.into(self.embed_tokens)
+        words, known = spec.vocab_size, spec.draft_vocab_size
+        every = known == words
+
+        def offsets(found: Tensor) -> None:
+            self.ids += found.to(self.ids)
+
+        targets["d2t"] = Stored(((known,),), INTEGERS, offsets, optional=every)
+        targets["t2d"] = Stored(((words,),), ("BOOL",), mask.append, optional=True)
+        return targets
+
+    def _take_embedding(self, found: Tensor) -> None:
+        own = found.to(self.embed_tokens)
+        if not torch.equal(own, self.embed_tokens):
+            self.embed_tokens = own.clone()
+
+
+class Eagle3:
+    """The proposer. A position's keys and values come from the token behind it as well: the last one of a
+    cached block may have been computed in front of another token, which is noticed in accepted drafts alone.
+    """
+
+    history = False
+
+    def __init__(self, head: Head, target: Transformer, count: int) -> None:
+        self.head, self.count = head, count
+        self.layers = tuple(after - 1 for after in head.spec.taken_of(target.spec))
+        self.cache_layers, self._first = len(head.layers), len(target.layers)
+
+    def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
+        assert step.hidden is not None and step.next_tokens is not None
+        head, caches = self.head, state.kv_layers[self._first :]
+        fed = step.next_tokens, head.join(step.hidden), (step.positions, step.cache_locations), caches
+        if not count:
+            head.store(*fed, self._attention(step.attention))
+            return step.ends.new_empty((len(step.ends), 0))
+        token, hidden = head.guess(head(*fed, self._attention(step.attention), step.ends))
+        drafts, positions = [token], step.positions[step.ends]
+        slots, size = step.sample_slots, state.block_size
+        # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
+        last = torch.zeros_like(state.lengths).scatter_reduce_(0, step.slots.long(), step.positions, "amax")
+        columns = last[slots] // size
+        for ahead in range(1, count):
+            positions = positions + 1
+            blocks = state.block_table[slots, torch.minimum(positions // size, columns)]
+            locations = torch.where(positions // size > columns, 0, blocks * size + positions % size)
+            attend = self._attention(step.decode(ahead))
+            token, hidden = head.guess(head(token, hidden, (positions, locations), caches, attend))
+            drafts.append(token)
+        return torch.stack(drafts, dim=1)
+
+    def _attention(self, prepared: Prepared) -> Callable[[int, Tensor, Tensor], None]:
+        return lambda layer, q, out: prepared.run(self._first + layer, q, out)
+
+
+def load_eagle3(
+    folder: Path,
+    target: Transformer,
+    count: int,
+    positions: int,
+    load_format: str = "auto",
+    fp8: bool = False,
+) -> Eagle3:
+    """The proposer of `count` drafts by the head in a folder. positions: the most that a sequence has. fp8:
+    the head's layers are quantised as they are read. Raises OSError or ValueError saying what is wrong."""
+    spec = read_drafter(folder)
+    if fp8 and spec.format == "dense":
+        spec = spec.quantised_on_load()
+    if load_format == "auto" and _has_midlayer(folder):
+        spec = replace(spec, layers=(replace(spec.layers[0], prefix=FIRST_LAYER), *spec.layers[1:]))
+    head = Head(spec, target, positions)
+    head.load(folder, load_format)
+    return Eagle3(head, target, count)
+
+
+def _has_midlayer(folder: Path) -> bool:
+    try:
+        names = [name for path in weight_files(folder) for name in Header(path).names]
+    except (ValueError, KeyError):
+        return False  # loading says what is wrong with the files
+    return any(name.startswith(f"{FIRST_LAYER}.") for name in names)
