@@ -42,7 +42,7 @@ from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from flashinfer_backend.transport.engine_socket import EngineSocket
-from flashinfer_backend.transport.supervisor import EngineRecord
+from flashinfer_backend.transport.records import EngineRecord
 
 VOCABULARY = 2048
 FIRST_TEXT_ID = 300  # ids from here on write something in the bundled model's vocabulary
@@ -55,9 +55,9 @@ PACKAGES = ("numpy", "pyzmq", "uvicorn", "uvloop", "httptools", "starlette")
 def engine(run_dir: Path, server_pid: int, rate: Any, sent: Any) -> None:
     """Answers every sequence with tokens of its own, one a step, until it has as many as it asked for. rate:
     shared, steps/s. sent: shared, tokens so far."""
-    record = EngineRecord(
-        os.getpid(), rundir.start_ticks(os.getpid()) or 0, time.monotonic(), ready=True, ever_ready=True
-    )
+    ticks = rundir.start_ticks(os.getpid())
+    assert ticks is not None
+    record = EngineRecord(os.getpid(), ticks, ready=True, ever_ready=True)
     sock = EngineSocket(run_dir, server_pid)
     (run_dir / "engine.json").write_bytes(msgspec.json.encode(record))
     status = protocol.Status(os.getpid(), "none", VOCABULARY, 32768, 32767, 4096, 16, 1)
@@ -145,13 +145,11 @@ def client(port: int, streams: int, tokens: int, received: Any) -> None:
     uvloop.run(run())
 
 
-def door(run_dir: Path, server_pid: int, port: int, workers: int) -> None:
+def door(run_dir: Path, port: int, workers: int) -> None:
     """The API's parent process."""
     options = WorkerOptions(
         engine=EngineConfig(model_dir="bundled"),
         run_dir=str(run_dir),
-        server_pid=server_pid,
-        follow=True,
         names=["bundled"],
         created=0,
         template_file=None,
@@ -240,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rate, sent = spawn.Value(c_double, options.steps_per_second[0]), spawn.Value(c_longlong, 0)
     received = [spawn.Value(c_longlong, 0) for _ in range(options.clients)]
     feeder = spawn.Process(target=engine, args=(run_dir, os.getpid(), rate, sent), daemon=True)
-    api = spawn.Process(target=door, args=(run_dir, os.getpid(), port, options.workers))
+    api = spawn.Process(target=door, args=(run_dir, port, options.workers))
     share, rest = divmod(options.streams, options.clients)
     readers = [
         spawn.Process(target=client, args=(port, share + (n < rest), options.tokens, each), daemon=True)

@@ -24,7 +24,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine import __main__ as engine
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.transport.supervisor import EngineRecord, stop
+from flashinfer_backend.transport.records import ProcessRecord, stop
 
 TIMEOUT_S = 60
 
@@ -49,7 +49,7 @@ def answering(
     config_path.write_bytes(msgspec.json.encode(config))
     rundir.create(run_dir)
     command = [sys.executable, *module, "--run-dir", str(run_dir), "--config", str(config_path)]
-    process = psutil.Popen([*command, "--server-pid", str(os.getpid())], **options)
+    process = psutil.Popen([*command, "--parent-pid", str(os.getpid())], **options)
     try:
         wait_for(lambda: (run_dir / "engine.sock").exists() or process.poll())
         (rank,) = process.children()
@@ -72,7 +72,7 @@ def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path
         rank.suspend()
         ticks = rundir.start_ticks(process.pid)
         assert ticks is not None
-        stop(EngineRecord(process.pid, ticks, 0.0))
+        stop(ProcessRecord(process.pid, ticks))
         assert process.wait(TIMEOUT_S) == 1, "-9: it was killed"
     psutil.wait_procs([rank], timeout=TIMEOUT_S)
     assert not rank.is_running()
@@ -107,23 +107,20 @@ def test_a_step_that_fails_first_does_not_hide_that_a_rank_has_ended(tmp_path: P
     assert "CRITICAL rank 1 has ended; this process ends" in (tmp_path / "log").read_text()
 
 
-def test_when_the_server_has_gone_a_thread_ends_what_the_loop_does_not(tmp_path: Path, monkeypatch) -> None:
+def test_when_the_parent_has_gone_a_thread_ends_what_the_loop_does_not(monkeypatch) -> None:
     ended = threading.Event()
     done: list[Any] = []
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    server = subprocess.Popen(["sleep", "60"])
+    parent = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(engine, "GRACE_S", 0.1)
     monkeypatch.setattr(engine.os, "_exit", lambda code: (done.append(code), ended.set()))
     before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     try:
-        core: Any = SimpleNamespace(kill=lambda: done.append(run_dir.exists()))
-        engine._End(run_dir, server.pid).of(core, SimpleNamespace(tritonservers=()))  # type: ignore[arg-type]
-        server.kill()
-        server.wait()
+        core: Any = SimpleNamespace(kill=lambda: done.append("ranks"))
+        engine._End(parent.pid).of(core, SimpleNamespace())  # type: ignore[arg-type]
+        parent.kill()
+        parent.wait()
         assert ended.wait(TIMEOUT_S)
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.set_wakeup_fd(before[1])
-    assert done == [True, 1], "ranks first: they write to the folder"
-    assert not run_dir.exists()
+    assert done == ["ranks", 1]

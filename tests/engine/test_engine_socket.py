@@ -21,7 +21,7 @@ TIMEOUT_S = 20
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[EngineSocket]:
-    socket = EngineSocket(tmp_path, os.getpid(), stay=True)
+    socket = EngineSocket(tmp_path, os.getpid())
     yield socket
     socket.close()
 

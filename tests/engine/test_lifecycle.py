@@ -233,12 +233,12 @@ def test_parameters_are_parsed():
     assert config.cuda_graph_batch_sizes == [1, 2, 8]
 
 
-def test_engine_process_ends_with_its_server(checkpoint, tmp_path):
-    """The real process: it serves while the "server" lives and leaves no socket behind."""
+def test_engine_process_ends_with_its_parent(checkpoint, tmp_path):
+    """The real process: it serves while the parent lives and leaves no socket behind."""
     (tmp_path / "engine.json").write_text(
         f'{{"model_dir": "{checkpoint}", "device": "cpu", "max_seq_len": 128}}'
     )
-    server = subprocess.Popen(["sleep", "60"])
+    parent = subprocess.Popen(["sleep", "60"])
     engine = subprocess.Popen(
         [
             sys.executable,
@@ -246,8 +246,8 @@ def test_engine_process_ends_with_its_server(checkpoint, tmp_path):
             "flashinfer_backend.engine",
             "--run-dir",
             str(tmp_path),
-            "--server-pid",
-            str(server.pid),
+            "--parent-pid",
+            str(parent.pid),
             "--config",
             str(tmp_path / "engine.json"),
         ]
@@ -257,32 +257,32 @@ def test_engine_process_ends_with_its_server(checkpoint, tmp_path):
         while not (tmp_path / "engine.sock").exists():
             assert engine.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        server.kill()
-        server.wait()
+        parent.kill()
+        parent.wait()
         assert engine.wait(10) == 0
         assert not (tmp_path / "engine.sock").exists()
     finally:
-        for process in (server, engine):
+        for process in (parent, engine):
             process.kill()
             process.wait()
 
 
-def test_engine_ends_with_its_server_while_it_still_loads(checkpoint, tmp_path):
+def test_engine_ends_with_its_parent_while_it_still_loads(checkpoint, tmp_path):
     (tmp_path / "engine.json").write_text(f'{{"model_dir": "{checkpoint}", "device": "cpu"}}')
-    server = subprocess.Popen(["sleep", "60"])
+    parent = subprocess.Popen(["sleep", "60"])
     # Stands for a load of minutes: the process is stopped before its loop.
     code = "import sys, time; from flashinfer_backend.engine import __main__ as engine\n"
     code += "engine.start = lambda *a, **b: print('loads', flush=True) or time.sleep(60)\n"
     code += "engine.GRACE_S = 0.1; sys.exit(engine.main())"
-    arguments = ["--run-dir", tmp_path, "--server-pid", str(server.pid), "--config", tmp_path / "engine.json"]
+    arguments = ["--run-dir", tmp_path, "--parent-pid", str(parent.pid), "--config", tmp_path / "engine.json"]
     engine = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE)
     try:
         assert engine.stdout is not None and engine.stdout.readline() == b"loads\n"
         assert engine.poll() is None
-        server.kill()
-        server.wait()
+        parent.kill()
+        parent.wait()
         assert engine.wait(15) == 1
     finally:
-        for process in (server, engine):
+        for process in (parent, engine):
             process.kill()
             process.wait()

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,12 +23,19 @@ import pytest
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
-from flashinfer_backend.transport import endpoint as endpoint_module
-from flashinfer_backend.transport import protocol, rundir, supervisor
+from flashinfer_backend.transport import protocol, records, rundir
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
-from flashinfer_backend.transport.supervisor import EngineRecord, EngineStartError, Supervisor
+from flashinfer_backend.transport.keeper import EngineStartError, Keeper
+from flashinfer_backend.transport.records import EngineRecord
 
 TIMEOUT_S = 60
+# The engine's program, with which the second engine of a model ends at once.
+THE_FIRST_ALONE = """
+import runpy, sys
+if sys.argv[sys.argv.index("--replica") + 1] == "1":
+    sys.exit(3)
+runpy.run_module("flashinfer_backend.engine", run_name="__main__", alter_sys=True)
+"""
 PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
 
 
@@ -56,9 +62,18 @@ class Answer:
         self.ended.set()
 
 
-def config(**parameters: str) -> bytes:
-    knobs = {"model_dir": "bundled", "device": "cpu", "max_tokens_in_paged_kv_cache": "8192", **parameters}
-    return msgspec.json.encode(EngineConfig.from_parameters(knobs))
+def connect(
+    run_dir: Path,
+    on_stop: Any = lambda request_id: None,
+    owner: int = 0,
+    program: Sequence[str] = (),
+    **knobs: str,
+) -> Engines:
+    """As a stub's link, to one engine or several. program: another one for the engine."""
+    bundled = {"model_dir": "bundled", "device": "cpu", "max_tokens_in_paged_kv_cache": "8192"}
+    config = EngineConfig.from_parameters({**bundled, **knobs})
+    keeper = Keeper(run_dir, owner or os.getpid(), config, engine=program)
+    return Engines(run_dir, config.replicas, keeper, on_stop=on_stop)
 
 
 def submit(endpoint: Engines, max_tokens: int = 8) -> Answer:
@@ -84,7 +99,7 @@ def engines(run_dir: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         line = process.info["cmdline"] or []
-        if str(run_dir) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if "--parent-pid" in line and str(run_dir) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process.info["pid"])
     return found
 
@@ -108,10 +123,7 @@ class Shared:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.told = run_dir, list[str]()
-        self.replaced = threading.Event()
-        self.link = Engines(
-            [Supervisor(run_dir, os.getpid(), config())], on_stop=self._stop, on_replaced=self.replaced.set
-        )
+        self.link = connect(run_dir, self._stop)
 
     def _stop(self, request_id: str) -> None:
         self.told.append(request_id)
@@ -194,42 +206,6 @@ def test_a_stop_request_that_cannot_be_handled_harms_nothing(shared: Shared) -> 
     assert len(complete(shared.link)) == 8
 
 
-def test_files_of_a_run_directory_stay_young(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleaners of /tmp remove what nobody has touched for long."""
-    kept = [shared.run_dir.parent, shared.run_dir, *shared.run_dir.rglob("*")]
-    assert {"engine.json", "engine.sock", "lock", "stubs"} <= {path.name for path in kept}
-    long_ago = time.time() - 11 * 86400
-    for path in kept:
-        os.utime(path, (long_ago, long_ago))
-    assert not any(path.stat().st_mtime > long_ago + 1 for path in kept)
-    monkeypatch.setattr(supervisor, "TOUCH_S", 0)
-    wait_for(lambda: all(path.stat().st_atime > long_ago + 86400 for path in kept))
-    assert all(path.stat().st_mtime > long_ago + 86400 for path in kept)
-
-
-def test_the_log_of_an_engine_stays_small(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a line for each request that asks for more tokens than there is room for."""
-    link, log = shared.link, shared.run_dir / "engine.log"
-    before = log.stat().st_size
-    assert "ready after" in log.read_text()
-    monkeypatch.setattr(supervisor, "LOG_BYTES", before + 100)
-
-    def ask_for_too_many() -> None:
-        answer = submit(link, 10**6)
-        assert answer.started.wait(TIMEOUT_S)
-        link.cancel(answer.handle)
-        assert answer.ended.wait(TIMEOUT_S)
-
-    for _ in range(3):
-        ask_for_too_many()
-    wait_for(lambda: log.stat().st_size < before)
-    complete(link)
-    ask_for_too_many()
-    wait_for(lambda: "max_tokens 1000000 is cut to" in log.read_text())  # it goes on behind what was cut
-    assert log.read_bytes()[:1] != b"\0"
-    wait_for(lambda: shared.status.requests_active == 0)
-
-
 def test_requests_of_a_killed_stub_are_dropped(shared: Shared) -> None:
     stub = _Stub(shared.run_dir, generate=400)
     stub.expect("generating")
@@ -239,38 +215,28 @@ def test_requests_of_a_killed_stub_are_dropped(shared: Shared) -> None:
     complete(shared.link)
 
 
-def test_a_killed_engine_fails_open_requests_and_is_replaced(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the machine has no room for the next one at first."""
-    left, start = iter(range(2)), Supervisor._start
-
-    def start_late(self: Supervisor, previous: EngineRecord) -> EngineRecord:
-        if next(left, None) is not None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return start(self, previous)
-
+@pytest.mark.parametrize("victim", ["engine", "keeper"])
+def test_a_killed_engine_fails_open_requests_and_is_replaced(shared: Shared, victim: str) -> None:
+    """An engine whose keeper is killed ends as well; the link starts the next keeper."""
     link, pid = shared.link, shared.status.pid
     expected = complete(link)
     answer = submit(link, max_tokens=400)
     assert answer.started.wait(TIMEOUT_S)
-    monkeypatch.setattr(endpoint_module, "NO_ROOM_S", 0.1)
-    monkeypatch.setattr(Supervisor, "_start", start_late)
-    os.kill(pid, signal.SIGKILL)
+    keeper = records.read_keeper(shared.run_dir)
+    assert keeper is not None
+    os.kill(pid if victim == "engine" else keeper.pid, signal.SIGKILL)
     assert answer.ended.wait(TIMEOUT_S)
     assert answer.failure is not None and not answer.failure[1]
     assert "ended unexpectedly" in answer.failure[0]
     with contextlib.suppress(EngineDown):
         late = submit(link)  # where it is accepted, it is answered
         assert late.ended.wait(TIMEOUT_S)
-    assert shared.replaced.wait(TIMEOUT_S)
-    wait_for(lambda: link.up)
-    assert shared.status.pid != pid
-    assert complete(link) == expected and next(left, None) is None
+    wait_for(lambda: link.up and shared.status.pid != pid)
+    assert complete(link) == expected and len(engines(shared.run_dir)) == 1
 
 
 def test_generates_and_leaves_nothing_though_a_request_is_open(run_dir: Path) -> None:
-    link = Engines([Supervisor(run_dir, os.getpid(), config())])
+    link = connect(run_dir)
     pid = link.wait_ready().pid
     first = complete(link)
     assert len(first) == 8 and complete(link) == first
@@ -284,7 +250,7 @@ def test_generates_and_leaves_nothing_though_a_request_is_open(run_dir: Path) ->
 
 
 def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
-    link = Engines([Supervisor(run_dir, os.getpid(), config(max_seq_len="100000000"))])
+    link = connect(run_dir, max_seq_len="100000000")
     with pytest.raises(EngineStartError, match="max_seq_len 100000000 is above"):
         link.wait_ready()
     with pytest.raises(EngineDown):
@@ -294,13 +260,11 @@ def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
 
 
 def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> None:
-    """A stub that comes while one of two engines, which has run before, waits for its next start."""
-    hands = [Supervisor(run_dir, os.getpid(), config(replicas="2"), replica=number) for number in range(2)]
-    rundir.create(hands[1].run_dir)
-    now = time.monotonic()
-    gone = EngineRecord(0, 0, now - 1, died_at=now + 3600, failures=9, ever_ready=True)
-    (hands[1].run_dir / "engine.json").write_bytes(msgspec.json.encode(gone))
-    link = Engines(hands)
+    """A stub that comes while one of two engines, which has run before, does not become ready."""
+    second = run_dir.with_name(f"{run_dir.name}@1")
+    rundir.create(second)
+    records.write(second / records.ENGINE, EngineRecord(ever_ready=True))
+    link = connect(run_dir, program=[sys.executable, "-c", THE_FIRST_ALONE], replicas="2")
     try:
         status = link.wait_ready()
         assert link.statuses[1] is None and link.status == status
@@ -309,13 +273,12 @@ def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> Non
             assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
         # A handle tells its engine: nothing that the other one is sent can end these.
         assert {protocol.split_handle(answer.handle)[1] % 2 for answer in answers} == {0}
-        assert "[engine 0] INFO" in (run_dir / "engine.log").read_text()
     finally:
         link.close()
-    assert not run_dir.exists() and not hands[1].run_dir.exists()
+    assert not run_dir.exists() and not second.exists()
 
 
-def test_exactly_one_of_several_stubs_restarts_the_engine(run_dir: Path) -> None:
+def test_several_stubs_have_one_engine_which_is_replaced(run_dir: Path) -> None:
     stubs = [_Stub(run_dir) for _ in range(3)]
     try:
         pids = {stub.expect("ready") for stub in stubs}
@@ -323,7 +286,6 @@ def test_exactly_one_of_several_stubs_restarts_the_engine(run_dir: Path) -> None
         os.kill(pids.pop(), signal.SIGKILL)
         again = {stub.expect("ready") for stub in stubs}
         assert len(again) == 1 and engines(run_dir) == list(again)
-        assert sum(stub.replaced.value for stub in stubs) == 1
     finally:
         for stub in stubs:
             stub.end()
@@ -345,9 +307,8 @@ class _Stub:
     def __init__(self, run_dir: Path, generate: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self._said, self._done = context.Queue(), context.Event()
-        self.replaced = context.Value("i", 0)
         self._process = context.Process(
-            target=_stub, args=(run_dir, os.getpid(), generate, self._said, self._done, self.replaced)
+            target=_stub, args=(run_dir, os.getpid(), generate, self._said, self._done)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -370,11 +331,8 @@ class _Stub:
         assert not self._process.is_alive()
 
 
-def _stub(run_dir: Path, server_pid: int, generate: int, said: Any, done: Any, replaced: Any) -> None:
-    def count() -> None:
-        replaced.value += 1
-
-    link = Engines([Supervisor(run_dir, server_pid, config())], on_replaced=count)
+def _stub(run_dir: Path, server_pid: int, generate: int, said: Any, done: Any) -> None:
+    link = connect(run_dir, owner=server_pid)
     link.wait_ready()
     reported = 0
     if generate:

@@ -297,7 +297,7 @@ raise SystemExit(__main__.main())
 def test_the_engine_process_says_what_is_broken_and_ends(tmp_path: Path) -> None:
     config = EngineConfig(model_dir="bundled", device="cpu", max_seq_len=128, check_invariants=True)
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
-    options = ["--run-dir", str(tmp_path), "--server-pid", str(os.getpid())]
+    options = ["--run-dir", str(tmp_path), "--parent-pid", str(os.getpid())]
     command = [sys.executable, "-c", LEAKY, *options, "--config", str(tmp_path / "config.json")]
     with (
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,

@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.endpoint import ENGINE_LOST
-from flashinfer_backend.transport.supervisor import Supervisor
+from flashinfer_backend.transport.keeper import Keeper
 
 pytestmark = pytest.mark.gpu
 
@@ -73,18 +72,15 @@ def test_an_engine_whose_device_context_is_broken_is_replaced(tmp_path: Path) ->
     config = EngineConfig.from_parameters({**knobs, "cuda_graph_batch_sizes": "none"})
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "broken")]
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    replaced = threading.Event()
-    hand = Supervisor(run_dir, os.getpid(), msgspec.json.encode(config), command)
-    link = Engines([hand], on_replaced=replaced.set)
+    link = Engines(run_dir, 1, Keeper(run_dir, os.getpid(), config, engine=command))
     try:
         first = link.wait_ready().pid
         params = SamplingParams(max_tokens=4, temperature=0.0)
         lost, answered = Answer(), Answer()
         link.submit(lost, PROMPT, params)
         assert lost.ended.wait(30) and lost.end == ENGINE_LOST, lost.end
-        assert replaced.wait(START_S)
         deadline = time.monotonic() + START_S
-        while not link.up and time.monotonic() < deadline:
+        while not (link.up and link.status and link.status.pid != first) and time.monotonic() < deadline:
             time.sleep(0.1)
         link.submit(answered, PROMPT, params)
         assert answered.ended.wait(30) and answered.end == protocol.FINISHED_LENGTH, answered.end

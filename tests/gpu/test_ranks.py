@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport.endpoint import ENGINE_LOST
-from flashinfer_backend.transport.supervisor import Supervisor
+from flashinfer_backend.transport.keeper import Keeper
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -58,7 +57,7 @@ def test_an_engine_that_loses_a_rank_ends(number: signal.Signals, tmp_path: Path
     knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
     config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    link = Engines([Supervisor(run_dir, os.getpid(), msgspec.json.encode(config))])
+    link = Engines(run_dir, 1, Keeper(run_dir, os.getpid(), config))
     try:
         engine = psutil.Process(link.wait_ready().pid)
         answer = Answer()

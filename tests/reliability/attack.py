@@ -33,7 +33,7 @@ import psutil
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
 from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
-from watching import MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402
+from watching import KEEPERS, MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.config_tools.knobs import BY_NAME  # noqa: E402
@@ -227,8 +227,9 @@ class Attack:
 
     def kill(self, name: str = "") -> str:
         """SIGKILL for one process of a kind, or for two within a moment."""
-        name = name or self.rng.choice([*PARTS])
-        for victim in self.server.matching(PARTS[name])[: self.rng.randint(1, 2)]:
+        parts = {**PARTS, "keeper": KEEPERS["keeper"]}
+        name = name or self.rng.choice([*parts])
+        for victim in self.server.matching(parts[name])[: self.rng.randint(1, 2)]:
             time.sleep(self.rng.uniform(0.0, 0.5))
             with contextlib.suppress(psutil.Error):
                 victim.kill()

@@ -24,7 +24,7 @@ PARTS = {
     "OpenAI API": "flashinfer_backend.openai.worker",
 }
 # And what only looks after others.
-KEEPERS = {"serve": "flashinfer_backend.serve"}
+KEEPERS = {"serve": "flashinfer_backend.serve", "keeper": "flashinfer_backend.launch.keeper"}
 MIB = 1 << 20
 
 

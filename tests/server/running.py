@@ -168,7 +168,7 @@ class Server:
             watching.close()
 
     def commands(self) -> dict[psutil.Process, str]:
-        """tritonserver, its stubs and the engine (with its tee) by command line; zombies do not count."""
+        """tritonserver, its stubs, the engine and its keeper by command line; zombies do not count."""
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -343,7 +343,7 @@ def test_without_decoupled_mode_and_without_model_control(tmp_path: Path) -> Non
                 client.infer("ensemble", inputs(batch))
 
         killed = kill_engine(server)
-        wait_for(lambda: "is restarted in place" in server.log, "the restart")
+        wait_for(lambda: "the next one is started" in server.log, "the restart")
         wait_for(lambda: server.post({"text_input": PROMPT, "max_tokens": 1})[0] == 200, "answers again", 60)
         assert server.engine_pid() != killed
         assert server.text(PROMPT, 16) == expected

@@ -27,7 +27,7 @@ from running import TIMEOUT_S, Server, build_repository, wait_for
 from test_contract_llm_model import inputs, int32
 from test_openai_beside import BothDoors
 
-from flashinfer_backend.transport.supervisor import read_record
+from flashinfer_backend.transport.records import read_engine
 
 WORDS = ["king", "queen", "bird", "river", "stone", "house", "bread", "winter", "daughter", "forest"]
 BLOCK = 16
@@ -86,7 +86,7 @@ def reused(server: Server, prompt: str) -> int:
 def pids(server: Server) -> list[int]:
     """Of the engines, as they were started last."""
     (own,) = server.runs.glob("flashinfer-backend-*/*-llm")
-    records = [read_record(own), read_record(own.with_name(f"{own.name}@1"))]
+    records = [read_engine(own), read_engine(own.with_name(f"{own.name}@1"))]
     return [record.pid for record in records if record is not None]
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -33,8 +32,6 @@ def options(folder: Path) -> WorkerOptions:
     return WorkerOptions(
         engine=EngineConfig(model_dir="bundled"),
         run_dir=str(folder / "run"),
-        server_pid=os.getpid(),
-        follow=False,
         names=["bundled"],
         created=0,
         template_file=None,

@@ -19,7 +19,7 @@ import pytest
 from flashinfer_backend.launch import watchdog
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.orphans import Stub
-from flashinfer_backend.transport.supervisor import EngineRecord
+from flashinfer_backend.transport.records import EngineRecord
 
 TABLE = {
     "/v2/health/ready": "",
@@ -117,14 +117,14 @@ def test_a_pid_that_is_used_again_is_another_process(
         other.send_signal(signal.SIGSTOP)
         while not rundir.is_stopped(other.pid):
             time.sleep(0.01)
-        next_engine = EngineRecord(other.pid, ticks, 0.0, ready=True)
+        next_engine = EngineRecord(other.pid, ticks, ready=True)
         (tmp_path / "engine.json").write_bytes(msgspec.json.encode(next_engine))
         ticks -= not same
         run.ready_at = run._answered_at = time.monotonic()
         if what == "stub":
             run._seen.add(Stub(other.pid, "4194305", "region-of-no-stub", "llm", ticks))
         else:
-            run._engines[tmp_path] = EngineRecord(other.pid, ticks, 0.0, ready=True)
+            run._engines[tmp_path] = EngineRecord(other.pid, ticks, ready=True)
         found = {(True, "engine"): "stopped", (True, "stub"): "stopped", (False, "engine"): "ended"}
         problem = run.problem()
         assert found[same, what] in problem if (same, what) in found else problem == ""

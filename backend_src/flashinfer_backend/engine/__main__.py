@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process: `python -m flashinfer_backend.engine`, started by an llm stub."""
+"""The engine process: `python -m flashinfer_backend.engine`, started by its keeper (launch/keeper.py)."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -23,19 +24,15 @@ from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
-from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.gpus import DEVICES_VARIABLE
-from flashinfer_backend.transport.orphans import end_orphans_in_background
-from flashinfer_backend.transport.supervisor import read_record
 
 log = logging.getLogger("flashinfer_backend.engine")
 
 DRIVER = Path("/dev/nvidiactl")  # there is a GPU where it is
-RECORDED_S = 5.0  # within which the record of this process has to be there
-# For the engine to end by itself once it is told to, or when the server has gone. Its ranks may hang, and a
-# step of its own with them. What then has to be done takes a second at most: the supervisor kills an engine,
-# which leaves everything behind, after STOP_TIMEOUT_S.
+# For the engine to end by itself once it is told to, or when its parent has gone. Its ranks may hang, and a
+# step of its own with them. What then has to be done takes a second at most: the parent kills an engine,
+# which leaves everything behind, after records.STOP_S.
 GRACE_S = 3.0
 
 
@@ -44,20 +41,16 @@ def main() -> int:
         allow_abbrev=False, prog="python -m flashinfer_backend.engine", description=__doc__
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for the socket")
-    parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the engine ends with this process")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
-    parser.add_argument("--stay", action="store_true", help="also while no stub is connected")
     parser.add_argument("--replica", type=int, help="its number, where the model has several engines")
     options = parser.parse_args()
     name = "engine" if options.replica is None else f"engine {options.replica}"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"[{name}] %(levelname)s %(message)s")
     try:
-        end = _End(options.run_dir, options.server_pid)
+        end = _End(options.parent_pid)
     except ProcessLookupError:
-        log.error("cannot start: the server, process %d, has ended", options.server_pid)
-        return 1
-    if options.stay and not _is_recorded(options.run_dir):
-        log.error("cannot start: whoever started this engine was ended before it noted that")
+        log.error("cannot start: its parent, process %d, has ended", options.parent_pid)
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us to end
     try:
@@ -65,7 +58,7 @@ def main() -> int:
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         check_gpus(config)
         core = start(config, options.run_dir, name=name)
-        socket = EngineSocket(options.run_dir, options.server_pid, options.stay)
+        socket = EngineSocket(options.run_dir, options.parent_pid)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)
         return 1
@@ -87,7 +80,6 @@ def main() -> int:
     finally:
         socket.close()
         core.close()
-        end.clean_up()
     log.info("ended after %d steps", loop.iteration)
     return 0
 
@@ -111,45 +103,24 @@ def check_gpus(config: EngineConfig) -> None:
     )
 
 
-def _is_recorded(run_dir: Path) -> bool:
-    """Whether this process is the recorded engine: the stub that starts it notes so right afterwards. One
-    that is not would keep the device beside the next one."""
-    deadline = time.monotonic() + RECORDED_S
-    while time.monotonic() < deadline:
-        record = read_record(run_dir)
-        if record is not None and record.pid == os.getpid():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 class _End:
-    """The engine's end, in bounded time: once it gets SIGTERM or the server has gone, the loop has GRACE_S to
+    """The engine's end, in bounded time: once it gets SIGTERM or its parent has gone, the loop has GRACE_S to
     come to its own end. Then a thread ends the process, wherever it is: while a model loads or kernels
     compile, or in a step that waits for a rank which hangs. Before `of`, SIGTERM ends the process at once."""
 
-    def __init__(self, run_dir: Path, server_pid: int) -> None:
-        """Raises ProcessLookupError where the server has ended."""
-        self._run_dir, self._server_pid = run_dir, server_pid
+    def __init__(self, parent_pid: int) -> None:
+        """Raises ProcessLookupError where the parent has ended."""
         self._core: Core | None = None
-        self._socket: EngineSocket | None = None
         # The main thread runs a signal's handler only when it comes back from the call that it is in.
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write)
-        watched = [os.pidfd_open(server_pid), read]
+        watched = [os.pidfd_open(parent_pid), read]
         threading.Thread(target=self._watch, args=(watched,), name="end", daemon=True).start()
 
     def of(self, core: Core, socket: EngineSocket) -> None:
         """From now on it is this engine's."""
-        self._core, self._socket = core, socket
+        self._core = core
         signal.signal(signal.SIGTERM, lambda *_: setattr(socket, "closed", True))
-
-    def clean_up(self) -> None:
-        """What an engine leaves behind whose server has gone, as its stubs do otherwise."""
-        if not rundir.process_alive(self._server_pid):
-            rundir.remove(self._run_dir)
-            for pid in self._socket.tritonservers if self._socket is not None else ():
-                end_orphans_in_background(pid)
 
     def _watch(self, watched: list[int]) -> None:
         select.select(watched, [], [])
@@ -157,9 +128,15 @@ class _End:
         log.warning("not ended %.0f s after it was asked to: ending where it is", GRACE_S)
         if self._core is not None:
             self._core.kill()
-        self.clean_up()
+        _leave(1)
+
+
+def _leave(status: int) -> None:
+    with contextlib.suppress(OSError):  # the parent, which passes both on, may have been killed
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+    # Not sys.exit: a thread that comes back from a library while the interpreter ends would abort.
+    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -168,7 +145,4 @@ if __name__ == "__main__":
     except Exception:  # a device that has failed, say: the next engine gets a new context
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: a thread that comes back from a library while the interpreter ends would abort.
-    os._exit(status)
+    _leave(status)

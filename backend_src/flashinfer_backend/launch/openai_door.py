@@ -77,9 +77,7 @@ class OpenAiDoor:
             name, parameters = llm_parameters(_llm_config(repository))
             config = EngineConfig.from_parameters(parameters)
             serve = os.getpid()
-            told = worker_options(
-                self._options, config, run_dir(serve, name), serve, follow=True, drain_s=self._drain_s
-            )
+            told = worker_options(self._options, config, run_dir(serve, name), serve, self._drain_s)
         except (ValueError, OSError) as error:
             raise ServeError(f"--openai-port: {error}") from None
         self._parent = Parent(

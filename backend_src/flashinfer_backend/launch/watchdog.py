@@ -37,9 +37,10 @@ from flashinfer_backend.launch.server_sockets import (
     limit_stalled_clients,
     widen_thread_pipes,
 )
-from flashinfer_backend.transport import peers, rundir, supervisor
+from flashinfer_backend.transport import peers, rundir
 from flashinfer_backend.transport.addresses import STALLED_S, Address, raise_open_files, reachable_at
 from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
+from flashinfer_backend.transport.keeper import end_engines
 from flashinfer_backend.transport.orphans import (
     Stub,
     close_regions,
@@ -48,9 +49,9 @@ from flashinfer_backend.transport.orphans import (
     remove_regions,
     stubs_of,
 )
+from flashinfer_backend.transport.records import EngineRecord, read_engine
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
 from flashinfer_backend.transport.stand_in import stand_in
-from flashinfer_backend.transport.supervisor import EngineRecord
 from flashinfer_backend.triton_server.standstill import Standstill
 
 TICK_S = 0.1
@@ -234,18 +235,18 @@ class _Run:
                 self._engines[folder] = None
                 _say(f"{_name(folder)} (process {engine.pid}) ended and is started again; the others go on")
             elif engine is None:
-                record = supervisor.read_record(folder)
+                record = read_engine(folder)
                 if record is not None and record.alive and record.ready:
                     self._engines[folder] = record
                     _say(f"{_name(folder)} is ready again")
         return self._hangs()
 
     def _others_serve(self, folder: Path) -> bool:
-        """Whether another engine of the same model is ready. Then the server goes on: the stubs start the one
-        that has ended again."""
+        """Whether another engine of the same model is ready. Then the server goes on: the keeper starts the
+        one that has ended again."""
         model, _ = replica_of(folder)
         others = [each for each in self._engines if each != folder and replica_of(each)[0] == model]
-        records = [supervisor.read_record(each) for each in others]
+        records = [read_engine(each) for each in others]
         return any(record is not None and record.alive and record.ready for record in records)
 
     def _problem_at_start(self) -> str:
@@ -336,7 +337,7 @@ class _Run:
             self._lost_at = self._lost_at or time.monotonic() - START_STUCK_S
             return False
         for folder in _run_dirs():
-            record = supervisor.read_record(folder)
+            record = read_engine(folder)
             if record is not None:
                 self._engines[folder] = record
         self._log.ready()
@@ -434,17 +435,14 @@ def _tell_stubs(message: bytes) -> None:
 
 
 def _end_engines() -> None:
-    folders = _run_dirs()
-    records = [supervisor.read_record(folder) for folder in folders]
+    records = [read_engine(folder) for folder in _run_dirs()]
     living = [str(record.pid) for record in records if record is not None and record.alive]
     words = f"waiting for the end of the engine (process {' and '.join(living)})"
     late = threading.Timer(SAY_AFTER_S, _say, [words])
     if living:
         late.start()
-    supervisor.stop(*(record for record in records if record is not None))
+    end_engines(_run_dirs())
     late.cancel()
-    for folder in folders:
-        rundir.remove(folder)
 
 
 def _name(folder: Path) -> str:

@@ -19,7 +19,7 @@ from flashinfer_backend.openai.options import llm_parameters, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
-from flashinfer_backend.transport.gpus import visible_devices
+from flashinfer_backend.transport.keeper import EngineStartError, Keeper
 from flashinfer_backend.transport.restarts import RESTARTS
 
 
@@ -82,17 +82,18 @@ def main(argv: list[str] | None = None) -> int:
         config, folder = _engine(options)
         owner = os.getpid()
         parent = Parent(
-            worker_options(options, config, folder, owner, follow=False, drain_s=options.drain_seconds),
+            worker_options(options, config, folder, owner, options.drain_seconds),
             address,
             options.port,
             options.workers,
             options.stalled_client_seconds,
             options.restarts,
+            Keeper(folder, owner, config, stays=True),
         )
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, parent.stop)
         return parent.run()
-    except (ValueError, OSError, AddressError) as error:
+    except (ValueError, OSError, AddressError, EngineStartError) as error:
         print(f"openai: {error}", file=sys.stderr)
         return 1
 
@@ -105,7 +106,6 @@ def _engine(options: Any) -> tuple[EngineConfig, Path]:
     config = EngineConfig.from_parameters(
         parameters | engine_parameters(options.set, {"model_dir": "--model"})
     )
-    visible_devices(config, os.environ)  # raises what is wrong before a process is started
     return config, run_dir(os.getpid(), "openai")
 
 

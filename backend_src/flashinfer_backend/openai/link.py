@@ -20,9 +20,8 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
-from flashinfer_backend.transport import endpoint, protocol, rundir
+from flashinfer_backend.transport import endpoint, protocol
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
-from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
 
 Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
 MOST_REDUCERS = 4  # threads that reduce logits of prompts
@@ -33,26 +32,6 @@ SHUTTING_DOWN = "The server is shutting down."
 
 class ClientLeft(Exception):
     """The client has closed its connection."""
-
-
-class Follower(Supervisor):
-    """Attaches to an engine that the stubs of a server start, and leaves starting and ending it to them.
-    What serve tells the stubs before it ends tritonserver is not for this process, which stays."""
-
-    takes_part = False
-
-    def attach(self) -> tuple[EngineRecord | None, bool]:
-        if not self.run_dir.exists():
-            return None, False
-        with rundir.locked(self.run_dir):
-            record = self._read()
-        return (record if record is not None and record.alive else None), False
-
-    def end_stalled(self, pid: int) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
 
 
 class EngineLink:

@@ -26,10 +26,10 @@ def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
 
 
 def worker_options(
-    options: Any, config: EngineConfig, folder: Path, server: int, follow: bool, drain_s: int
+    options: Any, config: EngineConfig, folder: Path, server: int, drain_s: int
 ) -> WorkerOptions:
     """options: the parsed API_ARGUMENTS. folder, server: the engine's run directory, and the process that it
-    ends with. Takes the keys out of this process's environment, so that no process that it starts has them.
+    is named by. Takes the keys out of this process's environment, so that no process that it starts has them.
     Raises ValueError or OSError."""
     checkpoint = resolve_model_dir(config.model_dir)
     name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
@@ -44,8 +44,6 @@ def worker_options(
     return WorkerOptions(
         engine=config,
         run_dir=str(folder),
-        server_pid=server,
-        follow=follow,
         names=options.served_model_name or [name],
         template_file=str(options.chat_template.absolute()) if options.chat_template else None,
         created=int(time.time()),

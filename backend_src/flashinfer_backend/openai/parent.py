@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the door's processes running: they share a port, and each attaches to the engine by itself. One that
+"""Keeps the door's processes running: they share a port, and each connects to the engine by itself. One that
 ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down a
 stand-in says so. One that ends by itself before any has served would do so the next time, and ends the door.
 """
@@ -20,10 +20,11 @@ from pathlib import Path
 import msgspec
 
 from flashinfer_backend.core.output import say
-from flashinfer_backend.core.paths import engine_dir, run_dir
-from flashinfer_backend.openai.worker import NO_ENGINE, WorkerOptions
+from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.openai.worker import NO_MODEL, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
+from flashinfer_backend.transport.keeper import EngineStartError, Keeper, end_engines
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
 from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
@@ -45,9 +46,11 @@ class Parent:
         workers: int,
         stalled_s: int,
         restarts: int = RESTARTS,
+        keeper: Keeper | None = None,
     ) -> None:
         """stalled_s: seconds until a client that does not read is cut; 0: never. restarts: of Restarts, for
-        each process."""
+        each process. keeper: of engines that are the door's own; None where a server's stubs start them."""
+        self._keeper = keeper
         self._options, self._address, self._port = options, address, port
         self._workers, self._stalled_s = workers, stalled_s
         self._restarts = [Restarts(restarts) for _ in range(workers)]
@@ -80,6 +83,7 @@ class Parent:
             self._again = dict.fromkeys(range(self._workers), 0.0)
             while not self._stopping and not self._failed:
                 self._start_due()
+                self._ensure_engines()
                 select.select([self._read], [], [], POLL_S)
                 self._look()
                 told(bool(self._ready_at), self._replaced)
@@ -87,6 +91,8 @@ class Parent:
             self._end()
             return 1 if self._failed else 0
         finally:
+            if self._keeper is not None:
+                end_engines([Path(self._options.run_dir)])
             self._stand_in.close()
             for listener in self._listeners.values():
                 listener.close()
@@ -97,6 +103,15 @@ class Parent:
     def stop(self, *_: object) -> None:
         """Has `run` end the processes and return. For any thread, and for signals."""
         self._stopping = True
+
+    def _ensure_engines(self) -> None:
+        try:
+            if self._keeper is not None:
+                self._keeper.ensure()
+        except (EngineStartError, OSError) as error:
+            if isinstance(error, EngineStartError) or not self._served:
+                _say(str(error))
+                self._failed = True
 
     def _listen(self, number: int) -> None:
         """Makes a process's socket. It lives here, so connections wait while that one is replaced."""
@@ -187,7 +202,7 @@ class Parent:
         status = process.returncode
         ended = f"a process ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
         if not self._served and status >= 0:  # it was not killed: the next one would come to the same end
-            if status != NO_ENGINE:
+            if status != NO_MODEL:
                 _say(f"{ended} before it could serve; what it said stands above")
             self._failed = True
             return
@@ -231,18 +246,13 @@ class Parent:
         """Ends the processes; running requests have their time."""
         for process in self._running.values():
             process.terminate()
-        # An engine that is the door's own ends within that, too.
-        more_s = 1.0 if self._options.follow else 10.0
-        deadline = time.monotonic() + self._options.drain_s + more_s
+        deadline = time.monotonic() + self._options.drain_s + 1.0
         for process in self._running.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if not self._options.follow:
-            for number in range(self._options.engine.replicas):  # where a process was killed
-                rundir.remove(engine_dir(Path(self._options.run_dir), number))
 
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)

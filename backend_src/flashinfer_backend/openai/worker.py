@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from importlib import util as importlib_util
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -26,10 +25,9 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
-from flashinfer_backend.transport.supervisor import EngineStartError, Supervisor, supervisors
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
-NO_ENGINE = 3  # exit status: the engine cannot be started, and could not the next time
+NO_MODEL = 3  # exit status: the checkpoint cannot be read, and could not the next time
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
 ATTACH_S = 5.0
@@ -42,13 +40,11 @@ RESERVED_FILES = (
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
     block, is told lines: + and this process's pid when the engine is there, . and its pid every BEAT_S while
-    the event loop turns. follow: the engine is another server's. doors: of read_doors. receive_s: of
-    ConnectionLimits. max_connections: of room_for_connections."""
+    the event loop turns. run_dir: the model's. doors: of read_doors. receive_s: of ConnectionLimits.
+    max_connections: of room_for_connections."""
 
     engine: EngineConfig
     run_dir: str
-    server_pid: int
-    follow: bool
     listener: int = -1
     notify: int = -1
     names: list[str]
@@ -113,7 +109,7 @@ async def _run(options: WorkerOptions) -> int:
     from flashinfer_backend.openai.app import Access, make_app
     from flashinfer_backend.openai.connection import ConnectionLimits, limited
     from flashinfer_backend.openai.door import Door, Model
-    from flashinfer_backend.openai.link import EngineLink, Follower
+    from flashinfer_backend.openai.link import EngineLink
     from flashinfer_backend.openai.metrics import Metrics
     from flashinfer_backend.serving.engines import Engines
 
@@ -141,7 +137,7 @@ async def _run(options: WorkerOptions) -> int:
         door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)))
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
-        return NO_ENGINE
+        return NO_MODEL
     app = make_app(door, Access(options.keys, options.max_body_bytes))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     server = Server(
@@ -159,21 +155,16 @@ async def _run(options: WorkerOptions) -> int:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
-    kind = Follower if options.follow else Supervisor
-
-    def end(*_: Any) -> None:
-        server.should_exit = True
-
     engines = Engines(
-        supervisors(kind, Path(options.run_dir), options.server_pid, config),
-        config.enable_kv_cache_reuse,
-        config.stats_check_period_ms / 1000,
-        on_server_lost=end,
+        Path(options.run_dir),
+        config.replicas,
+        reuse=config.enable_kv_cache_reuse,
+        period_s=config.stats_check_period_ms / 1000,
     )
     door.link = EngineLink(
         engines, asyncio.get_running_loop(), options.prompt_logits_bytes, door.metrics.prompt_logits
     )
-    waited, failed = threading.Event(), threading.Event()
+    waited = threading.Event()
 
     def tell(kind: bytes) -> None:
         with contextlib.suppress(BlockingIOError):  # the parent stands still
@@ -188,10 +179,6 @@ async def _run(options: WorkerOptions) -> int:
         try:
             engines.wait_ready()
             tell(b"+")
-        except EngineStartError as error:
-            print(f"openai: {error}", file=sys.stderr, flush=True)
-            failed.set()
-            end()
         except AssertionError:  # closed before there was an engine
             pass
         waited.set()
@@ -206,7 +193,7 @@ async def _run(options: WorkerOptions) -> int:
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
     await asyncio.to_thread(engines.close)
     beating.cancel()
-    return NO_ENGINE if failed.is_set() else 0
+    return 0
 
 
 if __name__ == "__main__":

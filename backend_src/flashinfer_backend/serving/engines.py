@@ -8,58 +8,56 @@ import select
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.router import Router
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, LEADS, Endpoint, EngineDown, Sink
+from flashinfer_backend.transport.keeper import Keeper
 from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
-from flashinfer_backend.transport.supervisor import Supervisor
 
 LOOK_AGAIN_S = 0.02
 
 
 class Engines:
     """One process's links to all engines, each with a thread of its own: what one of them does holds up no
-    other. Where the process takes part in the model's life, a further thread hears what the others say."""
+    other. In a stub a further thread hears what the others say."""
 
     def __init__(
         self,
-        supervisors: Sequence[Supervisor],
+        run_dir: Path,
+        count: int = 1,
+        keeper: Keeper | None = None,
         reuse: bool = True,
         period_s: float = 0.1,
         on_stop: Callable[[str], None] = lambda request_id: None,
-        on_replaced: Callable[[], None] = lambda: None,
-        on_server_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """supervisors: one for each engine, in their order; the first one's run directory is the model's.
-        reuse: whether engines keep prefixes. period_s: of the engines' reports. on_stop: a stop request for
-        this id reached some stub of the model. on_replaced, on_server_lost: Endpoint's, the second once."""
-        self._supervisors = supervisors
-        self._on_stop, self._on_server_lost = on_stop, on_server_lost
+        """run_dir: the model's. count: of its engines. keeper: of a stub, which has them started and without
+        which they end; None for a process that takes them as they are. reuse: whether engines keep prefixes.
+        period_s: of the engines' reports. on_stop: a stop request for this id reached some stub of the model.
+        """
+        self._keeper, self._on_stop = keeper, on_stop
         self._closed = False
-        self._lost = threading.Lock()  # taken by whoever is the first to say that the server is lost
-        run_dir, count = supervisors[0].run_dir, len(supervisors)
         self._peers: PeerSocket | None = None
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        if supervisors[0].takes_part:
+        if keeper is not None:
             with rundir.locked(run_dir):
                 self._peers = PeerSocket(run_dir)
         self._pids = [0] * count  # of the engines that have reported
         self._endpoints: list[Endpoint] = []
         self._router = Router(self._endpoints, run_dir, reuse, period_s)
-        for index, supervisor in enumerate(supervisors):
+        for index in range(count):
             self._endpoints.append(
                 Endpoint(
-                    supervisor,
+                    engine_dir(run_dir, index),
+                    (lambda: None) if keeper is None else keeper.ensure,
                     on_status=partial(self._take_status, index),
-                    on_replaced=on_replaced,
-                    on_server_lost=self._server_lost,
                     on_load=partial(self._router.load_changed, index) if count > 1 else lambda: None,
                     index=index,
                     count=count,
@@ -158,9 +156,9 @@ class Engines:
         if self._peers is not None:
             self._listener.join()
             self._peers.close()
-        with ThreadPoolExecutor(len(self._supervisors)) as pool:  # each may wait for its engine's end
-            list(pool.map(lambda supervisor: supervisor.leave(), self._supervisors))
         os.close(self._end)
+        if self._keeper is not None:
+            self._keeper.leave()
 
     def _of(self, handle: int) -> Endpoint:
         return self._endpoints[protocol.split_handle(handle)[1] % len(self._endpoints)]
@@ -169,10 +167,6 @@ class Engines:
         if self._pids[index] != status.pid:
             self._pids[index] = status.pid
             self._router.engine_started()
-
-    def _server_lost(self) -> None:
-        if self._lost.acquire(blocking=False):
-            self._on_server_lost()
 
     def _listen(self) -> None:
         assert self._peers is not None

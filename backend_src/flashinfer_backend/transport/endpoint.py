@@ -2,7 +2,7 @@
 """One process's end of the link to one engine: one thread owns the ZeroMQ socket.
 
 Other threads hand it messages through a queue and an eventfd. The same thread watches the engine's
-pidfd, so an engine that dies is noticed within a wake-up, and attaches to the next one.
+pidfd, so an engine that dies is noticed within a wake-up, and connects to the next one that is recorded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.transport import protocol, rundir
-from flashinfer_backend.transport.supervisor import EngineRecord, Supervisor
+from flashinfer_backend.transport import protocol
+from flashinfer_backend.transport.keeper import EngineStartError
+from flashinfer_backend.transport.records import EngineRecord, read_engine
 
 RETRY_S = 0.1
-NO_ROOM_S = 4.0
-LOOK_MS = 5000  # between two looks at whether an engine that starts comes further
 ENGINE_LOST = "The engine process ended unexpectedly and is being restarted; please try again."
 ENGINE_DOWN = "The engine process is not available, it is being started; please try again."
 LINK_LOST = "The connection to the engine process failed and is being made anew; please try again."
@@ -55,21 +55,19 @@ class Endpoint:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        run_dir: Path,
+        ensure: Callable[[], None] = lambda: None,
         on_status: Callable[[protocol.Status], None] = lambda status: None,
-        on_replaced: Callable[[], None] = lambda: None,
-        on_server_lost: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] = lambda: None,
         index: int = 0,
         count: int = 1,
     ) -> None:
-        """on_replaced: this process, and no other, has just started a new engine in place of a dead one.
-        on_server_lost: tritonserver ended and left this stub behind. on_load: open_sequences or
-        tokens_to_compute has changed; called on any thread. index, count: of this engine among those
-        of the model; local ids are `index` modulo `count`, so that a handle tells its engine."""
-        self._supervisor = supervisor
-        self._on_status, self._on_replaced, self._on_server_lost = on_status, on_replaced, on_server_lost
-        self._on_load = on_load
+        """run_dir: the engine's. ensure: called while there is no engine, as Keeper.ensure is, to have one
+        started. on_load: open_sequences or tokens_to_compute has changed; called on any thread. index, count:
+        of this engine among those of the model; local ids are `index` modulo `count`, so that a handle tells
+        its engine."""
+        self._run_dir, self._ensure = run_dir, ensure
+        self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _up, _sinks, _prompts and, beside the thread, _closing
         self._up = False
@@ -168,7 +166,7 @@ class Endpoint:
         self._fail_all(message)
 
     def close(self) -> None:
-        """Ends the link; open sequences fail. Whether the engine ends is the supervisor's part (`leave`)."""
+        """Ends the link; open sequences fail. Whether the engine ends is the keeper's part (`leave`)."""
         with self._lock:
             self._closing = True
             os.eventfd_write(self._wake, 1)
@@ -176,26 +174,22 @@ class Endpoint:
         os.close(self._wake)
 
     def _run(self) -> None:
-        context = zmq.Context()
+        context, said = zmq.Context(), ""
         try:
             while not self._closing:
-                if not rundir.process_alive(self._supervisor.server_pid):
-                    rundir.remove(self._supervisor.run_dir)
-                    self._on_server_lost()
-                    return
                 try:
-                    record, replaced = self._supervisor.attach()
-                except OSError:
+                    self._ensure()
+                except (OSError, EngineStartError) as error:
                     if not self._was_ready:
                         raise
-                    traceback.print_exc()
-                    self._pause(NO_ROOM_S)  # for what the machine has no room: it may have some again
-                    continue
-                if record is None or (record.ever_ready and not record.ready):
+                    if said != str(error):  # tried again: the machine may have no room at the moment
+                        said = str(error)
+                        traceback.print_exc()
+                record = read_engine(self._run_dir)
+                alive = record is not None and record.alive
+                if record is not None and record.ever_ready and not (alive and record.ready):
                     self._known.set()
-                if record is not None:
-                    if replaced:
-                        self._on_replaced()
+                if record is not None and alive:
                     self._serve(context, record)
                 else:
                     time.sleep(RETRY_S)
@@ -208,11 +202,6 @@ class Endpoint:
             self._known.set()
             context.destroy(linger=200)
 
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._closing and time.monotonic() < until:
-            time.sleep(RETRY_S)
-
     def _serve(self, context: zmq.Context, record: EngineRecord) -> None:
         """Exchanges messages with one engine until it ends or the stub leaves."""
         try:
@@ -224,15 +213,13 @@ class Endpoint:
         try:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-            socket.connect(protocol.socket_address(self._supervisor.run_dir))
+            socket.connect(protocol.socket_address(self._run_dir))
             socket.send(protocol.encode(protocol.Hello(self._pid, wants_status=True)))
             poller = zmq.Poller()
             for readable in (socket, self._wake, pidfd):
                 poller.register(readable, zmq.POLLIN)
             while not self._closing:
-                ready = dict(poller.poll(None if self._up else LOOK_MS))
-                if not ready and not self._up:
-                    self._supervisor.end_stalled(record.pid)
+                ready = dict(poller.poll())
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                     while self._outbox:
@@ -301,12 +288,10 @@ class Endpoint:
     def _take_status(self, status: protocol.Status) -> None:
         self.status, self.reported_at = status, time.monotonic()
         if not self._up:
-            self._supervisor.mark_ready(status.pid)
             with self._lock:
                 self._up = True
             self._was_ready = True
             self._known.set()
-        self._supervisor.tend()
         self._on_status(status)
 
     def _forget(self, local_id: int) -> Sink | None:

@@ -19,18 +19,14 @@ log = logging.getLogger(__name__)
 
 LARGE_PART = 1 << 20  # bytes from which zmq sends a frame without copying it
 LEAST_RECEIVE_S = 0.001  # of taking in messages when a step is due: cancellations should arrive
-LONELY_SECONDS = 10.0  # how long an engine whose stubs have all gone waits for another
 
 
 class EngineSocket:
     """ROUTER socket bound in `run_dir`. A process that ends is noticed through its pidfd:
-    the server's end closes the engine, a stub's end is reported as that stub's Goodbye."""
+    the parent's end closes the engine, a stub's end is reported as that stub's Goodbye."""
 
-    def __init__(self, run_dir: Path, server_pid: int, stay: bool = False) -> None:
-        """stay: do not end when no stub is connected."""
+    def __init__(self, run_dir: Path, parent_pid: int) -> None:
         self.pid = os.getpid()
-        self.tritonservers: set[int] = set()  # pids of those whose stubs have been here
-        self._stay = stay
         self.closed = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -38,17 +34,16 @@ class EngineSocket:
         self._socket.sndhwm = 0  # a slow stub must not make the engine drop or wait
         self._socket.rcvhwm = 0
         self._socket.router_mandatory = True  # a stub that has left is an error we see, not a silent drop
-        self._path = run_dir / "engine.sock"
+        self._path = run_dir / protocol.SOCKET
         self._socket.bind(protocol.socket_address(run_dir))
-        self._server = os.pidfd_open(server_pid)
+        self._parent = os.pidfd_open(parent_pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._server, zmq.POLLIN)
+        self._poller.register(self._parent, zmq.POLLIN)
         self._identity: dict[int, bytes] = {}  # by stub pid
         self._pidfd: dict[int, int] = {}
         self._stubs: dict[int, Stub | None] = {}  # looked up while they live
         self._watching: set[int] = set()  # stubs that want the status
-        self._lonely_since = time.monotonic()
 
     def receive(self, timeout_ms: int, until: float) -> Iterator[protocol.ToEngine]:
         """Messages that are here; waits up to `timeout_ms` for the first.
@@ -57,7 +52,7 @@ class EngineSocket:
         next call.
         """
         events = dict(self._poller.poll(timeout_ms))
-        if self._server in events:
+        if self._parent in events:
             self.closed = True
             return
         # Before any message: one that leaves gives its descriptor's number to one that comes.
@@ -87,9 +82,6 @@ class EngineSocket:
                 if (stub := self._stubs.get(pid)) is not None:
                     stub.remove_memory()  # tritonserver would leave it behind
                 yield protocol.Goodbye(pid)
-        if not self._stay and not self._pidfd and time.monotonic() - self._lonely_since > LONELY_SECONDS:
-            log.info("no stub has been connected for %.0f s: ending", LONELY_SECONDS)
-            self.closed = True
 
     def _decode(self, body: bytes) -> protocol.ToEngine | None:
         try:
@@ -106,8 +98,7 @@ class EngineSocket:
             except ProcessLookupError:
                 log.warning("stub %d has ended already", hello.pid)
                 return False
-            stub = self._stubs[hello.pid] = find_stub(hello.pid)
-            self.tritonservers |= {int(stub.server)} if stub else set()
+            self._stubs[hello.pid] = find_stub(hello.pid)
             self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
         self._identity[hello.pid] = identity
         if hello.wants_status:
@@ -124,7 +115,7 @@ class EngineSocket:
         return True
 
     def forget(self, pid: int) -> None:
-        """A stub has left; the engine ends when no stub comes back for a while."""
+        """A stub has left."""
         self._identity.pop(pid, None)
         self._watching.discard(pid)
         self._stubs.pop(pid, None)
@@ -132,8 +123,6 @@ class EngineSocket:
         if pidfd is not None:
             self._poller.unregister(pidfd)
             os.close(pidfd)
-        if not self._pidfd:
-            self._lonely_since = time.monotonic()
 
     def send_tokens(self, pid: int, frame: bytes, reports: list[protocol.RowReport] | None) -> None:
         parts: list[bytes | memoryview] = [protocol.TOKENS, frame]

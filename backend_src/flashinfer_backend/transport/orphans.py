@@ -6,8 +6,6 @@ A stub notices that its server is gone and ends by itself, except where it was j
 something with the server: then it waits for the answer for ever, some kinds with the interpreter's
 lock held, so that no thread in it can help. One that was just started when its server gave up
 waiting for the models to stop ends, but leaves its memory behind (both seen with tritonserver 2.51).
-
-`python -m flashinfer_backend.transport.orphans PID` does it for one server.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import contextlib
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -69,13 +65,6 @@ def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | No
         if stub.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stub.pid, signal.SIGKILL)
-
-
-def end_orphans_in_background(server_pid: int) -> None:
-    """The same in a process of its own, for a caller that should not wait."""
-    command = [sys.executable, "-m", "flashinfer_backend.transport.orphans", str(server_pid)]
-    quiet = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def regions_of(prefix: str) -> list[str]:
@@ -155,7 +144,3 @@ def stubs_of(server_pid: int) -> list[Stub]:
     # become that program. No pid is 0, which stands for a process that has ended meanwhile.
     copies_of = {0, *(stub.pid for stub in found)}
     return [stub for stub in found if rundir.parent_pid(stub.pid) not in copies_of]
-
-
-if __name__ == "__main__":
-    end_orphans(int(sys.argv[1]))

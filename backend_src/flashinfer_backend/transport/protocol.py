@@ -57,9 +57,12 @@ def split_handle(handle: int) -> tuple[int, int]:
     return handle >> 32, handle & 0xFFFFFFFF
 
 
+SOCKET = "engine.sock"  # in an engine's run directory, from when it is ready
+
+
 def socket_address(run_dir: Path) -> str:
     """ZeroMQ address of the engine that runs in `run_dir`."""
-    return f"ipc://{run_dir / 'engine.sock'}"
+    return f"ipc://{run_dir / SOCKET}"
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run directory: where the stubs of one model of one server meet their engine.
 
-`paths.run_dir` names it. It holds the engine's socket, its log and its record (supervisor.py), and one
+`paths.run_dir` names it. It holds the engine's socket, its record and its keeper's (records.py), and one
 datagram socket per stub (peers.py). Nothing in it outlives the server; what a server leaves behind
-that was killed together with its engine is removed by the next one.
+that was killed together with its keeper is removed by the next one.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def _forget(files: Iterable[Path], ending: Collection[int] = ()) -> None:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory's lock, creating the directory when it is not there.
+def locked(run_dir: Path) -> Iterator[int]:
+    """Holds the run directory's lock, creating the directory when it is not there. A process that inherits
+    the lock's descriptor, which this yields, holds it on.
 
     The last stub removes the directory while it holds the lock, so whoever waited for the lock may
     get that of a removed file and must look again.
@@ -140,7 +141,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(path, fd):
-                yield
+                yield fd
                 return
         finally:
             os.close(fd)

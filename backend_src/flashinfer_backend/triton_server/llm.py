@@ -20,9 +20,8 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.doors import read_doors
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
-from flashinfer_backend.transport.orphans import end_orphans
+from flashinfer_backend.transport.keeper import Keeper
 from flashinfer_backend.transport.seen import SeenTable
-from flashinfer_backend.transport.supervisor import Supervisor, supervisors
 from flashinfer_backend.triton_server.bounds import check_json_logits
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
@@ -66,12 +65,12 @@ class TritonPythonModel:
         folder = run_dir(owner, self._name)
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
-            supervisors(Supervisor, folder, owner, config, stays=by_serve),
+            folder,
+            config.replicas,
+            Keeper(folder, owner, config, stays=by_serve),
             config.enable_kv_cache_reuse,
             config.stats_check_period_ms / 1000,
             on_stop=self._responder.stop,
-            on_replaced=self._say_replaced,
-            on_server_lost=lambda: end_orphans(server),
         )
         self._responder.seen = SeenTable(folder, os.getpid())
         self._standstill = Standstill(processes_dir(owner))
@@ -209,10 +208,3 @@ class TritonPythonModel:
     def _decoder(self) -> DeltaDecoder:
         """As postprocessing's: the characters that are counted here are those that it writes."""
         return DeltaDecoder(TextTokenizer(self._tokenizer_folder).backend, self._skip_special_tokens)
-
-    def _say_replaced(self) -> None:
-        self._pb.Logger.log_warn(
-            f"an engine of {self._name} is restarted in place; unless there is another one, requests are"
-            " refused until it is ready. Without flashinfer_backend.serve, a server that does not ask"
-            " is_ready() says ready meanwhile"
-        )

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine is started again, when it counts as stable, and how it is ended; on stand-in processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashinfer_backend.core import progress
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.launch import keeper as keeping
+from flashinfer_backend.launch.keeper import KeptEngine
+from flashinfer_backend.serving.engines import Engines
+from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport.keeper import EngineStartError, Keeper
+from flashinfer_backend.transport.peers import PeerSocket
+from flashinfer_backend.transport.protocol import SOCKET
+from flashinfer_backend.transport.records import EngineRecord, read_engine, read_keeper, stop
+from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts
+
+TIMEOUT_S = 60
+ENDLESS = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENDLESS
+# Ends with what it needs some time for, as an engine that writes its last words.
+CAREFUL = (
+    "import signal, sys, time\n"
+    "def end(*_):\n    time.sleep(0.5)\n    print('ended well', flush=True)\n    sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, end)\n" + ENDLESS
+)
+CONFIG = EngineConfig(model_dir="bundled", device="cpu")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / f"{os.getpid()}-llm"
+
+
+@pytest.fixture
+def kept(run_dir: Path) -> Iterator[Callable[..., KeptEngine]]:
+    """Makes engines of a script each, which end with the test."""
+    made: list[KeptEngine] = []
+
+    def make(script: str = ENDLESS, stall_s: float = 0.0) -> KeptEngine:
+        made.append(KeptEngine("engine", run_dir, [sys.executable, "-c", script], None, stall_s))
+        return made[-1]
+
+    yield make
+    stop(*(engine.record for engine in made))
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def becomes_ready(engine: KeptEngine, run_dir: Path) -> EngineRecord:
+    """Its process is started, and binds its socket."""
+    engine.look()
+    (run_dir / SOCKET).touch()
+    engine.look()
+    assert engine.record.ready and engine.record.alive
+    return engine.record
+
+
+def kill(record: EngineRecord) -> None:
+    os.kill(record.pid, signal.SIGKILL)
+    wait_for(lambda: not record.alive)
+
+
+def test_the_first_restart_comes_at_once_and_the_next_ones_later_and_later(
+    run_dir: Path, kept: Callable[..., KeptEngine], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once it has ever been ready: the second of these never is."""
+    engine = kept()
+    first = becomes_ready(engine, run_dir)
+    assert read_engine(run_dir) == first
+    kill(first)
+    engine.look()
+    engine.look()
+    second = engine.record
+    assert second.alive and second.pid != first.pid and (second.ready, second.ever_ready) == (False, True)
+    assert not (run_dir / SOCKET).exists(), "it was the first one's"
+    kill(second)
+    engine.look()
+    before = time.monotonic()
+    wait_for(lambda: engine.look() or engine.record.alive)
+    assert time.monotonic() - before > 0.3
+    assert "[engine] its process ended with signal 9; the next one is started\n" in (
+        said := capfd.readouterr().err
+    )
+    assert "; the next one is started in 0.5 s" in said
+
+
+def test_what_dies_young_again_and_again_waits_longer_and_longer_or_is_given_up() -> None:
+    some, any_number = Restarts(3), Restarts(0)
+    assert [some.after(0.0) for _ in range(2)] == [0.0, 0.5]
+    assert some.after(STABLE_AFTER_S + 1.0) == 0.0, "a first time again"
+    assert [some.after(5.0) for _ in range(4)] == [0.5, 1.0, None, None]
+    assert [any_number.after(0.0) for _ in range(50)][-1] == LONGEST_DELAY_S
+
+
+def test_an_engine_that_was_never_ready_is_not_tried_again(
+    run_dir: Path, kept: Callable[..., KeptEngine]
+) -> None:
+    engine = kept("print('no such model', flush=True)")
+    wait_for(lambda: engine.look() or engine.record.error)
+    words = "the engine process ended with status 0 before it was ready\nno such model"
+    assert engine.record.error == words and read_engine(run_dir) == engine.record
+    engine.look()
+    assert not engine.record.alive
+
+
+def test_what_was_ever_ready_is_tried_again_by_the_next_keeper(
+    run_dir: Path, kept: Callable[..., KeptEngine]
+) -> None:
+    becomes_ready(kept(), run_dir)
+    engine = kept("raise SystemExit(3)")
+    engine.look()
+    first = engine.record
+    wait_for(lambda: engine.look() or engine.record.pid != first.pid)
+    assert not engine.record.error
+
+
+def test_a_start_without_room_for_a_process_is_tried_again(
+    run_dir: Path, kept: Callable[..., KeptEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kept()
+    kill(becomes_ready(engine, run_dir))
+    left, start = iter(range(2)), subprocess.Popen
+
+    def popen(*words: Any, **options: Any) -> Any:
+        if next(left, None) is not None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(*words, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    wait_for(lambda: engine.look() or engine.record.alive)
+    assert next(left, None) is None
+
+
+def test_a_starting_engine_that_comes_no_further_is_ended(
+    run_dir: Path, kept: Callable[..., KeptEngine], capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = kept(stall_s=0.5)
+    wait_for(lambda: engine.look() or engine.record.error)
+    words = (
+        r"has come no further for 0.00833333 minutes while it starts, and is ended \(start_stall_minutes\)"
+    )
+    assert re.search(words, engine.record.error) and re.search(words, capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("reason", ["progress", "ready", "no limit"])
+def test_an_engine_that_comes_further_is_waited_for(
+    run_dir: Path, kept: Callable[..., KeptEngine], reason: str
+) -> None:
+    engine = kept(stall_s=0.0 if reason == "no limit" else 60.0)
+    engine.look()
+    engine._started_at -= 100.0
+    if reason == "ready":
+        (run_dir / SOCKET).touch()
+    if reason == "progress":
+        (run_dir / progress.FILE).write_text(f"{time.monotonic() - 20.0}")
+    engine.look()
+    engine.look()
+    assert engine.record.alive and engine.record.ready is (reason == "ready")
+
+
+@pytest.mark.parametrize(("script", "ends_well"), [(CAREFUL, True), (STUBBORN, False)])
+def test_the_engine_is_given_time_to_end(
+    run_dir: Path, kept: Callable[..., KeptEngine], script: str, ends_well: bool
+) -> None:
+    engine = kept(script)
+    engine.look()
+    wait_for(lambda: "up" in engine._tail)
+    stop(engine.record, within_s=30.0 if ends_well else 0.3)
+    assert not engine.record.alive
+    engine._reader.join(TIMEOUT_S)
+    assert ("ended well" in engine._tail) is ends_well  # a killed one would never say so
+
+
+class Stub:
+    """This process as a stub of a model whose engine is a script, with a real keeper."""
+
+    def __init__(self, run_dir: Path, owner: int, script: str = ENDLESS, stays: bool = False) -> None:
+        with rundir.locked(run_dir):
+            self.peers = PeerSocket(run_dir)
+        self.hand = Keeper(run_dir, owner, CONFIG, stays, [sys.executable, "-c", script])
+        self.run_dir = run_dir
+
+    def engine(self) -> EngineRecord:
+        self.hand.ensure()
+        wait_for(lambda: (record := read_engine(self.run_dir)) is not None and record.alive)
+        found = read_engine(self.run_dir)
+        assert found is not None
+        return found
+
+    def leave(self) -> None:
+        self.peers.close()
+        self.hand.leave()
+
+
+def test_a_model_has_one_keeper_which_goes_with_the_last_stub(run_dir: Path) -> None:
+    stub = Stub(run_dir, os.getpid())
+    engine, keeper = stub.engine(), read_keeper(run_dir)
+    other = Keeper(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "1"])
+    other.ensure()
+    other.leave()  # the first stub is still there
+    assert read_keeper(run_dir) == keeper and keeper is not None and keeper.alive and engine.alive
+    stub.leave()
+    assert not keeper.alive and not engine.alive and not run_dir.exists()
+
+
+def test_engines_that_stay_outlive_the_last_stub_and_end_with_their_owner(run_dir: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        stub = Stub(run_dir, owner.pid, stays=True)
+        engine, keeper = stub.engine(), read_keeper(run_dir)
+        stub.leave()
+        assert engine.alive and keeper is not None and keeper.alive
+        owner.kill()
+    wait_for(lambda: not keeper.alive)
+    assert not engine.alive and not run_dir.exists()
+
+
+def test_engines_without_a_stub_end_soon(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub that was killed does not leave. One that comes in time has them go on."""
+    monkeypatch.setattr(keeping, "UNUSED_S", 0.3)
+    monkeypatch.setattr(keeping, "LOOK_S", 0.1)
+    monkeypatch.setattr(keeping, "TICK_S", 0.02)
+    with rundir.locked(run_dir):
+        peers = PeerSocket(run_dir)
+    engines = keeping.Engines(run_dir, os.getpid(), CONFIG, False, [sys.executable, "-c", ENDLESS])
+    read, write = os.pipe()
+    thread = threading.Thread(target=engines.run, args=(read,))
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    peers.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive() and not run_dir.exists()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_killed_keeper_is_replaced_and_a_wrong_model_fails_at_once(run_dir: Path) -> None:
+    stub = Stub(run_dir, os.getpid(), "print('no such model', flush=True)")
+    keepers = []
+    for _ in range(2):
+        with pytest.raises(EngineStartError, match="before it was ready\nno such model"):
+            wait_for(stub.hand.ensure)
+        keeper = read_keeper(run_dir)
+        assert keeper is not None and keeper.alive
+        keepers.append(keeper)
+        os.kill(keeper.pid, signal.SIGKILL)
+        wait_for(lambda keeper=keeper: not keeper.alive)
+    assert keepers[0] != keepers[1]
+    stub.leave()
+    assert not run_dir.exists()
+
+
+def test_a_keeper_that_cannot_begin_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    hand = Keeper(run_dir, os.getpid(), CONFIG)
+    with pytest.raises(EngineStartError, match="keeper ended with status 1"):
+        wait_for(hand.ensure)
+
+
+def test_a_link_waits_for_the_engine_and_says_why_there_is_none(run_dir: Path) -> None:
+    hand = Keeper(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "print('no such model')"])
+    link = Engines(run_dir, 1, hand)
+    with pytest.raises(EngineStartError, match="no such model"):
+        link.wait_ready()
+    link.close()
+    assert not run_dir.exists()
+
+
+def test_a_place_for_run_directories_that_cannot_be_used_is_told_with_what_to_set(tmp_path: Path) -> None:
+    """XDG_RUNTIME_DIR of another user, for one, which su leaves as it was."""
+    (tmp_path / "file").touch()
+    said = r"flashinfer-backend-0 cannot be made \(Not a directory\); set XDG_RUNTIME_DIR to another folder"
+    with pytest.raises(OSError, match=said):
+        rundir.claim(tmp_path / "file" / "flashinfer-backend-0" / "1-llm")
+
+
+def test_servers_that_start_while_others_end_get_their_run_directories(tmp_path: Path) -> None:
+    """Whoever ends last removes the user's folder, at any moment of another one's start."""
+    errors: list[BaseException] = []
+
+    def come_and_go(run_dir: Path, until: float) -> None:
+        while time.monotonic() < until and not errors:
+            try:
+                with rundir.locked(run_dir):
+                    rundir.remove(run_dir)
+            except BaseException as error:
+                errors.append(error)
+
+    interval, until = sys.getswitchinterval(), time.monotonic() + 2
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=come_and_go, args=(tmp_path / "user" / f"{os.getpid()}-{n}", until))
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+
+
+def test_a_disk_without_room_for_what_processes_share_is_told_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    said = r"No space left on device; make room there, or set XDG_RUNTIME_DIR to another folder: '/.*/seen'"
+    with pytest.raises(OSError, match=said):
+        rundir.shared_array(tmp_path / "seen", "i8", (1,))
+
+
+def test_a_process_may_have_any_name(run_dir: Path) -> None:
+    """One that has the pid of a dead server, whose run directory is looked at, is anybody's."""
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) Z \\xff'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        assert rundir.process_alive(other.pid) and not rundir.is_stopped(other.pid)
+        assert rundir.parent_pid(other.pid) == os.getpid()
+        (run_dir.parent / f"{other.pid}-llm").mkdir(parents=True)
+        rundir.create(run_dir)
+        other.stdin.close()
