@@ -188,7 +188,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys, command, option, value, 
 
 def test_every_number_on_a_command_line_has_bounds():
     """Those of the processes that our own code starts aside."""
-    internal = ("engine/__main__.py", "worker/__main__.py")
+    internal = ("engine/__main__.py", "worker/__main__.py", "launch/keeper.py")
     files = [
         file
         for folder in ("backend_src", "client", "perf_configs", "tools", "tests/reliability")
