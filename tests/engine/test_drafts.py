@@ -138,6 +138,37 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     assert found == expected
 
 
+@pytest.mark.parametrize("spoilt", [0.0, 0.4])
+def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
+    """Ended by the end id and without one, with what else decides what a grammar lets follow."""
+    schema = '{"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "integer"}}, '
+    texts = [
+        ("json_schema", schema + '"required": ["a", "b"], "additionalProperties": false}'),
+        ("regex", "(yes|no|perhaps)( [a-z]{2,5}){3}[.]"),
+        ("ebnf_grammar", 'root ::= item (", " item){1,4} "."\nitem ::= [A-Z] [a-z]{2,6}'),
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=60,
+            temperature=0.9 * (i % 2),
+            seed=i,
+            end_id=[-1, 0][i // 3 % 2],
+            grammar_type=texts[i % 3][0],
+            grammar=texts[i % 3][1],
+        )
+        for i in range(12)
+    ]
+    params[7].bad_words, params[8].frequency_penalty, params[9].min_tokens = [[44], [110, 32]], 1.2, 12
+    expected, *_, loop = answers(tmp_path / "without", _logged(params))
+    codes = [code for _, code in expected]
+    assert codes.count(protocol.FINISHED_END_ID) > 9
+    proposer = Replay(4, spoilt)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    assert found == expected
+    assert drafted.iteration < loop.iteration * 0.8
+
+
 def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
     params[8].log_probs = True
     return params

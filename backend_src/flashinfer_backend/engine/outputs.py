@@ -85,6 +85,8 @@ def end_grammars(outcome: Outcome, output: StepOutput) -> None:
     """End (in outcome.codes) sequences whose grammar lets nothing follow."""
     if output.grammar_ends:
         ended = np.isin(outcome.rows, output.grammar_ends) & (outcome.codes == protocol.RUNNING)
+        if output.counts is not None:
+            ended &= outcome.turns == output.counts[outcome.rows] - 1
         outcome.codes[ended] = protocol.FINISHED_END_ID
 
 

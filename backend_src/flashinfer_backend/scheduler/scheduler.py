@@ -161,15 +161,14 @@ class Scheduler:
     def _size_decodes(self, limit: int, prompts: bool) -> None:
         """Choose how many tokens each decode row feeds in a step of `limit` tokens, with prompts or without.
 
-        Rows with a grammar get no drafts, because it advances by one token a step, nor do rows before their
-        min_tokens, nor any in a step with prompts. No row is planned beyond max_new: a sequence that can have
-        reached it waits until its steps are read."""
+        Rows before their min_tokens get no drafts, nor do any in a step with prompts. No row is planned
+        beyond max_new: a sequence that can have reached it waits until its steps are read."""
         slots, table = self.decoding, self.table
         if not self.drafts or not len(slots):
             return
         planned = table.planned_outputs[slots]
         drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1)
-        drafts[table.guided[slots] | (planned < table.min_tokens[slots])] = 0
+        drafts[planned < table.min_tokens[slots]] = 0
         if prompts:
             drafts[:] = 0
         drafts[np.cumsum(drafts) > limit - len(slots)] = 0

@@ -35,7 +35,6 @@ class SlotTable:
         self.local_id = np.zeros(slots, np.int32)
         self.num_blocks = np.zeros(slots, np.int32)
         self.stateful = np.zeros(slots, bool)  # its sampling has a state
-        self.guided = np.zeros(slots, bool)  # by a grammar
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
         self._free = list(range(slots - 1, -1, -1))
 
@@ -67,7 +66,6 @@ class SlotTable:
         self.local_id[slot] = request.handle & 0x7FFFFFFF
         self.num_blocks[slot] = block_count
         self.stateful[slot] = params.stateful
-        self.guided[slot] = bool(params.grammar_type)
         self.stops[slot] = bool(params.stop_sequences)
         request.slot = slot
         return slot

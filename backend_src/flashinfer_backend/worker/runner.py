@@ -90,8 +90,8 @@ class Runner:
             raise ValueError(
                 "other attention than plain torch takes lengths from the host: use attention_backend torch"
             )
-        # Tokens and log probabilities of each; with drafts, how many tokens a row comes to.
-        self._readback = ReadbackRing((3 + 2 * drafts) * config.max_num_seqs, self.device)
+        # Tokens and log probabilities of each; with drafts, how many tokens a row comes to, and new drafts.
+        self._readback = ReadbackRing((3 + 3 * drafts) * config.max_num_seqs, self.device)
         vocab, state = model.spec.vocab_size, self.state
         own = state.staging, state.last_token, state.lengths, state.drafts
         self.sampler = Sampler(ops, vocab, config, self.device, *own)
@@ -150,6 +150,10 @@ class Runner:
         readback, counts = sampled.readback, self._finish(plan, computed)
         if counts is not None:
             readback = torch.cat([counts, readback])
+        if self.drafting is not None and sampled.guided:  # their grammars are on the host
+            slots = np.array([row.slot for row in sampled.guided], np.int32)
+            drafts = self.state.drafts[self.state.staging.upload([slots])]
+            readback = torch.cat([drafts.view(-1), readback])
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
 
     @torch.inference_mode()
@@ -230,11 +234,14 @@ class Runner:
         values = launched.download.wait()
         if self.others is not None:
             self.others.step_read()
-        plan = launched.plan
-        counts = None
+        plan, guided = launched.plan, launched.sampled.guided
+        counts = drafts = None
+        if self.drafting is not None and guided:
+            drafts, values = np.split(values, [len(guided) * self.state.drafts.shape[1]])
+            drafts = drafts.reshape(len(guided), -1)[:, : plan.drafts]
         if len(plan.drafted_rows):
             counts, values = np.split(values, [len(plan.samples)])
-        return self.sampler.read(launched.sampled, plan, values, counts)
+        return self.sampler.read(launched.sampled, plan, values, counts, drafts)
 
     def _forward(
         self, plan: StepPlan, started: Callback, between_layers: Callback
