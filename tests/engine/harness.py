@@ -18,7 +18,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
-from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.speculate.proposer import MakeProposer, Proposer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
 
@@ -154,6 +154,7 @@ def start_core(
     model_dir: Path,
     on_loss: Callable[[str], None] | None = None,
     proposer: Proposer | None = None,
+    make_proposer: MakeProposer | None = None,
     **settings: object,
 ) -> Core:
     """An engine on the CPU in float32 with small limits unless `settings` say otherwise."""
@@ -166,7 +167,9 @@ def start_core(
         "kv_cache_free_gpu_mem_fraction": 0.02,  # several engines may share one test process
     } | settings
     config = EngineConfig(model_dir=str(model_dir), **values)  # type: ignore[arg-type]
-    return start(config, on_loss=on_loss, proposer=proposer)
+    if proposer is not None:
+        make_proposer = lambda *_: proposer  # noqa: E731
+    return start(config, on_loss=on_loss, make_proposer=make_proposer)
 
 
 def asks(guide: str, **options: Any) -> SamplingParams:

@@ -15,7 +15,7 @@ from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
-from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker.ranks import OtherRanks
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.start import start_runner
@@ -51,17 +51,17 @@ def start(
     folder: Path | None = None,
     on_loss: Callable[[str], None] | None = None,
     name: str = "engine",
-    proposer: Proposer | None = None,
+    make_proposer: MakeProposer | None = None,
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
     folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
     a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
-    other ranks' lines of the log. proposer: guesses what follows in sequences, which steps then check.
+    other ranks' lines of the log. make_proposer: of what guesses the tokens that follow, which steps check.
     Raises ValueError or OSError with what to change.
     """
     others = None
-    if proposer is not None and config.tensor_parallel_size > 1:
+    if make_proposer is not None and config.tensor_parallel_size > 1:
         raise ValueError(
             "each rank makes its own proposer: tensor_parallel_size should be 1 with a given one"
         )
@@ -69,10 +69,10 @@ def start(
         others = OtherRanks(config, folder, on_loss, name)
     try:
         if others is None:
-            config, runner = start_runner(config, proposer=proposer)
+            config, runner = start_runner(config, make_proposer=make_proposer)
         else:
             shard = Shard(0, config.tensor_parallel_size)
-            config, runner = start_runner(config, shard, others.rendezvous, proposer)
+            config, runner = start_runner(config, shard, others.rendezvous)
             runner.others = others
             others.serve(limits_steps=runner.device.type == "cuda")
     except BaseException:

@@ -219,9 +219,9 @@ class Transformer(nn.Module):
         else:
             hidden = layers[index - 1].after(attended, hidden, self.collectives)
         if taps is not None and index - 1 in taps.layers:
-            for layer, out in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
+            for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
                 if layer == index - 1:
-                    out.copy_(hidden)
+                    place.copy_(hidden)
         q = layers[index].before(hidden, positions, cache_locations, kv_caches[index], out)
         return q, hidden
 

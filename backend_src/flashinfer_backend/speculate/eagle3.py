@@ -217,9 +217,9 @@ class Eagle3:
         assert step.hidden is not None and step.next_tokens is not None
         head, caches = self.head, state.kv_layers[self._first :]
         fed = step.next_tokens, head.join(step.hidden), (step.positions, step.cache_locations), caches
-        if not count:
+        if not count or not len(step.ends):
             head.store(*fed, self._attention(step.attention))
-            return step.ends.new_empty((len(step.ends), 0))
+            return step.ends.new_empty((len(step.ends), count))
         token, hidden = head.guess(head(*fed, self._attention(step.attention), step.ends))
         drafts, positions = [token], step.positions[step.ends]
         slots, size = step.sample_slots, state.block_size

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from flashinfer_backend.attention.contract import Prepared
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.transformer import Transformer
 
 
 class DraftStep(NamedTuple):
@@ -65,3 +67,6 @@ class Proposer(Protocol):
         """Called at the end of every step: takes in what it keeps of the step's tokens, and returns `count`
         drafts for each sampling row, int32 [s, count]; of 0 to self.count. Token ids, where it has no guess
         any. Enqueues work alone, which a CUDA graph can capture."""
+
+
+MakeProposer = Callable[[EngineConfig, Transformer], Proposer]  # once the target is loaded

@@ -18,7 +18,7 @@ from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Taps, Transformer
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.speculate.proposer import Proposer
 
@@ -62,6 +62,7 @@ class DeviceState:
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         drafts = proposer.count if proposer is not None else 0
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
+        self._tapped = proposer.layers if proposer is not None else ()
         columns = config.max_seq_len + 1 if proposer is not None and proposer.history else 0
         self.tokens = torch.zeros((rows, columns), dtype=torch.int32, device=self.device)
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
@@ -94,6 +95,13 @@ class DeviceState:
             dtype=self.model.dtype,
             copied_blocks=copied_blocks(self.kv_cache.format, self.model.dtype, *lengths, self.device),
         )
+
+    def taps(self, tokens: int) -> Taps | None:
+        """For the outputs that a proposer takes of a step of so many tokens; None where it takes none."""
+        if not self._tapped:
+            return None
+        shape = (tokens, len(self._tapped) * self.model.spec.hidden_size)
+        return Taps(self._tapped, torch.zeros(shape, dtype=self.model.dtype, device=self.device))
 
     def update_block_table(self, plan: StepPlan) -> None:
         """Enter the step's new blocks, before anything of the step reads the table."""

@@ -27,6 +27,17 @@ class Fed(NamedTuple):
     attention: Prepared
     hidden: Tensor | None
 
+    def cut(self, tokens: int) -> Fed:
+        """The same of the first `tokens`: attention that is not captured takes no padding."""
+        return Fed(
+            self.tokens[:tokens],
+            self.slots[:tokens],
+            self.positions[:tokens],
+            self.cache_locations[..., :tokens],
+            self.attention,
+            None if self.hidden is None else self.hidden[:tokens],
+        )
+
 
 class Drafting:
     """A rank's proposer, and the drafts of every slot. All ranks run the same."""

@@ -32,7 +32,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Mixer, Prepared, StepShape
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.spec import Experts
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Taps, Transformer
 from flashinfer_backend.worker.device_state import DeviceState
 
 T = TypeVar("T")
@@ -228,7 +228,9 @@ class MixedGraphs:
         attention: Mixer,
         block_table: torch.Tensor,
         capture: GraphCapture,
+        taps: Callable[[int], Taps | None] = lambda tokens: None,
     ) -> None:
+        """taps: DeviceState.taps."""
         self._model, self._kv_caches = model, kv_caches
         self.largest = MIXED_SIZES[-1]
         heads, device = model.spec.attention, model.device
@@ -237,6 +239,7 @@ class MixedGraphs:
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._taps = taps(self.largest)
         self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
@@ -301,6 +304,10 @@ class MixedGraphs:
             between_layers()
         return self._model.finish(self._attended[:size], self._hidden[size], rows)
 
+    def taps(self, size: int) -> Taps | None:
+        """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
+        return None if self._taps is None else self._taps._replace(out=self._taps.out[:size])
+
     def _copy(self, *columns: torch.Tensor) -> None:
         for target, source in zip(self._inputs, columns, strict=True):
             target[: len(source)].copy_(source)
@@ -328,7 +335,9 @@ class MixedGraphs:
         residual stream."""
         input_ids, positions, cache_locations = (row[:size] for row in self._inputs)
         inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
-        _, hidden = self._model.piece(index, inputs, self._kv_caches, attended, hidden, self._q[:size])
+        _, hidden = self._model.piece(
+            index, inputs, self._kv_caches, attended, hidden, self._q[:size], self.taps(size)
+        )
         return hidden
 
     def _capture(self, size: int) -> None:

@@ -110,7 +110,12 @@ class Runner:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture)
                 self.mixed_graphs = MixedGraphs(
-                    state.model, state.kv_cache.layers, state.attention, state.block_table, capture
+                    state.model,
+                    state.kv_cache.layers,
+                    state.attention,
+                    state.block_table,
+                    capture,
+                    state.taps,
                 )
         finally:
             gc.enable()
@@ -261,6 +266,8 @@ class Runner:
         )
         rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None else None
+        captured = graphs is not None and size <= graphs.largest
+        taps = graphs.taps(size) if graphs is not None and captured else state.taps(size)
         attention: Prepared
         if graphs is not None and full is not None:
             hidden, attention = graphs.run_full(*inputs, full, rows), full.attention
@@ -268,14 +275,15 @@ class Runner:
         else:
             attention = state.attention.step(batch)
             started()
-            if graphs is not None and size <= graphs.largest:
+            if graphs is not None and captured:
                 hidden = graphs.run(*inputs, plan.num_tokens, attention, rows, between_layers)
             else:
                 ids, where, locations = inputs
                 given = ids, where, state.by_layer(locations)
-                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers)
+                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers, taps)
         ids, where, locations = inputs
-        return hidden, sampling, Fed(ids, slots, where, locations, attention, None)
+        fed = Fed(ids, slots, where, locations, attention, None if taps is None else taps.out)
+        return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens)
 
     def _keep_context(
         self,

@@ -26,7 +26,7 @@ from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
-from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
@@ -39,7 +39,10 @@ CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cach
 
 
 def start_runner(
-    config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "", proposer: Proposer | None = None
+    config: EngineConfig,
+    shard: Shard = WHOLE,
+    rendezvous: str = "",
+    make_proposer: MakeProposer | None = None,
 ) -> tuple[EngineConfig, Runner]:
     """Load the model and allocate everything; the config with every automatic value filled in.
 
@@ -80,8 +83,9 @@ def start_runner(
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
-    layers = _windows(config, spec)
-    if proposer is not None:
+    layers, proposer = _windows(config, spec), None
+    if make_proposer is not None:
+        proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
     limits = config.max_seq_len, config.max_num_tokens

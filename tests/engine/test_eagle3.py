@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An EAGLE-3 head in a real engine drafts what its definition says, whatever runs beside, and changes no
+token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from checkpoints import make_checkpoint
+from eagle3_heads import FORMS, Reference, make_head
+from engine.harness import serve, start_core
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.proposer import DraftStep, Slots
+
+SIZES: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 256, "known": 100}
+BLOCK = 64  # sequences are shorter: a draft's later tokens never want a block that is not there yet
+
+
+class Recorded:
+    """A proposer that notes its drafts: (slot, tokens in the cache) -> the last token and the drafts."""
+
+    def __init__(self, proposer: Eagle3) -> None:
+        self._proposer = proposer
+        self.count, self.layers, self.cache_layers = proposer.count, proposer.layers, proposer.cache_layers
+        self.history = proposer.history
+        self.found: list[tuple[int, int, int, list[int]]] = []
+
+    def propose(self, step: DraftStep, state: Slots, count: int) -> torch.Tensor:
+        drafts = self._proposer.propose(step, state, count)
+        slots = step.sample_slots
+        rows = zip(
+            slots.tolist(), state.lengths[slots].tolist(), state.last_token[slots].tolist(), strict=True
+        )
+        if count:
+            self.found += [(*row, each) for row, each in zip(rows, drafts.tolist(), strict=True)]
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=6)
+
+
+def start(target: Path, head: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
+    made: list[Recorded] = []
+
+    def make(config: EngineConfig, model: Transformer) -> Recorded:
+        made.append(Recorded(load_eagle3(head, model, 3, config.max_seq_len)))
+        return made[0]
+
+    options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}
+    return start_core(target, make_proposer=make, **options | settings), made
+
+
+class Expected:
+    """What a head should draft, by the target in transformers."""
+
+    def __init__(self, target: Path, head: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+        self.head = Reference(head, self.model.get_input_embeddings().weight.detach(), 6)
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Behind all of `tokens`, of which the target has computed all but the last; up to a near tie."""
+        states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        drafts, margins = self.head.drafts([states[after][0] for after in self.head.taken], tokens, count)
+        clear = [margin > 1e-3 for margin in margins]
+        return drafts[: clear.index(False)] if False in clear else drafts
+
+
+def check(recorded: Recorded, sequences: list[list[int]], expected: Expected, most: int = 3) -> int:
+    """Compare the drafts behind each sequence's tokens, of each the first `most`, with those expected; how
+    many were compared."""
+    known = {}
+    for sequence in sequences:
+        for length in range(1, len(sequence)):
+            known.setdefault((length, sequence[length]), []).append(sequence)
+    compared = 0
+    for _, length, last, drafts in recorded.found:
+        candidates = known.get((length, last), [])
+        if len(candidates) != 1 or -1 in drafts:
+            continue  # of a sequence that has ended, or of two that are alike
+        wanted = expected.drafts(candidates[0][: length + 1], min(most, len(drafts)))
+        assert drafts[: len(wanted)] == wanted, (length, last)
+        compared += len(wanted) == min(most, len(drafts))
+    return compared
+
+
+PROMPTS = [[(7 * i + 11 * j) % 250 + 3 for j in range(9 + 3 * i)] for i in range(5)]
+
+
+def parameters(**options: Any) -> list[SamplingParams]:
+    """Greedy and sampled ones."""
+    return [
+        SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i, end_id=-1, **options)
+        for i in range(len(PROMPTS))
+    ]
+
+
+def answers(core: Any, folder: Path, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    with serve(core, folder) as client:
+        return client.generate(prompts, parameters()[: len(prompts)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_are_those_of_the_definition(form: str, target: Path, tmp_path: Path):
+    """Of several sequences together, with prompts in one chunk and in several; and the tokens are those of
+    steps without drafts."""
+    layers = 2 if form == "speculators" else 1
+    head = make_head(form, tmp_path / "head", **SIZES, layers=layers)
+    plain = answers(start_core(target, max_seq_len=BLOCK), tmp_path / "plain")
+    for limit in (64, 8):
+        core, (recorded,) = start(target, head, max_num_tokens=limit, max_num_tokens_while_decoding=limit)
+        found = answers(core, tmp_path / f"with{limit}")
+        assert found == plain
+        sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
+        assert check(recorded, sequences, Expected(target, head)) > 20
+
+
+def test_drafts_behind_a_cached_prefix_and_after_preemption(target: Path, tmp_path: Path):
+    """Blocks of 16 tokens, for which a draft's later tokens may find no block yet: their first ones are
+    compared."""
+    head = make_head("speculators", tmp_path / "head", **SIZES)
+    expected = Expected(target, head)
+    few: dict[str, Any] = {"max_tokens_in_paged_kv_cache": 128, "max_num_seqs": 5}
+    core, (recorded,) = start(target, head, tokens_per_block=16, **few)
+    first = answers(core, tmp_path / "first")
+    assert core.scheduler.preemptions
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, first, strict=True)]
+    assert check(recorded, sequences, expected, most=1) > 20
+    core, (recorded,) = start(target, head, tokens_per_block=16)
+    again = [sequence[:-8] for sequence in sequences]
+    answers(core, tmp_path / "second", again)
+    recorded.found.clear()
+    longer = [prompt + tokens for prompt, tokens in zip(again, answers(core, tmp_path, again), strict=True)]
+    assert core.scheduler.blocks_reused > 2
+    assert check(recorded, longer, expected, most=1) > 20
