@@ -272,10 +272,9 @@ def markdown_table() -> str:
         "",
         "## TensorRT-LLM's other names",
         "",
-        "A value that is named here, or an empty one, asks for what happens anyway and is accepted. All "
-        "others are refused. "
-        "Models that load, and the OpenAI API with `--llm-config`, do the same with parameters of a "
-        "config.pbtxt written by hand, and refuse names that stand in neither table.",
+        "The values in this table, and empty ones, ask for what happens anyway and are accepted. All others "
+        "are refused. The same holds for parameters of a config.pbtxt written by hand; names in neither "
+        "table are refused.",
         "",
         "| names and accepted values | why nothing else |",
         "|---|---|",

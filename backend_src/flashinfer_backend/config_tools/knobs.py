@@ -113,39 +113,37 @@ KNOBS: tuple[Knob, ...] = (
     # Answers.
     _llm(
         "exclude_input_in_output", "false", "bool", in_trt=True,
-        meaning="answers which are not streamed leave the prompt out, unless the request says otherwise",
+        meaning="answers without streaming leave the prompt out, unless the request says otherwise",
     ),
     Knob(
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
-        meaning="false = the ensemble lacks the outputs of log probs, logits and perf metrics, and requests "
-        "that ask for one are refused: each costs tritonserver time and memory in every chunk, there or not",
+        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, and refuses "
+        "requests for them: each costs tritonserver time and memory in every chunk, even if it is absent",
     ),
     _llm(
         "streamed_log_probs", "auto", "choice", words=("auto", "chunk", "all"),
         meaning="output_log_probs in each chunk of a stream: chunk = of its own tokens; all = of all tokens "
-        "so far, as TensorRT-LLM sends them, whose clients read the last chunk; auto = all with --llm-name "
-        "tensorrt_llm, else chunk",
+        "so far, as in TensorRT-LLM; auto = all with --llm-name tensorrt_llm, else chunk",
     ),
     _llm(
         "fold_input_ids", "false", "bool",
-        meaning="true = token ids of a prompt outside of the vocabulary are taken modulo its size instead of "
-        "being refused, for benchmarks that draw ids over all of int32 (benchmark_core_model.py)",
+        meaning="true = prompt ids outside the vocabulary are taken modulo its size instead of being "
+        "refused, for benchmarks that draw ids from all of int32 (benchmark_core_model.py)",
     ),
     _llm(
         "max_json_logits_mib", "16", "int",
-        meaning="MiB of logits that a sequence may ask of the ensemble over HTTP, as JSON: tritonserver "
-        "sends no other answer of the ensemble while it writes them. One that asks for more is refused; over "
-        "gRPC it is not. 0 = no bound",
+        meaning="MiB of logits that a sequence can request from the ensemble over HTTP, as JSON: "
+        "tritonserver sends no other answer of the ensemble while it writes them. Larger requests are "
+        "refused; gRPC has no such bound. 0 = no bound",
     ),
     Knob(
         BLS, "false", "bool", (("ensemble", SECOND_ENSEMBLE),),
-        meaning="true = the ensemble a second time under this name, for clients that ask for TensorRT-LLM's "
-        "BLS model",
+        meaning="true = the ensemble also under this name, for clients of TensorRT-LLM's BLS model",
     ),
     Knob(
         "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
-        meaning="bytes of a prompt; all prompts of a request may have 8 times as many; more are refused "
-        "before they are tokenised, 0 = no bound",
+        meaning="bytes of a prompt; all prompts of a request can have 8 times as many. More are refused "
+        "before they are tokenised. 0 = no bound",
     ),
     Knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,
@@ -159,7 +157,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "triton_max_batch_size", "256", "int", tuple((model, "max_batch_size") for model in MODELS),
         low=1, high=65536, in_trt=True,
-        meaning="prompts in one request, and requests handed over in one call",
+        meaning="most prompts in one request, and requests passed in one call",
     ),
     Knob(
         "preferred_batch_size", "auto", "sizes",
@@ -169,13 +167,12 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "llm_preferred_batch_size", "auto", "sizes",
         ((LLM, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
-        meaning="the same for llm, whose instances answer all that they are given: with 1, none of them "
-        "takes most of a burst; auto = preferred_batch_size",
+        meaning="the same for llm; with 1, no instance takes most of a burst; auto = preferred_batch_size",
     ),
     Knob(
         "max_queue_delay_microseconds", "0", "int",
         tuple((model, f"{BATCHING}.max_queue_delay_microseconds") for model in (PRE, LLM)),
-        in_trt=True, meaning="time Triton's batcher may hold a request back to build a larger group",
+        in_trt=True, meaning="time that Triton's batcher can delay a request to build a larger group",
     ),
     Knob(
         "decoupled_mode", "true", "bool", ((LLM, "model_transaction_policy.decoupled"),), in_trt=True,
@@ -183,21 +180,21 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "preprocessing_instance_count", "1", "int", ((PRE, "instance_group.count"),), low=1, high=64,
-        in_trt=True, meaning="processes which tokenise",
+        in_trt=True, meaning="processes that tokenise",
     ),
     Knob(
         "llm_instance_count", "2", "int", ((LLM, "instance_group.count"),), low=1, high=64,
-        meaning="processes which pass requests and tokens between Triton and the engine, "
+        meaning="processes that pass requests and tokens between Triton and the engine, "
         "6\u00a0000 to 11\u00a0000 responses/s each; 4 to 6 for a large GPU",
     ),
     Knob(
         "postprocessing_instance_count", "2", "int", ((POST, "instance_group.count"),), low=1, high=64,
-        in_trt=True, meaning="processes which turn tokens into text",
+        in_trt=True, meaning="processes that turn tokens into text",
     ),
     # Polling.
     _llm(
         "cancellation_check_period_ms", "100", "int", low=0, high=60000, in_trt=True,
-        meaning="how often requests are asked whether their client has gone; 0 = never",
+        meaning="how often the server checks whether clients have left; 0 = never",
     ),
 )  # fmt: skip
 

@@ -64,8 +64,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     quantization: Annotated[
         Literal["auto", "fp8"],
         Setting(
-            "auto = as the checkpoint is; fp8 = a checkpoint of 16 bits in FP8, quantised while it loads: a "
-            "scale for each output channel and each token"
+            "auto = the checkpoint's format; fp8 = a 16-bit checkpoint in FP8, quantised while it loads, "
+            "with a scale for each output channel and each token"
         ),
     ] = "auto"
     device: Annotated[
@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Literal["auto", "fa2", "xqa", "triton", "torch"],
         Setting(
             "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain "
-            "torch for everything; auto = what measured fastest on a GPU, torch on a CPU"
+            "torch for all steps; auto = the fastest measured one on a GPU, torch on a CPU"
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -87,8 +87,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     replicas: Annotated[
         int,
         Setting(
-            "engines behind the one llm model, each a process with GPUs, weights and KV cache of its own; a "
-            "request goes to the one which has most of its prompt cached, unless that is clearly busier",
+            "engines behind the one llm model, each a process with its own GPUs, weights and KV cache; a "
+            "request goes to the engine with most of its prompt cached, unless that is clearly busier",
             low=1,
             high=64,
         ),
@@ -96,8 +96,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     gpu_device_ids: Annotated[
         Literal["auto"] | list[list[int]],
         Setting(
-            "the GPUs of each engine, among those which CUDA_VISIBLE_DEVICES shows, counted from 0: 0;1 for "
-            "two engines; auto = the first for engine 0, the next for engine 1 and so on"
+            "GPUs of each engine, counted from 0 among those in CUDA_VISIBLE_DEVICES: 0;1 for two engines; "
+            "auto = the first for engine 0, the next for engine 1 and so on"
         ),
     ] = "auto"
 
@@ -114,7 +114,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_input_len: Annotated[
         int, Setting("tokens of a prompt; auto = max_seq_len - 1", low=1, words=(AUTO,))
     ] = 0
-    max_num_seqs: Annotated[int, Setting("sequences which run at the same time", low=1, high=4096)] = 256
+    max_num_seqs: Annotated[int, Setting("sequences that run at the same time", low=1, high=4096)] = 256
     max_num_tokens: Annotated[
         int,
         Setting("token budget of a step while nothing streams; it also sizes the work buffers", low=1),
@@ -132,7 +132,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8_e4m3"],
         Setting(
-            "elements of the KV cache; auto = dtype, whatever scales the checkpoint has; fp8_e4m3 = 8 bits, "
+            "elements of the KV cache; auto = dtype, even if the checkpoint has scales; fp8_e4m3 = 8 bits, "
             "with the checkpoint's scales or 1, and twice the tokens. Not with attention_backend=xqa"
         ),
     ] = "auto"
@@ -141,21 +141,19 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[
         float,
-        Setting(
-            "share of the GPU memory left beside the weights which the KV cache takes", low=0.001, high=1
-        ),
+        Setting("the KV cache's share of the GPU memory that the weights leave", low=0.001, high=1),
     ] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[
         int,
         Setting(
             "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in "
-            "TensorRT-LLM; auto = what the memory holds. The smaller of both bounds counts",
+            "TensorRT-LLM; auto = as many as fit. The smaller of both bounds counts",
             low=16,
             words=(AUTO,),
         ),
     ] = 0
     enable_kv_cache_reuse: Annotated[
-        bool, Setting("keep the blocks of earlier prompts for prompts which begin with the same tokens")
+        bool, Setting("keep the blocks of earlier prompts for prompts that begin with the same tokens")
     ] = True
 
     # Scheduling.
@@ -172,16 +170,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     schedule_policy: Annotated[
         Literal["fcfs", "lof"],
         Setting(
-            "which waiting request runs next: fcfs = the first that came; lof = the one with the largest "
-            "max_tokens (longest output first), and the work of a backlog spread evenly over its steps: it "
-            "ends sooner where max_tokens tells the length, but a short request waits for as long as longer "
-            "ones do"
+            "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens (longest "
+            "output) first, and a backlog's work spread evenly over its steps: the backlog ends sooner if "
+            "max_tokens is the length, but short requests wait for longer ones"
         ),
     ] = "fcfs"
     max_queue_size: Annotated[
         int,
         Setting(
-            "requests which may wait, in Triton and in the engine; more are refused at once. 0 = no bound; "
+            "requests that can wait, in Triton and in the engine; more are refused at once. 0 = no bound; "
             f"auto = {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}",
             words=(AUTO,),
         ),
@@ -189,10 +186,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_logits_mib: Annotated[
         int,
         Setting(
-            "MiB for the logits of all requests together that ask for some: 4 bytes for each word of the "
-            "vocabulary and each token of the prompt (return_context_logits) or of max_tokens "
-            "(return_generation_logits). A request waits until there is room, and has it until its last "
-            "answer is sent; one that needs more is refused",
+            "MiB for the requested logits of all requests together: 4 bytes for each word of the vocabulary "
+            "and each token of the prompt (return_context_logits) or of max_tokens "
+            "(return_generation_logits). A request waits for room and holds it until its last answer is "
+            "sent; one that needs more is refused",
             low=1,
         ),
     ] = 2048
@@ -209,18 +206,18 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     guided_decoding_backend: Annotated[
         Literal["llguidance", "xgrammar", "none"],
         Setting(
-            "makes the grammars of guided decoding; xgrammar = llguidance under the name of older model"
-            " repositories; none = guided requests are refused"
+            "library for the grammars of guided decoding; xgrammar = llguidance, for older model "
+            "repositories; none = guided requests are refused"
         ),
     ] = "llguidance"
-    stats_check_period_ms: Annotated[
-        int, Setting("how often the metrics are brought up to date", low=1, high=60000)
-    ] = 100
+    stats_check_period_ms: Annotated[int, Setting("how often the metrics are updated", low=1, high=60000)] = (
+        100
+    )
     start_stall_minutes: Annotated[
         int,
         Setting(
-            "an engine that comes no further for so long while it starts (reads no tensor, compiles no file, "
-            "runs no first step) is ended, with a line in the log; 0 = never",
+            "an engine without progress for this long during startup (no tensor read, no file compiled, no "
+            "first step) is ended, with a line in the log; 0 = never",
             low=0,
             high=10080,
         ),
@@ -228,9 +225,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     check_invariants: Annotated[
         bool,
         Setting(
-            "for finding faults: check in every step that each block and slot has its one place and each "
-            "sequence its own; else the engine says so in its log and ends, to be started again. Costs "
-            "0.1 to 0.6 ms a step for each running sequence of 500 tokens"
+            "for finding faults: check in every step that each block and slot has one owner; otherwise the "
+            "engine logs it and ends, to be restarted. Costs 0.1 to 0.6 ms a step for each running sequence "
+            "of 500 tokens"
         ),
     ] = False
 
