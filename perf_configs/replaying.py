@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter for benchmarks, whose accepted length is set, next to an EAGLE-3 head that costs what a real one
+does.
+
+Random weights say nothing that a drafter could guess. So the target is given an embedding and an output
+projection by which the next token follows from the last one alone, whatever its layers add: greedy answers go
+round the vocabulary in a known order, by a wide margin. The drafts are that order, each spoilt with the
+probability that makes a step's tokens `accepted` on average. The head runs in full, and its guesses are
+dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
+from flashinfer_backend.models.spec import ModelSpec
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.speculate.eagle3 import Eagle3, Head
+from flashinfer_backend.speculate.proposer import DraftStep, MakeProposer, Slots
+
+DRAFT_VOCAB = 32000  # of published heads
+INTERMEDIATE = 14336  # of the head of a target that has experts
+LOUD = 4.0  # standard deviation of the embedding: layers of random weights add some 2 each
+ROUNDS = 4096  # rows of the table of what is spoilt
+
+
+def make_replaying(count: int, accepted: float, with_head: bool = True) -> MakeProposer:
+    """For engine.start: a proposer of `count` drafts, of which steps keep `accepted` tokens on average, their
+    own included: 1.0 to count + 1."""
+
+    def make(config: EngineConfig, model: Transformer) -> Replaying:
+        head = random_head(config, model, count) if with_head else None
+        return Replaying(model, count, accepted, head)
+
+    return make
+
+
+class Replaying:
+    history = False
+
+    def __init__(
+        self, model: Transformer, count: int, accepted: float, head: Eagle3 | None = None, seed: int = 0
+    ) -> None:
+        """Changes the target's embedding and output projection; see above."""
+        self.count, self._head = count, head
+        self.layers = head.layers if head is not None else ()
+        self.cache_layers = head.cache_layers if head is not None else 0
+        generator = torch.Generator().manual_seed(seed)
+        follows = tokens_follow(model, generator)
+        steps = [follows]
+        for _ in range(count - 1):
+            steps.append(follows[steps[-1].long()])
+        self._drafts = torch.stack(steps, 1).to(model.device)  # int32 [V, count]
+        kept = share_kept(count, accepted)
+        self._spoilt = (torch.rand(ROUNDS, count, generator=generator) >= kept).to(model.device)
+        self._vocab = len(follows)
+
+    def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
+        if self._head is not None:
+            self._head.propose(step, state, count)
+        slots = step.sample_slots
+        drafts = self._drafts[state.last_token[slots], :count]
+        rounds = (state.lengths[slots] + 977 * slots) % ROUNDS
+        wrong = self._spoilt[rounds, :count]
+        return torch.where(wrong, (drafts + 1) % self._vocab, drafts)
+
+
+@torch.no_grad()
+def tokens_follow(model: Transformer, generator: torch.Generator) -> Tensor:
+    """Make each token's follower the likeliest by far: int32 [V], the followers. With a tied embedding each
+    token follows itself."""
+    spec, embedding = model.spec, model.embed_tokens
+    own = torch.Generator(device=embedding.device).manual_seed(1)
+    embedding.normal_(0.0, LOUD, generator=own)
+    if spec.tie_word_embeddings:
+        return torch.arange(spec.vocab_size, dtype=torch.int32)
+    order = torch.randperm(spec.vocab_size, generator=generator)
+    follows = torch.empty_like(order)
+    follows[order] = order.roll(-1)  # one round through all tokens
+    model.lm_head.data[follows.to(embedding.device)] = embedding / LOUD
+    return follows.int()
+
+
+def share_kept(count: int, accepted: float) -> float:
+    """The probability of each draft to be right by which 1 + p + ... + p^count is `accepted`."""
+    if not 1 <= accepted <= count + 1:
+        raise ValueError(
+            f"accepted tokens a step should be 1 to {count + 1} with {count} drafts, not {accepted}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**power for power in range(count + 1)) < accepted:
+            low = middle
+        else:
+            high = middle
+    return high if accepted > 1 else 0.0
+
+
+def random_head(config: EngineConfig, model: Transformer, count: int) -> Eagle3:
+    """A head of published size for the target; in FP8 where the target is quantised so on load."""
+    spec = head_spec(model.spec)
+    if config.quantization == "fp8":
+        spec = spec.quantised_on_load()
+    head = Head(spec, model, config.max_seq_len)
+    head.load(Path(), "dummy")
+    return Eagle3(head, model, count)
+
+
+def head_spec(target: ModelSpec) -> Eagle3Spec:
+    attention, layers = target.attention, len(target.layers)
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.mlp.size if not target.mlp.gate_up.experts else INTERMEDIATE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "rms_norm_eps": target.norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(DRAFT_VOCAB, target.vocab_size),
+        "eagle_aux_hidden_state_layer_ids": sorted({1, max(1, layers // 2), max(1, layers - 3)}),
+    }
+    return eagle3(raw, {})
