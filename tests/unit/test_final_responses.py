@@ -46,11 +46,14 @@ def test_what_does_not_fit_is_answered_with_an_error(bench: Bench) -> None:
     assert flags == FINAL and len(sender.sent) == 1
 
 
-def test_not_decoupled_what_does_not_fit_ends(bench: Bench) -> None:
-    """The one response that may be sent was tried: the server makes an error of an end without any."""
+def test_not_decoupled_what_does_not_fit_ends(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    """The one response that may be sent was tried: the server makes an error of an end without any. The log
+    says why."""
     sender = Sender(ROOM, decoupled=False)
     finish(bench, sender, TOO_MANY)
     assert sender.sent == [({}, FINAL, None)]
+    bench.responder.close()  # it writes to the log behind the end
+    assert "Failed to increase the shared memory pool" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
