@@ -159,7 +159,7 @@ def tools_table(checkpoint: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", default="http://127.0.0.1:9000", help="of the OpenAI API")
     parser.add_argument("--model", default="", help="its name; by default the first that the API lists")

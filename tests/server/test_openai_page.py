@@ -133,6 +133,15 @@ def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
     assert browser.run("return messages.length") == 0
 
 
+def test_an_error_of_a_proxy_is_told_in_words(door: OpenAiServer, browser: Browser) -> None:
+    _open_page(door, browser)
+    browser.run("window.fetch = () => Promise.resolve(new Response('<html>', {status: 502}))")
+    browser.type("#prompt", "Hi\n")
+    wait_for(lambda: "answered with status 502" in _text(browser, ".error"), "the error")
+    browser.run("models()")
+    wait_for(lambda: "answered with status 502" in _text(browser, "#figures"), "the error")
+
+
 def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, browser: Browser) -> None:
     _open_page(door, browser)
     browser.run("document.getElementById('max_tokens').value = 1500")

@@ -152,7 +152,7 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # Handlers of our own first: the signal must not end the tests where the watchdog has ended before.
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     openai_door.add_arguments(parser)
     host = ipaddress.ip_address("127.0.0.1")
     door = openai_door.OpenAiDoor(parser.parse_args([]), host)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 
 from flashinfer_backend.core.arguments import whole
@@ -18,7 +19,9 @@ from flashinfer_backend.ops.weight import ALL, Stored
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 with wrong arguments."""
-    parser = argparse.ArgumentParser(prog="python -m flashinfer_backend.models.where", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m flashinfer_backend.models.where", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its folder; config.json suffices")
     parser.add_argument(
         "name", metavar="NAME", nargs="?", default="", help="part of tensors' names; default: all"
@@ -54,4 +57,5 @@ def _part(stored: Stored) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     raise SystemExit(main())
