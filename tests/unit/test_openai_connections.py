@@ -166,6 +166,19 @@ def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
         wait_until(server.left.is_set)
 
 
+def test_a_server_that_ends_waits_for_whole_requests_alone() -> None:
+    waits, half = WHOLE.replace(b"/ ", b"/wait ", 1), WHOLE[:-1]
+    with running() as server, server.connect(waits) as open_, server.connect(half) as late:
+        wait_until(lambda: len(server.server.server_state.tasks) == 2)
+        server.server.should_exit = True
+        got = answer(late)
+        assert got.startswith(b"HTTP/1.1 503 ") and b"shutting down" in got and server.errors == [503]
+        server.release.set()
+        assert answer(open_).endswith(b"done")
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+
+
 def test_silent_connections_make_room_for_those_that_ask() -> None:
     with running(connections=8) as server, contextlib.ExitStack() as opened:
         silent = [opened.enter_context(server.connect(b"POST"[: n % 5])) for n in range(30)]

@@ -135,6 +135,13 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and not self.pipeline:
             self.waiting.setdefault(self)
 
+    def shutdown(self) -> None:
+        """The server ends. A request that has not arrived is not waited for."""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self._refuse(503, "the server is shutting down, and the request had not arrived")
+        super().shutdown()
+
     def drop(self) -> None:
         """Closes it at once; another one takes its place."""
         self._stop_waiting()
