@@ -169,6 +169,19 @@ def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
     assert drafted.iteration < loop.iteration * 0.8
 
 
+def test_what_a_grammar_forces_needs_no_good_drafts(tmp_path: Path):
+    """Every draft of the proposer is wrong; steps are saved all the same."""
+    text = "[12]#7041#3986#5527#9083#6154#"  # of which no token of this vocabulary has two characters
+    params = [
+        SamplingParams(max_tokens=60, temperature=0.9, seed=i, grammar_type="regex", grammar=text)
+        for i in range(12)
+    ]
+    expected, *_, loop = answers(tmp_path / "without", _logged(params))
+    found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=Replay(4, 1.0))
+    assert found == expected
+    assert drafted.iteration < loop.iteration * 0.5
+
+
 def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
     params[8].log_probs = True
     return params

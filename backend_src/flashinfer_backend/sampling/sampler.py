@@ -176,6 +176,18 @@ class Sampler:
                 why = f"{type(error).__name__}: {error}"
                 sampled.failed += [(row, why) for row in dict.fromkeys(row.row for row in reported)]
 
+    def forced(self, sampled: Sampled, most: int) -> list[tuple[int, int, list[int]]]:
+        """What the grammars of a sampled step let its rows go on with alone, from the step's tokens on:
+        (slot, position of the first, up to `most` tokens). Between sample_stateful() and read()."""
+        found = []
+        for row in sampled.guided:
+            grammar = row.state.grammar
+            if grammar is None or grammar.ended or grammar.problem is not None:
+                continue
+            if len(tokens := grammar.forced(most)) > 1:  # one alone has been sampled
+                found.append((row.slot, row.state.prompt_len + grammar.tokens, tokens))
+        return found
+
     def read(
         self,
         sampled: Sampled,

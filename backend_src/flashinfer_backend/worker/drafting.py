@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
@@ -93,6 +94,20 @@ class Drafting:
 
         self.propose(fed, follow, slots, ends, decode, plan.drafts)
         return counts
+
+    def replace(self, known: list[tuple[int, int, list[int]]], count: int) -> None:
+        """Replace drafts by tokens that are known better: (slot, position of the first, tokens)."""
+        state, width = self._state, max(len(tokens) for _, _, tokens in known)
+        padded = [
+            [slot, at, len(tokens), *tokens] + [0] * (width - len(tokens)) for slot, at, tokens in known
+        ]
+        uploaded = state.staging.upload([np.array(padded, np.int32).reshape(-1)]).view(len(known), -1)
+        slots, at, length, tokens = uploaded[:, 0], uploaded[:, 1:2], uploaded[:, 2:3], uploaded[:, 3:]
+        ahead = torch.arange(1, count + 1, device=uploaded.device)
+        places = state.lengths[slots].unsqueeze(1) + ahead - at
+        known_there = (places >= 0) & (places < length)
+        chosen = tokens.gather(1, places.clamp(0, width - 1))
+        state.drafts[slots, :count] = torch.where(known_there, chosen, state.drafts[slots, :count])
 
     def propose(
         self,

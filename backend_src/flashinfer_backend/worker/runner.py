@@ -156,6 +156,11 @@ class Runner:
         if counts is not None:
             readback = torch.cat([counts, readback])
         if self.drafting is not None and sampled.guided:  # their grammars are on the host
+            # Where a grammar lets a text go on in one way alone, its tokens are the best drafts. Ranks that
+            # follow have no grammars, and must have the same drafts.
+            most = 2 * plan.drafts + 1 if self.others is None else 0
+            if most > 1 and (forced := self.sampler.forced(sampled, most)):
+                self.drafting.replace(forced, plan.drafts)
             slots = np.array([row.slot for row in sampled.guided], np.int32)
             drafts = self.state.drafts[self.state.staging.upload([slots])]
             readback = torch.cat([drafts.view(-1), readback])
