@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import json
 import random
 import re
+import string
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
 import numpy as np
 import pytest
 
+from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.structured.compiler import (
     HEAD,
-    MOST_CHARACTERS,
     GrammarCompiler,
     Vocabulary,
     make_tokenizer,
     token_bytes,
 )
-from flashinfer_backend.structured.ebnf import MOST_RULES
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -48,8 +51,6 @@ def test_a_regular_expression_means_what_it_means_to_python(regex):
 
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_pattern_of_a_schema_is_searched_for(regex):
-    import json
-
     grammar = matcher("json_schema", json.dumps({"type": "string", "pattern": regex}))
     plain = re.compile(regex.replace("(?<m", "(?P<m"))
     wrong = [
@@ -231,8 +232,8 @@ def test_random_ebnf_admits_its_language(seed):
         ("ebnf_grammar", 'root ::= "a"{200000}', "beyond 100000"),
         (
             "ebnf_grammar",
-            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(MOST_RULES)),
-            f"more than {MOST_RULES} rules",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(GRAMMAR.rules)),
+            f"more than {GRAMMAR.rules} rules",
         ),
     ],
     ids=lambda value: value[:30],
@@ -251,10 +252,104 @@ def test_a_choice_is_one_of_its_texts():
         matcher("choice", json.dumps(["\ud800"]))
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf_grammar"])
-def test_the_size_of_a_grammar_is_bounded(kind):
-    with pytest.raises(GrammarError, match=f"at most {MOST_CHARACTERS}"):
-        GrammarCompiler("bundled", 2048).compile(kind, "x" * (MOST_CHARACTERS + 1), 1)
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler("bundled", 2048)
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema of definitions, each of which names the next one in its elements."""
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {}}}
+
+
+def patterns(count: int) -> list[Any]:
+    return [{"pattern": "^a"}] * count
+
+
+# Guides that ask for n of what GrammarBounds has under a name; schemas as such.
+ASKING: dict[str, Callable[[int], Any]] = {
+    "characters": lambda n: f'{{"title": "{"x" * (n - 13)}"}}',
+    "written": lambda n: {"prefixItems": [{"pattern": "-" * 5461}] * (n // (7 * 5461) + n % 2)},
+    "ebnf_characters": lambda n: ("ebnf_grammar", f'root ::= "{"a" * (n - 11)}"'),
+    "rules": lambda n: ("ebnf_grammar", "root ::= r0\n" + "".join(f'r{i} ::= "a"\n' for i in range(n - 1))),
+    "regex_characters": lambda n: ("regex", "a" * n),
+    "repeats": lambda n: ("regex", f"a{{1,{n}}}"),
+    "groups": lambda n: ("regex", "(" * (n - 1) + "a" + ")" * (n - 1)),
+    "subschemas": lambda n: {"prefixItems": [{}] * (n - 1)},
+    "nesting": lambda n: functools.reduce(lambda inner, _: {"items": inner}, range(n), {}),
+    "levels": lambda n: chain((n - 1) // 2 + n % 2),
+    "optional": lambda n: {"properties": {f"p{i}": {} for i in range(n)}},
+    "multiple_of": lambda n: {"multipleOf": n, "type": "integer"},
+    "patterns": lambda n: {
+        "properties": {"a": {"pattern": "b"}},
+        "allOf": [{"properties": {"a": {"allOf": patterns(n - 1)}}}],
+    },
+    "tested": lambda n: {"allOf": [*patterns(2), {"enum": [f"a{i}" for i in range((n + 1) // 2)]}]},
+    "count": lambda n: {"type": "string", "minLength": n},
+}
+
+
+@pytest.mark.parametrize("bound", dataclasses.fields(GrammarBounds), ids=lambda bound: bound.name)
+def test_a_guide_may_ask_for_what_the_bounds_say_and_no_more(bound):
+    most = getattr(GRAMMAR, bound.name)
+
+    def compiled(n: int) -> Any:
+        guide = ASKING[bound.name](n)
+        guide = guide if isinstance(guide, tuple) else ("json_schema", guide)
+        text = guide[1] if isinstance(guide[1], str) else json.dumps(guide[1])
+        return GrammarCompiler("bundled", 2048).compile(guide[0], text, 1)
+
+    assert compiled(most)
+    with pytest.raises(GrammarError, match=f"{most}|beyond|more than a sequence|{most + 1}"):
+        compiled(most + 1)
+
+
+def doubling(count: int) -> str:
+    """Each rule is twice the next one."""
+    return (
+        "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(count)) + f'r{count} ::= "b"'
+    )
+
+
+def product(options: int, factors: int) -> str:
+    """Each value satisfies one option of each factor."""
+    of = [{"anyOf": [{"properties": {f"p{i}_{j}": {}}} for j in range(options)]} for i in range(factors)]
+    return json.dumps({"allOf": of})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("ebnf_grammar", doubling(30), "too big"),
+        ("json_schema", product(4, 6), "too big"),
+        ("json_schema", product(2, 9), "Too many items"),
+        ("json_schema", product(8, 8), "schema too large"),
+        ("json_schema", json.dumps({"enum": [[i] for i in range(2001)]}), "too large"),
+        ("json_schema", json.dumps({"const": functools.reduce(lambda x, _: [x], range(900), 1)}), "nested"),
+        ("regex", "".join(f"{c}*" for c in string.ascii_letters) * 100, "fuel"),
+    ],
+)
+def test_what_would_take_too_long_or_too_much_memory_is_refused(compiler, kind, text, words):
+    with pytest.raises(GrammarError, match=words) as refused:
+        compiler.compile(kind, text, 1)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "begin", "words"),
+    [
+        ("json_schema", product(4, 4), "{", "Current row has"),
+        ("regex", "(.{1,300}b){1,300}", "ba" * 99, "too many expressions"),
+    ],
+)
+def test_a_matcher_ends_with_words_where_following_takes_too_much(compiler, kind, text, begin, words):
+    grammar, tokens = compiler.compile(kind, text, 1), TextTokenizer(resolve_model_dir("bundled")).backend
+    problem = None
+    for token in tokens.encode(begin, add_special_tokens=False).ids:
+        if (problem := grammar.advance([token]) or grammar.fill()) is not None:
+            break
+    assert re.search(f"after [0-9]+ tokens: .*{words}.*write it with fewer", str(problem))
 
 
 @pytest.mark.parametrize("back", ["", ' | "(" root ")"'])
@@ -273,11 +368,6 @@ def test_what_takes_too_long_to_look_through_is_characters():
     words = ["".join(rng.choices("abcdefghij", k=8)) for _ in range(600)]
     grammar = matcher("ebnf_grammar", 'root ::= "(" root ")" | ' + " | ".join(f'"{word}"' for word in words))
     assert admits(grammar, f"(({words[7]}))") and not admits(grammar, f"({words[7]}")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler("bundled", 2048)
 
 
 def tokens_of(words: np.ndarray) -> list[int]:

@@ -14,8 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, MOST_DEPTH, NATIVE_FORMATS
+from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, NATIVE_FORMATS
 from unit.grammars import END, admits, allowed, matcher
 
 X = {"const": "x"}
@@ -211,6 +212,18 @@ REFUSED: list[tuple[Any, str, str]] = [
 ]
 
 
+SEPARATE = [  # values that no two of the combined schemas speak of
+    {"allOf": [{"properties": {f"p{n}": {"pattern": "^a"}}} for n in range(17)]},
+    {"allOf": [CLOSED, {"properties": {f"p{n}": {"items": {"multipleOf": 4001}} for n in range(2)}}]},
+    {"allOf": [{"properties": {"a": {"maximum": 5}}}, {"properties": {"b": {"exclusiveMinimum": 5}}}]},
+]
+
+
+@pytest.mark.parametrize("schema", SEPARATE)
+def test_bounds_of_combined_schemas_are_for_each_value(schema):
+    assert admits(compiled(schema), "{}")
+
+
 def compiled(schema: Any) -> Any:
     return matcher("json_schema", json.dumps(schema))
 
@@ -369,7 +382,7 @@ def deep(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (deep(MOST_DEPTH + 1), "too large"),
+        (deep(GRAMMAR.nesting + 1), "too large"),
         (deep(10 * sys.getrecursionlimit()), "nested too deeply"),
         (json.dumps({"required": [], "anyOf": [X] * 60_000}), "too large"),
         (json.dumps({"patternProperties": {f"^{n}x": {} for n in range(101)}}), "too large"),
@@ -388,7 +401,9 @@ def test_what_is_too_large_or_no_json_is_refused(text, message):
 
 
 def test_the_deepest_schema_is_taken():
-    assert admits(matcher("json_schema", deep(MOST_DEPTH)), "[" * MOST_DEPTH + "]" * MOST_DEPTH)
+    assert admits(
+        matcher("json_schema", deep(GRAMMAR.nesting)), "[" * GRAMMAR.nesting + "]" * GRAMMAR.nesting
+    )
 
 
 CLOSING, PLAIN = {END, *b'"}]'}, set(b"abc0123,:{[ ")

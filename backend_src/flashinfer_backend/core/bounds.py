@@ -5,7 +5,8 @@ seconds, or ends it.
 FIELDS has a row for each field that takes text, a list or an object: of the OpenAI API by its name in a body
 (openai/requests.py), of the Triton models by the tensor's name (config.pbtxt; the ensemble's by the name that
 its steps know). Tensors that are refused whatever they hold are in triton_server/refused.py and
-triton_server/preprocessing.py instead. Bounds are checked before any work that grows with the size.
+triton_server/preprocessing.py instead. Bounds are checked before any work that grows with the size. GRAMMAR
+bounds what a guide says.
 """
 
 from __future__ import annotations
@@ -54,6 +55,32 @@ TOOLS = Bound(1 << 16, 4 * MIB)
 GUIDE = Bound(1 << 16, MIB, all_size=4 * MIB, sequences=64 * MIB)
 WORDS = Bound(4096, 256 * KIB, all_values=1 << 16, all_size=MIB, of="words")
 WORD_IDS = Bound(1 << 16, all_values=MOST_IDS, sequences=MOST_IDS, of="ids")
+
+
+@dataclass(frozen=True)
+class GrammarBounds:
+    """What a guide can ask of its grammar, whichever field brings it. With these and the limits that
+    structured/compiler.py gives the library, making one takes at most 2 s of a core and 100 MB
+    (docs/notes/guides.md)."""
+
+    characters: int = 262_144
+    written: int = 524_288  # characters of the Lark grammar that it becomes
+    ebnf_characters: int = 65_536
+    rules: int = 500  # of EBNF; the library's own recursion ends the process beyond 2000 in a chain
+    regex_characters: int = 16_384  # the first mask of a text of 20 000 characters takes 30 ms
+    repeats: int = 100_000  # of a part of an expression or rule
+    groups: int = 100  # in each other
+    subschemas: int = 10_000
+    nesting: int = 60  # subschemas in each other, and constants
+    levels: int = 1000  # of all that $ref names; 1800 in a chain end a thread with a stack of 2 MiB
+    optional: int = 400  # properties of one object: creation takes the square of them
+    multiple_of: int = 4096  # the states that it takes; 999 983 took 9 s and 300 MB
+    patterns: int = 16  # for one value: 30 take minutes
+    tested: int = 4096  # values of an enum times patterns for them; 40 000 take 5 s
+    count: int = 100_000  # of a limit of lengths, items or properties
+
+
+GRAMMAR = GrammarBounds()
 
 FIELDS = {
     # Bodies of the OpenAI API

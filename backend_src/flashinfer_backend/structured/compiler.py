@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CHOICE_GUIDE, CONTENT, GRAMMAR_TYPES
 from flashinfer_backend.structured.ebnf import lark_grammar
@@ -18,8 +19,16 @@ from flashinfer_backend.structured.json_schema import SchemaChecks, checked_sche
 from flashinfer_backend.structured.regex import escaped, rust_regex
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
-MOST_CHARACTERS = 262_144  # of a grammar's text: up to a second of a thread
-MOST_STATES = 50_000  # of a matcher's lexer, of some 1 kB each
+# Where a grammar would take more, llguidance refuses it, or ends the request whose mask it is
+# (docs/notes/guides.md).
+LIMITS: dict[str, Any] = {
+    "max_grammar_size": 50_000,  # symbols
+    "initial_lexer_fuel": 500_000,  # some 0.5 s and 60 MB
+    "max_lexer_states": 50_000,  # of some 1 kB each
+    "step_max_items": 10_000,  # some 30 ms
+    "step_lexer_fuel": 200_000,  # some 15 ms
+    "max_items_in_row": 2000,
+}
 MOST_REASON = 300  # characters of a message: some repeat the grammar
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -64,9 +73,9 @@ class GrammarCompiler:
                 f"guided_decoding_guide_type is {grammar_type[:MOST_REASON]!r}; it should be one of"
                 f" {', '.join(GRAMMAR_TYPES)}"
             )
-        if len(text) > MOST_CHARACTERS:
+        if len(text) > GRAMMAR.characters:
             raise GrammarError(
-                f"the grammar has {len(text)} characters; it should have at most {MOST_CHARACTERS}"
+                f"the grammar has {len(text)} characters; it should have at most {GRAMMAR.characters}"
             )
         special: Collection[str] | None = ()
         functions: dict[str, Any] = {}
@@ -77,6 +86,10 @@ class GrammarCompiler:
                 source = _calls(guide["lark"], guide["schemas"], functions)
             else:
                 source = lark_source(grammar_type, text)
+            if len(source) > GRAMMAR.written:
+                raise GrammarError(
+                    f"written out, it has {len(source)} characters; it should have at most {GRAMMAR.written}"
+                )
             return self._made(source, special, end_id)
         except GrammarError as error:
             reason = str(error)
@@ -98,7 +111,7 @@ def make_matcher(tokenizer: Any, source: str) -> Any:
     """llguidance.LLMatcher of a Lark grammar. Raises GrammarError."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(matcher_error(matcher))

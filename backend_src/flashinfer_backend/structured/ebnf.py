@@ -14,13 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
 
-MOST_CHARACTERS = 131_072
-MOST_RULES = 500  # llguidance's own recursion ends the process somewhere beyond 2000 in a chain
 MOST_WORK = 100_000  # looks at parts of rules: some 0.3 s
-MOST_REPEATS = 100_000
-MOST_DEPTH = 100  # of groups in each other
 MOST_STATES = 500  # of all terminals at once, before their characters are terminals instead
 LAST = 0x10FFFF
 TOKEN = re.compile(
@@ -51,8 +48,8 @@ class Node:
 
 def lark_grammar(text: str) -> str:
     """The Lark grammar of an EBNF grammar whose first rule is `root`. Raises GrammarError."""
-    if len(text) > MOST_CHARACTERS:
-        raise GrammarError(f"it has {len(text)} characters; it should have at most {MOST_CHARACTERS}")
+    if len(text) > GRAMMAR.ebnf_characters:
+        raise GrammarError(f"it has {len(text)} characters; it should have at most {GRAMMAR.ebnf_characters}")
     try:
         return _Lark(_Parser(text).rules()).text()
     except RecursionError:
@@ -97,13 +94,13 @@ class _Parser:
             self._next()
             self._next()
             rules[name] = self._choice(0)
-            if len(rules) > MOST_RULES:
-                raise GrammarError(f"it has more than {MOST_RULES} rules; it should have fewer")
+            if len(rules) > GRAMMAR.rules:
+                raise GrammarError(f"it has more than {GRAMMAR.rules} rules; it should have fewer")
         return rules
 
     def _choice(self, depth: int) -> Node:
-        if depth > MOST_DEPTH:
-            raise self._wrong(self._at, f"groups are nested more than {MOST_DEPTH} deep")
+        if depth > GRAMMAR.groups:
+            raise self._wrong(self._at, f"groups are nested more than {GRAMMAR.groups} deep")
         options = [self._sequence(depth)]
         while self._token == "|" and self._kind == "mark":
             self._next()
@@ -143,8 +140,8 @@ class _Parser:
         if token[0] == "{":
             low, comma, high = token[1:-1].partition(",")
             least, most = int(low), int(high) if high.strip() else -1 if comma else int(low)
-        if max(least, most) > MOST_REPEATS:
-            raise self._wrong(self._at, f"a repetition is beyond {MOST_REPEATS}; give no limit")
+        if max(least, most) > GRAMMAR.repeats:
+            raise self._wrong(self._at, f"a repetition is beyond {GRAMMAR.repeats}; give no limit")
         if -1 < most < least:
             raise self._wrong(self._at, f"{token} has its numbers the wrong way round")
         return Node("repeat", [part], least=least, most=most)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
+from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.regex import few_words, rust_regex
 
-MOST_DEPTH = 60  # of subschemas in each other
-MOST_SUBSCHEMAS = 10_000
 ITEM_LIMIT_COST = 6  # subschemas that a limit of items counts for: 2900 took 3.4 s and 481 MB
-MOST_OPTIONAL = 400  # properties of one object: creation takes the square of them, masks run into a limit
-MOST_MULTIPLE = 4096  # the states of multipleOf; 999 983 took 9 s and 300 MB
-MOST_PATTERNS = 16  # of schemas that are combined: 30 take minutes
-MOST_COUNT = 100_000  # of a limit of lengths, items or properties
+CONTAINER_COST = 5  # and a list or object in a constant: 6000 took 1.5 s, and no mask has room for 2000
 EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
 DIGITS = "give at most 15, all of them within 15 places behind the point"
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -92,7 +90,7 @@ def parse_schema(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarError(
-            f"it is nested too deeply; at most {MOST_DEPTH} subschemas in each other"
+            f"it is nested too deeply; at most {GRAMMAR.nesting} subschemas in each other"
         ) from None
     except GrammarError:
         raise
@@ -113,6 +111,78 @@ def checked_schema(root: Any) -> Any:
     return {**checked, "$defs": checks.definitions} if checks.definitions else checked
 
 
+@dataclass
+class _Value:
+    """What combined schemas say of one value together."""
+
+    keywords: ClassVar = ("pattern", "format", "enum", "const", *NUMBERS)
+    path: str = ""  # of the last one
+    multiple: int = 1
+    patterns: int = 0
+    constants: int = 0
+    # The rounded bounds on one side, and the exclusive ones on the other.
+    above: tuple[frozenset[float], frozenset[float]] = (frozenset(), frozenset())
+    below: tuple[frozenset[float], frozenset[float]] = (frozenset(), frozenset())
+
+    @classmethod
+    def of(cls, checked: Schema, path: str) -> _Value:
+        # As in _check_values: a whole bound and one less than 1 beyond it.
+        limits = []
+        for other, exclusive, whole in (
+            (("maximum", "exclusiveMaximum"), "exclusiveMinimum", math.floor),
+            (("minimum", "exclusiveMinimum"), "exclusiveMaximum", math.ceil),
+        ):
+            rounded = frozenset(whole(checked[keyword]) for keyword in other if keyword in checked)
+            strict = exclusive in checked and checked.get("type") != "integer"
+            limits.append((rounded, frozenset([checked[exclusive]] if strict else [])))
+        return cls(
+            path,
+            max(1, int(checked.get("multipleOf", 1))),
+            ("pattern" in checked) + (str(checked.get("format")) in FORMAT_PATTERNS),
+            len(checked.get("enum", ())) + ("const" in checked),
+            *limits,
+        )
+
+    def __add__(self, other: _Value) -> _Value:
+        return _Value(
+            other.path or self.path,
+            # Beyond the bound it is too large already.
+            math.lcm(min(self.multiple, GRAMMAR.multiple_of + 1), other.multiple),
+            self.patterns + other.patterns,
+            self.constants + other.constants,
+            (self.above[0] | other.above[0], self.above[1] | other.above[1]),
+            (self.below[0] | other.below[0], self.below[1] | other.below[1]),
+        )
+
+    def check(self) -> None:
+        """Raises GrammarError."""
+        if self.multiple > GRAMMAR.multiple_of:
+            raise _refused(
+                self.path,
+                "the least common multiple of 'multipleOf' in combined schemas is above"
+                f" {GRAMMAR.multiple_of}",
+                "lower them",
+            )
+        if self.patterns > GRAMMAR.patterns:
+            raise _refused(
+                self.path, f"combined schemas have more than {GRAMMAR.patterns} patterns", "join them"
+            )
+        if self.patterns * self.constants > GRAMMAR.tested:
+            raise _refused(
+                self.path,
+                f"{self.patterns} patterns are for {self.constants} values of 'enum', more than"
+                f" {GRAMMAR.tested} tests",
+                "drop the patterns or the values that do not match",
+            )
+        for exclusive, limits in (("exclusiveMinimum", self.above), ("exclusiveMaximum", self.below)):
+            if limits[0] & limits[1]:
+                raise _refused(
+                    self.path,
+                    f"{exclusive!r} with a range below 1 in combined schemas is not supported",
+                    "give a bound that is not whole",
+                )
+
+
 class SchemaChecks:
     """Checks schemas that become parts of one document: what $ref names in them goes to its `definitions`."""
 
@@ -120,49 +190,38 @@ class SchemaChecks:
         self.definitions: Schema = {}
         self.named = 0
         self.multiples = 0.0  # the sum of all multipleOf
-        self._left = MOST_SUBSCHEMAS
-        # Of combined schemas: the rounded bounds on one side, and the exclusive ones on the other.
-        self._above: tuple[set[float], set[float]] = (set(), set())
-        self._below: tuple[set[float], set[float]] = (set(), set())
-        self._multiple, self._patterns = 1, 0
+        self._left = GRAMMAR.subschemas
+        self._levels = 0
+        # By "/" and the name of the property that has the value, "[]" of an element. "" are values at the top
+        # of what $ref names and properties of any name: each can be one of the others.
+        self._values: dict[str, _Value] = {"": _Value()}
 
     def check(self, root: Any, at: str = "#") -> Any:
         """The subschema that the pointer `at` names. Raises GrammarError as checked_schema does."""
-        return _Root(self, root).check(at)
+        checked = _Root(self, root).check(at)
+        for value in self._values.values():
+            (self._values[""] + value if value is not self._values[""] else value).check()
+        return checked
 
-    def combine(self, checked: Schema, path: str) -> None:
-        """The same bounds for schemas that may speak of one value together."""
-        self._multiple = math.lcm(self._multiple, max(1, int(checked.get("multipleOf", 1))))
-        if self._multiple > MOST_MULTIPLE:
+    def combine(self, checked: Schema, path: str, value: str) -> None:
+        """Note a schema that may speak of the same value as others."""
+        if not checked.keys().isdisjoint(_Value.keywords):
+            self._values[value] = self._values.get(value, _Value()) + _Value.of(checked, path)
+
+    def deepen(self, levels: int, pointer: str) -> None:
+        """Count the levels of what $ref names."""
+        self._levels += levels
+        if self._levels > GRAMMAR.levels:
             raise _refused(
-                path,
-                f"the least common multiple of 'multipleOf' in combined schemas is above {MOST_MULTIPLE}",
-                "lower them",
+                pointer, f"what $ref names has more than {GRAMMAR.levels} levels together", "use fewer"
             )
-        self._patterns += "pattern" in checked or checked.get("format") in FORMAT_PATTERNS
-        if self._patterns > MOST_PATTERNS:
-            raise _refused(path, f"combined schemas have more than {MOST_PATTERNS} patterns", "join them")
-        # As in _check_values: a whole bound and one less than 1 beyond it.
-        for limits, other, exclusive, whole in (
-            (self._above, ("maximum", "exclusiveMaximum"), "exclusiveMinimum", math.floor),
-            (self._below, ("minimum", "exclusiveMinimum"), "exclusiveMaximum", math.ceil),
-        ):
-            limits[0].update(whole(checked[keyword]) for keyword in other if keyword in checked)
-            if exclusive in checked and checked.get("type") != "integer":
-                limits[1].add(checked[exclusive])
-            if limits[0] & limits[1]:
-                raise _refused(
-                    path,
-                    f"{exclusive!r} with a range below 1 in combined schemas is not supported",
-                    "give a bound that is not whole",
-                )
 
     def spend(self, path: str, depth: int, subschemas: int = 1) -> None:
         self._left -= subschemas
-        if self._left < 0 or depth > MOST_DEPTH:
+        if self._left < 0 or depth > GRAMMAR.nesting:
             raise GrammarError(
-                f"it is too large at {_short(path)}: at most {MOST_SUBSCHEMAS} subschemas, {MOST_DEPTH} of"
-                " them in each other"
+                f"it is too large at {_short(path)}: at most {GRAMMAR.subschemas} subschemas,"
+                f" {GRAMMAR.nesting} of them in each other"
             )
 
 
@@ -171,18 +230,23 @@ class _Root:
         self._checks, self._root = checks, root
         self._names: dict[tuple[str, bool], str] = {}  # of definitions, by pointer and whether it is merged
         self._pending: list[tuple[str, bool]] = []
+        self._deepest = 0  # level of the schema at work
 
     def check(self, at: str) -> Any:
         checked = self._schema(self._resolve(at, at), at, 0)
         while self._pending:
             pointer, merged = self._pending.pop()
+            self._deepest = 0
             target = self._schema(self._resolve(pointer, pointer), pointer, 0, merged)
+            self._checks.deepen(self._deepest + 1, pointer)
             self._checks.definitions[self._names[pointer, merged]] = target
         return checked
 
-    def _schema(self, node: Any, path: str, depth: int, merged: bool = False) -> Any:
-        """merged: other schemas speak of the same value, whose properties may be theirs."""
+    def _schema(self, node: Any, path: str, depth: int, merged: bool = False, value_of: str = "") -> Any:
+        """merged: other schemas speak of the same value, whose properties may be theirs. value_of: which
+        value, as SchemaChecks.combine has it."""
         self._checks.spend(path, depth)
+        self._deepest = max(self._deepest, depth)
         if isinstance(node, bool):
             return {} if node else False
         if not isinstance(node, dict):
@@ -213,26 +277,34 @@ class _Root:
             ):
                 if not isinstance(value, list) or not value:
                     raise _refused(path, f"{keyword!r} is not a list of schemas", "it should be one")
-                inner = apart if keyword in PARTS else merged
+                inner, of = (apart, value_of) if keyword in PARTS else (merged, "[]")
                 checked[keyword] = [
-                    self._schema(v, f"{below}/{i}", depth + 1, inner) for i, v in enumerate(value)
+                    self._schema(v, f"{below}/{i}", depth + 1, inner, of) for i, v in enumerate(value)
                 ]
             elif keyword in ("properties", "patternProperties"):
                 if not isinstance(value, dict):
                     raise _refused(path, f"{keyword!r} is not an object", "it should be one")
                 checked[keyword] = {
-                    n: self._schema(v, f"{below}/{n}", depth + 1, merged) for n, v in value.items()
+                    n: self._schema(
+                        v, f"{below}/{n}", depth + 1, merged, f"/{n}" if keyword == "properties" else ""
+                    )
+                    for n, v in value.items()
                 }
             elif keyword in ("items", "additionalItems", "additionalProperties"):
-                checked[keyword] = self._schema(value, below, depth + 1, merged)
+                of = "" if keyword == "additionalProperties" else "[]"
+                checked[keyword] = self._schema(value, below, depth + 1, merged, of)
             elif keyword in ("pattern", "format", "required", "propertyNames"):
                 checked[keyword] = value
-        _check_values(checked, path)
+        self._checks.spend(path, depth, CONTAINER_COST * _check_values(checked, path))
         if merged:
-            self._checks.combine(checked, path)
+            self._checks.combine(checked, path, value_of)
+        else:
+            _Value.of(checked, path).check()
         self._checks.multiples += checked.get("multipleOf", 0)
-        if self._checks.multiples > 2 * MOST_MULTIPLE:
-            raise _refused(path, f"all 'multipleOf' together are above {2 * MOST_MULTIPLE}", "lower them")
+        if self._checks.multiples > 2 * GRAMMAR.multiple_of:
+            raise _refused(
+                path, f"all 'multipleOf' together are above {2 * GRAMMAR.multiple_of}", "lower them"
+            )
         self._checks.spend(
             path, depth, len(checked.get("patternProperties", ())) ** 2
         )  # are compared in pairs
@@ -318,7 +390,7 @@ class _Root:
             checked["anyOf"] = checked.pop("oneOf")
 
     def _target(self, node: Any, path: str) -> Schema:
-        for _ in range(MOST_DEPTH):
+        for _ in range(GRAMMAR.nesting):
             if not isinstance(node, dict) or set(node) & {"$ref"} == set():
                 break
             node = self._resolve(node["$ref"], path)
@@ -378,8 +450,8 @@ def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
     return {**changed, other: node[keyword]}
 
 
-def _check_values(checked: Schema, path: str) -> None:
-    """Types, numbers, counts and constants."""
+def _check_values(checked: Schema, path: str) -> int:
+    """Types, numbers, counts and constants. Returns how many lists and objects these have."""
     kinds = checked.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in OF_TYPE:
@@ -412,11 +484,11 @@ def _check_values(checked: Schema, path: str) -> None:
         )
     step = checked.get("multipleOf", 1)
     # jsonschema divides in floating point, which is exact for integers and powers of two alone.
-    if not (0 < step <= MOST_MULTIPLE and (step == int(step) or math.frexp(step)[0] == 0.5)):
+    if not (0 < step <= GRAMMAR.multiple_of and (step == int(step) or math.frexp(step)[0] == 0.5)):
         raise _refused(
             path,
             f"'multipleOf' {_short(str(step))} is not supported",
-            f"it should be an integer of 1 to {MOST_MULTIPLE}, or 0.5, 0.25 and so on",
+            f"it should be an integer of 1 to {GRAMMAR.multiple_of}, or 0.5, 0.25 and so on",
         )
     for keyword in COUNTS:
         value = checked.get(keyword, 0)
@@ -425,14 +497,14 @@ def _check_values(checked: Schema, path: str) -> None:
             raise _refused(path, f"{keyword!r} is {what}", "it should be an integer of at least 0")
         if keyword in checked:
             checked[keyword] = int(value)
-        if value > MOST_COUNT:
+        if value > GRAMMAR.count:
             if keyword.startswith("min"):
                 raise _refused(path, f"{keyword!r} {value} is more than a sequence can hold", "lower it")
             del checked[keyword]
     values = checked.get("enum", [])
     if "enum" in checked and (not isinstance(values, list) or not values):
         raise _refused(path, "'enum' is not a list of values", "it should be one")
-    _check_constants([*values, checked.get("const")], path)
+    return _check_constants([*values, checked.get("const")], path, 0) - 1
 
 
 def _is_rounded(value: Any) -> bool:
@@ -440,11 +512,16 @@ def _is_rounded(value: Any) -> bool:
     return isinstance(value, float) and not float(f"{value:.15g}") == value == round(value, 15)
 
 
-def _check_constants(value: Any, path: str) -> None:
-    """Numbers that llguidance would write as others."""
+def _check_constants(value: Any, path: str, depth: int) -> int:
+    """Refuse numbers that llguidance would write as others. Returns how many lists and objects there are."""
+    if depth > GRAMMAR.nesting:
+        raise _refused(
+            path, f"'enum' or 'const' is nested more than {GRAMMAR.nesting} deep", "write it flatter"
+        )
+    containers = 1
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, (dict, list)):
-            _check_constants(item, path)
+            containers += _check_constants(item, path, depth + 1)
         elif isinstance(item, (int, float)) and abs(item) > EXACT:
             if math.isinf(item):
                 raise GrammarError("it has a number that is too large")
@@ -452,6 +529,7 @@ def _check_constants(value: Any, path: str) -> None:
             raise _refused(path, f"{what} in 'enum' or 'const' is beyond 2^53", "use a string")
         elif _is_rounded(item):
             raise _refused(path, f"{item!r} in 'enum' or 'const' has too many digits", DIGITS)
+    return containers
 
 
 def _pattern(pattern: Any, path: str) -> str:
@@ -463,6 +541,11 @@ def _pattern(pattern: Any, path: str) -> str:
         raise GrammarError(f"{error} (at {_short(path)})") from None
 
 
+@cache
+def _format_pattern(name: str) -> str:
+    return rust_regex(FORMAT_PATTERNS[name])
+
+
 def _check_format(checked: Schema, path: str) -> None:
     name = checked.get("format")
     if name is not None and not isinstance(name, str):
@@ -470,7 +553,7 @@ def _check_format(checked: Schema, path: str) -> None:
     if name in REFUSED_FORMATS:
         raise _refused(path, f"format {name!r} is not supported", "use 'pattern'")
     if name in FORMAT_PATTERNS:
-        pattern = rust_regex(FORMAT_PATTERNS[checked.pop("format")])
+        pattern = _format_pattern(checked.pop("format"))
         if "pattern" in checked:
             strings = {"type": "string", "pattern": pattern}
             checked["allOf"] = [*checked.get("allOf", ()), strings]
@@ -486,9 +569,9 @@ def _check_object(checked: Schema, path: str, merged: bool) -> None:
         raise _refused(path, "'required' is not a list of names", "it should be one")
     properties = checked.get("properties", {})
     optional = len(properties.keys() - set(required))
-    if optional > MOST_OPTIONAL:
+    if optional > GRAMMAR.optional:
         raise _refused(
-            path, f"an object has {optional} properties that are not required", f"at most {MOST_OPTIONAL}"
+            path, f"an object has {optional} properties that are not required", f"at most {GRAMMAR.optional}"
         )
     if "propertyNames" in checked:
         _check_names(checked, path)

@@ -12,6 +12,7 @@ import sys
 import warnings
 from typing import Any
 
+from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
 
 if sys.version_info >= (3, 11):
@@ -21,11 +22,8 @@ else:
     import sre_constants as sre
     import sre_parse as parser
 
-MOST_CHARACTERS = 16_384  # of one expression: the first mask of a text of 20 000 characters takes 30 ms
-MOST_REPEATS = 100_000
-MOST_DEPTH = 100
 MOST_WORDS = 2000  # steps of looking for the words of an expression
-TOO_DEEP = f"it is nested too deeply; it should have at most {MOST_DEPTH} groups in each other"
+TOO_DEEP = f"it is nested too deeply; it should have at most {GRAMMAR.groups} groups in each other"
 # As ECMA-262 has them; of the blanks Python's `re` knows a few more.
 DIGITS, WORD = "0-9", "0-9A-Za-z_"
 BLANKS = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
@@ -46,8 +44,10 @@ def rust_regex(regex: str, whole: bool = False) -> str:
 
     Raises GrammarError for what no guide can keep to: assertions, references, flags, anchors elsewhere.
     """
-    if len(regex) > MOST_CHARACTERS:
-        raise GrammarError(f"it has {len(regex)} characters; it should have at most {MOST_CHARACTERS}")
+    if len(regex) > GRAMMAR.regex_characters:
+        raise GrammarError(
+            f"it has {len(regex)} characters; it should have at most {GRAMMAR.regex_characters}"
+        )
     try:
         parsed = _parsed(regex)
     except RecursionError:
@@ -120,7 +120,7 @@ class _Writer:
     def sequence(self, items: Any, first: bool, last: bool) -> str:
         """first, last: nothing comes before or behind, so that an anchor may stand there."""
         self._depth += 1
-        if self._depth > MOST_DEPTH:
+        if self._depth > GRAMMAR.groups:
             raise GrammarError(TOO_DEEP)
         items = list(items)
         begin, end = 0, len(items)
@@ -155,8 +155,8 @@ class _Writer:
             return f"(?:{self.sequence(value[3], first, last)})"
         if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
             least, most, inner = value
-            if least > MOST_REPEATS or (most > MOST_REPEATS and most is not sre.MAXREPEAT):
-                raise GrammarError(f"a repetition is beyond {MOST_REPEATS}; give no limit")
+            if least > GRAMMAR.repeats or (most > GRAMMAR.repeats and most is not sre.MAXREPEAT):
+                raise GrammarError(f"a repetition is beyond {GRAMMAR.repeats}; give no limit")
             # Repeated once, an anchor stands where it stood.
             text = self.sequence(inner, first and most == 1, last and most == 1)
             return f"(?:{text}){{{least},{'' if most is sre.MAXREPEAT else most}}}"
