@@ -6,17 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_generate import GREEDY, LONG, make_prompts, reference
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.models.hf import read_spec
-from flashinfer_backend.worker import start
 
 WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
 SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}
@@ -116,12 +112,3 @@ def test_two_ranks_have_the_same_groups(
         assert client.generate(prompts, GREEDY) == expected
     core.close()
     assert core.scheduler.preemptions
-
-
-def test_the_cuda_kernels_refuse_a_window_that_sequences_can_exceed(folder: Path) -> None:
-    spec, config = read_spec(folder), EngineConfig(model_dir=str(folder), max_seq_len=WINDOW)
-    start._check_windows(config, spec)
-    with pytest.raises(
-        ValueError, match=f"some layers have one of {WINDOW} tokens: set max_seq_len to at most"
-    ):
-        start._check_windows(msgspec.structs.replace(config, max_seq_len=WINDOW + 1), spec)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker.device_state import DeviceState
-from flashinfer_backend.worker.graphs import COLUMNS, DecodeGraphs, DecodeStep
+from flashinfer_backend.worker.graphs import DecodeGraphs, DecodeStep
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
@@ -26,19 +26,28 @@ PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
 class ItemAttention:
     """The Triton kernel's view: work items in the step's upload, blocks in the block table."""
 
-    def __init__(self, state: DeviceState, bucket: int, words: torch.Tensor) -> None:
-        self._state, self.bucket, self._items = state, bucket, words.view(-1, split.ITEM_WORDS)
-        self.reads_block_table = True
+    reads_block_table = True
+
+    def __init__(
+        self,
+        cache: KVCache,
+        table: torch.Tensor,
+        bucket: int,
+        words: torch.Tensor,
+        window: int | None = None,
+    ) -> None:
+        self._cache, self._table, self._window = cache, table, window
+        self.bucket, self._items = bucket, words.view(-1, split.ITEM_WORDS)
 
     def plan(self, batch: Any, host: np.ndarray) -> bool:
         assert len(batch.slots) == batch.num_single == self.bucket
         host[:] = 99
         items = host.reshape(-1, split.ITEM_WORDS)
-        split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+        split.split_rows(batch.kv_lens, batch.slots, len(items), items, self._window)
         return True
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        table, (k_cache, v_cache) = self._state.block_table, self._state.kv_cache.layers[layer]
+        table, (k_cache, v_cache) = self._table, self._cache.layers[layer]
         used = self._items[self._items[:, 0] >= 0].tolist()
         for row in range(self.bucket):
             mine = [item for item in used if item[0] == row]
@@ -54,8 +63,8 @@ class EagerGraphs(DecodeGraphs):
 
     def _capture(self, size: int, capture: Any) -> DecodeStep:
         own = split.max_items(size, self._state.model.spec.attention.kv_heads, False) * split.ITEM_WORDS
-        inputs = torch.full((own + COLUMNS * size,), 99, dtype=torch.int32)
-        attention = ItemAttention(self._state, size, inputs[:own])
+        inputs = torch.full((own + self._columns * size,), 99, dtype=torch.int32)
+        attention = ItemAttention(self._state.kv_cache, self._state.block_table, size, inputs[:own])
         tokens = torch.zeros(size, dtype=torch.int32)
         self.steps = 0
 

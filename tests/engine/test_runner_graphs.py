@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.test_graph_steps import PROMPTS, ItemAttention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
+from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker import graphs, runner
@@ -26,8 +29,8 @@ class PlannedAttention:
 
     reads_block_table = False
 
-    def __init__(self, state: DeviceState) -> None:
-        self._attention = TorchPagedAttention(state.kv_cache, state.model.spec.attention.heads)
+    def __init__(self, attention: TorchPagedAttention) -> None:
+        self._attention = attention
         self.taken = self.refused = 0
 
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
@@ -42,27 +45,45 @@ class PlannedAttention:
 
 
 class GraphedAttention:
-    """Plain torch where a step is launched layer by layer."""
+    """Of one cache group; plain torch where a step is launched layer by layer."""
 
-    def __init__(self, state: DeviceState) -> None:
-        self._state, self._plain = state, state.attention
+    def __init__(self, state: DeviceState, group: int) -> None:
+        self._cache, self._window = state.caches[group], state.groups[group].window
+        self._heads = state.model.spec.attention
+        self._plain = self._torch()
         self.planned: list[PlannedAttention] = []
+
+    def _torch(self) -> TorchPagedAttention:
+        return TorchPagedAttention(self._cache, self._heads.heads, self._window)
 
     def step(self, batch: AttentionBatch) -> Prepared:
         return self._plain.step(batch)
 
     def graph_words(self, shape: StepShape) -> int:
-        heads = self._state.model.spec.attention.kv_heads
-        return split.max_items(shape.rows, heads, False) * split.ITEM_WORDS
+        if shape.feeds_per_row is None:
+            return 0
+        return split.max_items(shape.rows, self._heads.kv_heads, False) * split.ITEM_WORDS
 
     def captured(self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor) -> Captured:
         if shape.feeds_per_row is not None:
-            return ItemAttention(self._state, shape.rows, words)
-        self.planned.append(PlannedAttention(self._state))
+            return ItemAttention(self._cache, block_table, shape.rows, words, self._window)
+        self.planned.append(PlannedAttention(self._torch()))
         return self.planned[-1]
 
 
-def test_a_runner_with_graphs_gives_the_tokens_of_one_without(tmp_path: Path, monkeypatch: Any) -> None:
+def graphed(state: DeviceState) -> list[GraphedAttention]:
+    """Gives the state attention with graphs; that of each cache group."""
+    found = [GraphedAttention(state, group) for group in range(len(state.groups))]
+    groups = zip([group.layers for group in state.groups], found, state.block_tables, strict=True)
+    state.attention = found[0] if len(found) == 1 else GroupedAttention([GroupAttention(*g) for g in groups])
+    return found
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["one group", "windows"])
+def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
+    windows: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """With windows, those of two lengths, in turn with layers that see all."""
     captures: list[ReplayedCapture] = []
 
     def capture() -> ReplayedCapture:
@@ -74,14 +95,21 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(tmp_path: Path, mo
         monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])  # of up to 64 tokens of a step
     monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
     params = [SamplingParams(max_tokens=20 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
-    produced = []
+    folder, produced = Path("bundled"), []
+    if windows:
+        kinds = ["sliding_attention", "full_attention"]
+        options = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
+        folder = make_checkpoint("qwen3", tmp_path / "model", **options)
     for name in ("without", "graphs"):
-        core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=8)
+        core = start_core(folder, tokens_per_block=16, max_num_seqs=8)
         if name == "graphs":
-            attention = core.runner.state.attention = GraphedAttention(core.runner.state)
+            attentions = graphed(core.runner.state)
             core.runner.capture_graphs([2, 4, 8])
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
-    assert captures[0].replays > 50
-    assert sum(each.taken for each in attention.planned) and sum(each.refused for each in attention.planned)
+    assert captures[0].replays > 50 and len(attentions) == 1 + windows
+    for attention in attentions:
+        planned = attention.planned
+        assert sum(each.taken for each in planned)
+    assert windows or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]

@@ -62,7 +62,16 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
     heads = model.spec.attention
     caches = [tuple(torch.zeros(2, 16, heads.kv_heads, heads.head_dim) for _ in "kv") for _ in model.layers]
     table = torch.zeros(5, 4, dtype=torch.int32)
-    graphs = MixedGraphs(model, caches, Doubling(), table, capture := GraphCapture())
+    state: Any = SimpleNamespace(
+        model=model,
+        attention=Doubling(),
+        block_table=table,
+        kv_layers=caches,
+        groups=[None],
+        taps=lambda tokens: None,
+        by_layer=lambda locations: locations,
+    )
+    graphs = MixedGraphs(state, capture := GraphCapture())
     assert capture.sizes == 1
     (full,) = graphs._full[8]
     with torch.inference_mode():

@@ -22,6 +22,7 @@ from torch import Tensor
 from checkpoints import KINDS, make_checkpoint, make_model
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
@@ -280,7 +281,7 @@ class Paged:
             self.lens[slot] += len(new)
         slots, q_lens = [slot for slot, _ in work], [len(new) for _, new in work]
         kv_lens = [self.lens[slot] for slot in slots]
-        self.attention.step(attention_batch(q_lens, kv_lens, slots, self.table))
+        prepared = self.attention.step(attention_batch(q_lens, kv_lens, slots, self.table))
         int32 = {"dtype": torch.int32}
         ids = torch.tensor([token for _, new in work for token in new], **int32)
         rows = torch.tensor(q_lens).cumsum(0) - 1
@@ -289,7 +290,7 @@ class Paged:
             torch.tensor(positions, **int32),
             torch.tensor(cache_locations, **int32),
             self.caches,
-            self.attention,
+            prepared,
             rows if last_only else None,
         )
         return list(self.model.logits(hidden).split([1] * len(rows) if last_only else q_lens))
@@ -372,21 +373,33 @@ def test_bfloat16_stays_near_transformers(tmp_path):
 # Paged attention
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+PLAIN, SINKS = Scores(16**-0.5), torch.linspace(-3, 3, 6)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, how: Scores = PLAIN
+) -> Tensor:
     """Lower-right causal softmax attention in float64: q[q, Hq, D], k and v [kv, Hkv, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * how.scale
+    if how.soft_cap is not None:
+        scores = how.soft_cap * (scores / how.soft_cap).tanh()
     own = k.shape[0] - q.shape[0]
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(own + 1)
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(own - window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v).float()
+    weights = scores.masked_fill(unseen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if how.sinks is not None:
+        total += how.sinks.double().exp().view(-1, 1, 1)
+    return torch.einsum("hqk,khd->qhd", weights / total, v).float()
 
 
 @pytest.mark.parametrize(("query_rows", "group_tokens"), [(1024, 4096), (8, 20)])
 @pytest.mark.parametrize("window", [None, 1, 9, 30, 40, 200])
-def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, window):
+@pytest.mark.parametrize("how", [PLAIN, Scores(0.4, 1.5), Scores(0.25, None, SINKS), Scores(0.4, 2.0, SINKS)])
+def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, window, how):
     """With a window, no block behind it is in the block table."""
     monkeypatch.setattr(torch_paged, "_QUERY_ROWS", query_rows)
     monkeypatch.setattr(torch_paged, "_GROUP_TOKENS", group_tokens)
@@ -408,7 +421,7 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, wi
             for name, cache in zip("kv", pair_of_caches, strict=True):
                 dense[slot, layer, name] = torch.randn(kv_len, kv_heads, dim, generator=generator)
                 cache.view(-1, kv_heads, dim)[where] = dense[slot, layer, name][there.start :]
-    attention = TorchPagedAttention(KVCache.over(caches), heads, window)
+    attention = TorchPagedAttention(KVCache.over(caches), heads, window, [PLAIN, how])
     with torch.inference_mode():  # run() must work outside of the mode that plan() ran in
         attention.step(attention_batch(q_lens, kv_lens, slots, table))
     for layer in range(2):
@@ -416,7 +429,8 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, wi
         out = torch.full_like(q, torch.nan)
         attention.run(layer, q, out)
         for slot, rows, got in zip(slots, q.split(q_lens), out.split(q_lens), strict=True):
-            expected = dense_attention(rows, dense[slot, layer, "k"], dense[slot, layer, "v"], window)
+            k, v = (dense[slot, layer, name] for name in "kv")
+            expected = dense_attention(rows, k, v, window, [PLAIN, how][layer])
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 

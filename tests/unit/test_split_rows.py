@@ -53,6 +53,18 @@ def test_items_cover_every_token_once(longest, num_kv_heads):
         assert (out[len(used) :, 0] == -1).all()
 
 
+@pytest.mark.parametrize("window", [1, 63, 200, 5000])
+def test_items_of_a_window_are_those_of_its_tokens(window):
+    kv_lens = np.random.default_rng(window).integers(1, 9000, 100).astype(np.int32)
+    out = np.full((300, ITEM_WORDS), 99, dtype=np.int32)
+    split_rows(kv_lens, slots_of(kv_lens), len(out), out, window)
+    read = [[] for _ in kv_lens]
+    for row, start, end, *_ in out[out[:, 0] >= 0]:
+        read[row] += range(start, end)
+    for tokens, kv_len in zip(read, kv_lens, strict=True):
+        assert tokens == list(range(max(0, kv_len - window), kv_len))
+
+
 def test_rows_of_longer_chunks_come_first():
     """Programs start in the order of their items: the last ones are short, so that all end at about the same
     time. Only a row's last chunk may be shorter than those of the row behind it."""

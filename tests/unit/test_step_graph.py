@@ -19,6 +19,7 @@ from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.cache.device import KVCache, KVCacheFormat
+from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import DecodeAttention
@@ -55,10 +56,10 @@ class FakeAttention:
 def step_graph(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, where Triton is not installed, too."""
     name = "flashinfer_backend.attention.flashinfer_paged"
-    for kernels in ("triton_copy", "triton_decode", "metadata"):
+    for kernels in ("triton_copy", "triton_decode", "triton_sinks", "metadata"):
         stand_in = ModuleType(kernels)
         stand_in.PagedMetadata = stand_in.PinnedEntry = stand_in.PinnedRing = object
-        stand_in.Copies = object
+        stand_in.Copies = stand_in.apply_sinks = object
         monkeypatch.setitem(sys.modules, f"flashinfer_backend.attention.{kernels}", stand_in)
         monkeypatch.setattr(flashinfer_backend.attention, kernels, stand_in, raising=False)
     monkeypatch.delitem(sys.modules, "flashinfer_backend.attention.flashinfer_calls", raising=False)
@@ -222,10 +223,10 @@ def test_fa3_reads_the_copies_and_fa2_the_cache(
     assert written[0] is attention.layers[1] and written[1] is attention._prefill.indices
     assert written[2].tolist() == [0, 2] and written[3] == 1
     arguments = run.call_args.args
-    assert arguments[4] is copies.layer and arguments[-1] is copies.indices and arguments[-2] == scales[1]
+    assert arguments[4] is copies.layer and arguments[-2] is copies.indices and arguments[-3] == scales[1]
     attention.run_prompts("fa2", "plan", 1, q, q, 1)
     assert len(copies.written) == 1
-    assert run.call_args.args[4] is attention.layers[1] and run.call_args.args[-1] is None
+    assert run.call_args.args[4] is attention.layers[1] and run.call_args.args[-2] is None
     plain = make_attention(step_graph, monkeypatch, torch.bfloat16)
     plain.run_prompts("fa3", "plan", 0, q, q, 1)
     assert plain._copies is None and plain._calls.run.call_args.args[4] is plain.layers[0]
@@ -269,6 +270,9 @@ def test_fa3_is_built_for_16_bits_whatever_the_cache(
     for backend, expected in (("fa2", stored), ("fa3", query)):
         calls.batch_spec(backend, query, stored, 128)
         assert modules.gen_batch_prefill_module.call_args.args[:4] == (backend, query, expected, query)
+        assert modules.gen_batch_prefill_module.call_args.args[-3:] == (False, False, False)
+    calls.batch_spec("fa3", query, stored, 128, window=True)
+    assert modules.gen_batch_prefill_module.call_args.args[-3:] == (True, False, False)
 
 
 @pytest.mark.parametrize("decode_backend", ["auto", "triton", "fa2"])
@@ -298,8 +302,9 @@ def test_an_engine_has_room_for_its_longest_sequence(
     ):
         cache = SimpleNamespace(format=KVCacheFormat(1, 8, 128, 16, stored, scales))
         state: Any = SimpleNamespace(
-            model=model, kv_cache=cache, device=torch.device("cuda"), max_blocks=6250
+            model=model, caches=[cache], device=torch.device("cuda"), max_blocks=6250
         )
+        state.groups = [CacheGroup((0,), None, 16, cache.format.bytes_per_block)]
         DeviceState._make_attention(state, config)
         assert attention.call_args.kwargs["copied_blocks"] == blocks
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton decode kernel over a cache of e4m3 in Triton's interpreter, without a GPU: what the tiles that
-perf_configs/kernels/bench_fp8_decode.py tries compute. tests/gpu/test_fp8_cache.py runs the real one.
+"""The Triton decode kernel in Triton's interpreter, without a GPU: over a cache of e4m3, what the tiles that
+perf_configs/kernels/bench_fp8_decode.py tries compute, and over one of 16 bits, windows, sinks and soft caps.
+tests/gpu/test_fp8_cache.py and tests/gpu/test_windows.py run the real one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LENGTHS = [1, 64, 129, 500]
 def numbers(block: int, merge: int, programs: int) -> Tuned:
     """Without prefetching, which is a GPU's alone."""
     ours = (DecodeAttention(None, block, 3, 1, 0, merge, programs),)
-    return replace(tuned.fallback(), fp8_decode_attention=ours)
+    return replace(tuned.fallback(), fp8_decode_attention=ours, decode_attention=ours)
 
 
 def check(
@@ -38,10 +39,15 @@ def check(
     kv_heads: int = 2,
     dim: int = 32,
     lengths: list[int] = LENGTHS,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    in_fp8: bool = True,
 ) -> None:
     """Against float64."""
     from flashinfer_backend.attention import split, triton_decode
     from flashinfer_backend.attention.batch import AttentionBatch
+    from flashinfer_backend.attention.contract import Scores
     from flashinfer_backend.attention.torch_paged import TorchPagedAttention
     from flashinfer_backend.cache.device import KVCache
     from flashinfer_backend.ops import device, fp8
@@ -54,19 +60,26 @@ def check(
         for column in range(-(-length // BLOCK_SIZE)):
             table[slot, column] = next(order)
     shape = (blocks, BLOCK_SIZE, kv_heads, dim)
-    cache = tuple(fp8.to_e4m3(torch.randn(shape), scale) for scale in SCALES)
+    scales = SCALES if in_fp8 else (1.0, 1.0)
+    values = [torch.randn(shape) for _ in scales]
+    cache = tuple(
+        fp8.to_e4m3(x, scale) if in_fp8 else x.half() for x, scale in zip(values, scales, strict=True)
+    )
+    how = Scores(dim**-0.5, soft_cap, torch.linspace(-3, 4, heads) if sinks else None)
     q = torch.randn(rows, heads, dim).half()  # the interpreter multiplies no bfloat16
     with device.use(numbers(block, merge, programs)):
-        count = split.max_items(rows, kv_heads, fp8=True)
+        count = split.max_items(rows, kv_heads, fp8=in_fp8)
         items = np.zeros((count, split.ITEM_WORDS), np.int32)
-        split.split_rows(lens, slots, count, items)
+        split.split_rows(lens, slots, count, items, window)
         assert (items[:, 4] > 1).any()
         space = triton_decode.DecodeWorkspace(rows, count, heads, kv_heads, dim, torch.device("cpu"))
         out = torch.empty_like(q)
         words = torch.from_numpy(items)
-        triton_decode.decode(q, cache, out, words, table, space, dim**-0.5, SCALES, native=False)
-    wide = tuple(elements.double() * scale for elements, scale in zip(cache, SCALES, strict=True))
-    reference, expected = TorchPagedAttention(KVCache.over([wide]), heads), torch.empty_like(q).double()
+        more = {"soft_cap": how.soft_cap, "sinks": how.sinks}
+        triton_decode.decode(q, cache, out, words, table, space, how.scale, scales, native=False, **more)
+    wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
+    reference = TorchPagedAttention(KVCache.over([wide]), heads, window, [how])
+    expected = torch.empty_like(q).double()
     reference.step(AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
     reference.run(0, q.double(), expected)
     error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
@@ -95,6 +108,35 @@ def check_elements() -> None:
     assert torch.equal(out, expected)
 
 
+def check_sinks() -> None:
+    """Of prompts, behind a kernel that gives the logarithm of its sums: rows of others are left alone."""
+    from flashinfer_backend.attention.triton_sinks import apply_sinks
+
+    torch.manual_seed(0)
+    out, sinks = torch.randn(7, 6, 32), torch.linspace(-3, 3, 6)
+    scores = torch.randn(7, 6, 20)
+    lse, before = scores.exp().sum(-1).log2(), out.clone()
+    apply_sinks(out, lse, sinks, torch.tensor([2, 4, 6], dtype=torch.int32))
+    weights = torch.cat([scores, sinks.view(1, 6, 1).expand(7, 6, 1)], -1).softmax(-1)
+    share = weights[..., :-1].sum(-1, keepdim=True)
+    torch.testing.assert_close(out[2:6], before[2:6] * share[2:6])
+    assert torch.equal(out[:2], before[:2]) and torch.equal(out[6:], before[6:])
+
+
+def check_gather() -> None:
+    """The blocks of rows of which some lie behind a window."""
+    from flashinfer_backend.attention.metadata import _gather_blocks
+
+    def words(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    out = torch.full((8,), -1, dtype=torch.int32)
+    arguments = table, words(3, 1), words(33, 16), words(0, 3, 4), words(2, 0), out, 10, 10
+    _gather_blocks[(2, 1)](*arguments, BLOCK_SIZE=16, PACKED=True, COLUMNS=4)
+    assert out.tolist() == [32, 33, 34, 10, -1, -1, -1, -1]
+
+
 def test_tiles_in_the_interpreter():
     """In a process of its own: what is interpreted is decided when Triton is imported."""
     pytest.importorskip("triton")
@@ -111,5 +153,10 @@ if __name__ == "__main__":
     for tile in TILES:
         check(*tile)
     check_elements()
+    check_sinks()
+    check_gather()
+    check(64, 8, 2, window=70, soft_cap=2.0, sinks=True)
+    for options in ({"window": 70}, {"soft_cap": 2.0}, {"sinks": True}, {"window": 130, "sinks": True}):
+        check(64, 8, 2, heads=6, in_fp8=False, **options)
     for shape in SHAPES:
         check(64, 8, 2, *shape, [1, 200])

@@ -11,6 +11,16 @@ from torch import Tensor
 from flashinfer_backend.attention.batch import AttentionBatch
 
 
+class Scores(NamedTuple):
+    """How a layer's scores, products of queries and keys, become weights: times `scale`; then, with a
+    soft_cap, soft_cap * tanh(score / soft_cap); then the softmax, in which each head's sink (float32 [heads])
+    takes part as the score of a value that is zero: https://arxiv.org/abs/2309.17453."""
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
 class StepShape(NamedTuple):
     """Of the steps that one graph runs: tokens, padding included, and the most rows that feed feeds_per_row
     tokens. (r, r, 1): decode rows alone. (t, r, None): up to r decode rows, then prompts."""

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedEntry
+from flashinfer_backend.attention.triton_sinks import apply_sinks
 
 FLOAT_WORKSPACE = 1 << 30  # bytes; FA2's partial results for graphs of 1024 rows
 INT_WORKSPACE = 8 << 20
@@ -46,23 +48,46 @@ class Call(NamedTuple):
     table: Tensor | None = None
 
 
-def batch_spec(backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> Any:
+def batch_spec(
+    backend: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    window: bool = False,
+    soft_cap: bool = False,
+) -> Any:
     """FlashInfer's description of how the module "fa2" or "fa3" is built. kv_dtype: of the cache; over one of
-    e4m3, "fa3" reads copies in the type of queries."""
+    e4m3, "fa3" reads copies in the type of queries. window, soft_cap: whether the module has them."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     kv_dtype = dtype if backend == "fa3" else kv_dtype
-    plain = (0, False, False, False)  # no rope, sliding window, soft cap or float16 reduction
-    return gen_batch_prefill_module(backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *plain)
+    options = (0, window, soft_cap, False)  # no rope or float16 reduction
+    return gen_batch_prefill_module(
+        backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *options
+    )
 
 
 class PagedCalls:
-    """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows; xqa."""
+    """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows; xqa.
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self._shape = shape
-        self._sm_scale = 1.0 / math.sqrt(shape.head_dim)
-        self._float_workspace = torch.empty(FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
+    window: the latest tokens that a token sees; None: all. soft_cap: whether scores have one. like: calls of
+    the same device that run one after another with these, and share a workspace with them.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        window: int | None = None,
+        soft_cap: bool = False,
+        like: PagedCalls | None = None,
+    ) -> None:
+        self._shape, self._soft_cap = shape, soft_cap
+        self._window_left = -1 if window is None else window - 1
+        if like is None:
+            self._float_workspace = torch.empty(FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
+        else:
+            self._float_workspace = like._float_workspace
         # Decode and prefill plans of one step are alive together.
         self._int_workspace = torch.empty(2, INT_WORKSPACE, dtype=torch.uint8, device=device)
         self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
@@ -94,7 +119,7 @@ class PagedCalls:
             shape.head_dim,
             shape.head_dim,
             causal,
-            -1,  # no sliding window
+            self._window_left,
         ]
         if backend == "fa2":
             # No fixed split, splitting allowed, nothing co-located; in graphs every row has one query.
@@ -113,17 +138,21 @@ class PagedCalls:
         rows: int,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         indices: Tensor | None = None,
+        scores: Scores | None = None,
     ) -> None:
         """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]. kv_scales: what the
         elements of a cache of e4m3 are multiplied by. indices: the rows' blocks in (K, V), if they are others
-        than the metadata's."""
+        than the metadata's. scores: None: their scale is 1 / sqrt(D)."""
         k_scale, v_scale = kv_scales
+        scores = scores or Scores(1.0 / math.sqrt(self._shape.head_dim))
+        sm_scale, cap = scores.scale * k_scale, scores.soft_cap or 0.0
+        lse = None if scores.sinks is None else torch.empty(q.shape[:2], device=q.device)
         # Scales of V by head, soft cap, scale, scale of V, -.
-        more: list[Any] = [None, 0.0, self._sm_scale * k_scale, v_scale, 0]
+        more: list[Any] = [None, cap, sm_scale, v_scale, 0]
         unused = [None] * 3
         if backend == "fa2":
             # Block scales, soft cap, scale, rope, -. FlashInfer's own wrapper applies both scales this way.
-            more = [None, None, 0.0, self._sm_scale * k_scale, 1.0, 1.0, 0]
+            more = [None, None, cap, sm_scale, 1.0, 1.0, 0]
             unused = [None] * 6  # custom masks, ALiBi and multi-item scoring
         self._module(backend).paged_run(
             self._float_workspace,
@@ -136,16 +165,18 @@ class PagedCalls:
             metadata.indices if indices is None else indices,
             metadata.last_page_len(rows),
             out,
-            None,  # no log-sum-exp
+            lse,  # of the scores, to the base of 2
             _CAUSAL if causal else _NON_CAUSAL,
             _NHD,
-            -1,  # no sliding window
+            self._window_left,
             True,  # programmatic dependent launch
             *unused,
             *more,
         )
         if backend == "fa2" and v_scale != 1.0:
             out.mul_(v_scale)
+        if lse is not None and scores.sinks is not None:
+            apply_sinks(out, lse, scores.sinks, metadata.qo_indptr(rows))
 
     def xqa(
         self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, metadata: PagedMetadata, rows: int
@@ -168,6 +199,7 @@ class PagedCalls:
 
     def _module(self, backend: str) -> Any:
         if backend not in self._modules:
-            spec = batch_spec(backend, self._shape.dtype, self._shape.kv_dtype, self._shape.head_dim)
+            shape, window = self._shape, self._window_left >= 0
+            spec = batch_spec(backend, shape.dtype, shape.kv_dtype, shape.head_dim, window, self._soft_cap)
             self._modules[backend] = spec.build_and_load()
         return self._modules[backend]

@@ -12,7 +12,7 @@ it comes from a ring guarded by events.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashinfer_backend.attention import split, triton_copy, triton_decode
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
+from flashinfer_backend.attention.contract import Captured, Prepared, Scores, StepShape
 from flashinfer_backend.attention.copies import MAX_PROMPTS, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
@@ -44,6 +44,8 @@ class FlashInferAttention:
     beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
     copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads
     copies in the type of queries (attention/copies.py); prompts that read more take FA2.
+    window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:
+    scales of 1 / sqrt(head_dim). like: that of another cache group, which shares scratch memory with it.
     All calls must come from one thread with one current stream.
     Raises ValueError for shapes that these kernels do not have.
     """
@@ -57,21 +59,40 @@ class FlashInferAttention:
         decode_backend: str = "auto",
         dtype: torch.dtype | None = None,
         copied_blocks: int = 0,
+        window: int | None = None,
+        scores: Sequence[Scores] | None = None,
+        like: FlashInferAttention | None = None,
     ) -> None:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, dtype, shape.dtype)
+        plain = Scores(1.0 / math.sqrt(head_dim))
+        self._scores = list(scores) if scores is not None else [plain] * shape.num_layers
+        capped = {each.soft_cap is not None for each in self._scores}
+        if len(capped) > 1:
+            raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
+        if decode_backend in ("fa2", "xqa") and (
+            window or any(each.sinks is not None or each != plain for each in self._scores)
+        ):
+            raise ValueError(
+                f"decode_backend {decode_backend} has no windows, sinks, soft caps or other scales of scores:"
+                " use decode_backend auto"
+            )
+        self._window = window
         self.layers = cache.layers
         self._scales = [shape.scales_of(layer) for layer in range(shape.num_layers)]
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
-        self.sm_scale = 1.0 / math.sqrt(head_dim)
         # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows
         # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         where = cache.device
-        self._calls = PagedCalls(
-            Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype), where
+        self._calls: PagedCalls = PagedCalls(
+            Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype),
+            where,
+            window,
+            capped == {True},
+            None if like is None else like._calls,
         )
         self._fp8_cache = shape.dtype == E4M3
         items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
@@ -85,11 +106,13 @@ class FlashInferAttention:
         self._prefill = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, where)
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
-        self._side_stream = torch.cuda.Stream(where)
+        self._side_stream: torch.cuda.Stream = torch.cuda.Stream(where) if like is None else like._side_stream
         self._fa3 = has_fa3(where) and (copied_blocks > 0 or not self._fp8_cache)
         self._copies: triton_copy.Copies | None = None
         if self._fa3 and self._fp8_cache:
-            self._copies = triton_copy.Copies(shape, dtype, copied_blocks, where)
+            self._copies = (
+                like._copies if like is not None else triton_copy.Copies(shape, dtype, copied_blocks, where)
+            )
         self._calls.load(["fa2", "fa3"] if self._fa3 else ["fa2"])
 
     def step(self, batch: AttentionBatch) -> Prepared:
@@ -171,7 +194,19 @@ class FlashInferAttention:
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
             assert call.items is not None and call.table is not None
-            triton_decode.decode(q, cache, out, call.items, call.table, self.workspace, self.sm_scale, scales)
+            how = self._scores[layer]
+            triton_decode.decode(
+                q,
+                cache,
+                out,
+                call.items,
+                call.table,
+                self.workspace,
+                how.scale,
+                scales,
+                soft_cap=how.soft_cap,
+                sinks=how.sinks,
+            )
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
         q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]
@@ -181,15 +216,25 @@ class FlashInferAttention:
 
     # What follows is shared with StepGraphState, too.
 
+    def behind(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray | None:
+        """How many blocks of each row its queries do not read; None: they read all."""
+        if self._window is None:
+            return None
+        return np.maximum(kv_lens - q_lens - (self._window - 1), 0) // self._prefill.block_size
+
     def max_items(self, rows: int) -> int:
         """The Triton kernel's work items for so many decode rows."""
         return split.max_items(rows, self.num_kv_heads, self._fp8_cache)
+
+    def split(self, kv_lens: np.ndarray, slots: np.ndarray, items: np.ndarray) -> None:
+        """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]."""
+        split.split_rows(kv_lens, slots, len(items), items, self._window)
 
     def plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor) -> None:
         """Upload the Triton kernel's work for decode rows (if any) to `items`, the first of self.items."""
         entry = self._ring.next()
         if len(slots):
-            split.split_rows(kv_lens, slots, len(items), entry.items.numpy())
+            self.split(kv_lens, slots, entry.items.numpy()[: len(items)])
         else:
             entry.items[:, 0] = -1
         items.copy_(entry.items[: len(items)], non_blocking=True)
@@ -208,7 +253,10 @@ class FlashInferAttention:
         """FlashInfer's plan of prompts whose queries begin at row `first` of q. graph_tokens > 0: one that is
         laid out alike for all steps of up to so many tokens; q_lens is padded with zeros then."""
         rows, tokens = len(q_lens), graph_tokens or int(q_lens.sum())
-        entry = self._prefill.upload(q_lens, kv_lens, slots, rows, first)
+        behind = self.behind(q_lens[: len(kv_lens)], kv_lens)
+        if behind is not None:
+            kv_lens = kv_lens - behind * self._prefill.block_size
+        entry = self._prefill.upload(q_lens, kv_lens, slots, rows, first, behind)
         self._prefill.gather(block_table, entry, packed=True)
         info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0)
         self._ring.release(entry)
@@ -240,11 +288,16 @@ class FlashInferAttention:
             # On the stream of FA3, which has read the last layer's copies when these are written.
             self._copies.write(cache, metadata.indices, metadata.kv_indptr(rows), rows)
             cache, indices = self._copies.layer, self._copies.indices
-        self._calls.run(backend, True, info, q, cache, out, metadata, rows, scales, indices)
+        self._calls.run(
+            backend, True, info, q, cache, out, metadata, rows, scales, indices, self._scores[layer]
+        )
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
         """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them, or copies would
         cost more than they bring (core/tuned), or there is no room for them."""
+        behind = self.behind(q_lens, kv_lens)
+        if behind is not None:
+            kv_lens = kv_lens - behind * self._prefill.block_size
         # A program of FA3 takes 128 queries of one head over the whole length: short rows waste the tile,
         # and few tiles over a long prefix leave SMs idle where FA2 splits the sequence.
         numbers, tiles = device.active().prompt_attention, int(((q_lens + 127) // 128).sum()) * self.num_heads
@@ -303,7 +356,7 @@ class DecodeGraphState:
             )
         if self._call.items is not None:
             items = host.reshape(-1, split.ITEM_WORDS)
-            split.split_rows(batch.kv_lens, batch.slots, len(items), items)
+            self._attention.split(batch.kv_lens, batch.slots, items)
             return True
         call = self._attention.plan_decode(
             self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._bucket

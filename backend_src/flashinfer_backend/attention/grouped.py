@@ -7,45 +7,80 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import Prepared, StepShape
-from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.attention.contract import Captured, Mixer, Prepared, StepShape
 
 
 class GroupAttention(NamedTuple):
     """What attends to the caches of `layers`, in this order, through the group's block table."""
 
     layers: tuple[int, ...]
-    attention: TorchPagedAttention
+    attention: Mixer
     block_table: Tensor
 
 
 class GroupedAttention:
-    """step(batch) once per step, then run(layer, q, out) once per layer, which its group's attention does."""
+    """A Mixer of several: each layer's attention is that of its group. Block tables that it is given, in
+    batches too, are not read."""
 
     def __init__(self, groups: Sequence[GroupAttention]) -> None:
         self._groups = groups
-        self._of = {
-            layer: (group.attention, index) for group in groups for index, layer in enumerate(group.layers)
-        }
 
     def step(self, batch: AttentionBatch) -> Prepared:
-        """Prepare one step; the batch's block table is not read."""
-        for group in self._groups:
-            group.attention.step(replace(batch, block_table=group.block_table))
-        return self
-
-    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in step()."""
-        attention, index = self._of[layer]
-        attention.run(index, q, out)
+        """Prepare one step."""
+        prepared = [g.attention.step(replace(batch, block_table=g.block_table)) for g in self._groups]
+        return _ByLayer(self._groups, prepared)
 
     def graph_words(self, shape: StepShape) -> int:
-        """None: steps are not captured."""
-        return 0
+        """Those of all groups, one behind the other."""
+        return sum(group.attention.graph_words(shape) for group in self._groups)
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> None:
-        """None: the host decides what each step gathers, so that a graph would repeat one step."""
-        return None
+    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+        """All groups' states, or None where one has none."""
+        sizes = [group.attention.graph_words(shape) for group in self._groups]
+        captured = []
+        for group, part in zip(self._groups, words.split(sizes), strict=True):
+            state = group.attention.captured(shape, group.block_table, part)
+            if state is None:
+                return None
+            captured.append(state)
+        return _CapturedByLayer(self._groups, captured, sizes)
+
+
+class _ByLayer:
+    def __init__(self, groups: Sequence[GroupAttention], prepared: Sequence[Prepared]) -> None:
+        self._of = {
+            layer: (each, index)
+            for group, each in zip(groups, prepared, strict=True)
+            for index, layer in enumerate(group.layers)
+        }
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in the batch."""
+        prepared, index = self._of[layer]
+        prepared.run(index, q, out)
+
+
+class _CapturedByLayer(_ByLayer):
+    def __init__(
+        self, groups: Sequence[GroupAttention], captured: Sequence[Captured], sizes: Sequence[int]
+    ) -> None:
+        super().__init__(groups, captured)
+        self._groups, self._captured = groups, captured
+        self._ends = np.cumsum(sizes)[:-1].tolist()
+
+    @property
+    def reads_block_table(self) -> bool:
+        """Whether the graph sees what changes in the block tables after `plan`."""
+        return all(each.reads_block_table for each in self._captured)
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
+        """Describe the step that the next replay computes; False where a group cannot. What the others were
+        told is told anew before they run."""
+        parts = zip(self._groups, self._captured, np.split(host, self._ends), strict=True)
+        return all(
+            each.plan(replace(batch, block_table=group.block_table), part) for group, each, part in parts
+        )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashinfer_backend.attention.split import ITEM_WORDS
 
+SEGMENTS = 6
 _GATHERED = 256  # blocks of a program; one size, so that a long sequence does not compile another
 
 
@@ -22,6 +23,7 @@ def _gather_blocks(
     slots,
     kv_lens,
     kv_indptr,
+    behind,
     out,
     table_stride,
     out_stride,
@@ -34,7 +36,8 @@ def _gather_blocks(
     index = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row).to(tl.int64)
     valid = index < blocks
-    block = tl.load(table + slot * table_stride + index, mask=valid & (slot >= 0), other=0)
+    column = index + tl.load(behind + row)
+    block = tl.load(table + slot * table_stride + column, mask=valid & (slot >= 0), other=0)
     if PACKED:
         start = tl.load(kv_indptr + row).to(tl.int64)
     else:
@@ -57,7 +60,7 @@ class PinnedEntry:
 
     def __init__(self, workspace_bytes: int, segment: int, items: int) -> None:
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, pin_memory=True)
-        self.words = torch.zeros(5 * segment, dtype=torch.int32, pin_memory=True)
+        self.words = torch.zeros(SEGMENTS * segment, dtype=torch.int32, pin_memory=True)
         self.array = self.words.numpy()
         self.items = torch.zeros((items, ITEM_WORDS), dtype=torch.int32, pin_memory=True)
         self.copied = torch.cuda.Event()
@@ -65,7 +68,7 @@ class PinnedEntry:
         self.max_blocks = 1
 
     def host(self, rows: int) -> HostArrays:
-        parts = [self.words[i * self.segment :] for i in range(5)]
+        parts = [self.words[i * self.segment :] for i in range(SEGMENTS)]
         return HostArrays(parts[0][: rows + 1], parts[1][: rows + 1], parts[3][:rows])
 
 
@@ -91,9 +94,9 @@ class PinnedRing:
 class PagedMetadata:
     """Device-side description of up to `max_rows` rows, at addresses that never change.
 
-    One int32 buffer of five equal segments, filled by one copy: qo_indptr, kv_indptr (in blocks),
-    last_page_len, kv_lens, slots. `indices` holds the rows' blocks, packed by kv_indptr (FA2, FA3) or as a
-    table of max_blocks columns (XQA).
+    One int32 buffer of equal segments, filled by one copy: qo_indptr, kv_indptr (in blocks), last_page_len,
+    kv_lens, slots, and how many blocks of the slots lie behind a window. `indices` holds the rows' blocks,
+    packed by kv_indptr (FA2, FA3) or as a table of max_blocks columns (XQA).
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class PagedMetadata:
     ) -> None:
         self._ring, self.block_size, self.max_blocks = ring, block_size, max_blocks
         self._segment = self.segment(max_rows)
-        self._device = torch.zeros(5 * self._segment, dtype=torch.int32, device=device)
+        self._device = torch.zeros(SEGMENTS * self._segment, dtype=torch.int32, device=device)
         self.indices = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -110,17 +113,27 @@ class PagedMetadata:
         return (max_rows + 1 + 31) // 32 * 32
 
     def upload(
-        self, q_lens: np.ndarray | None, kv_lens: np.ndarray, slots: np.ndarray, rows: int, first: int = 0
+        self,
+        q_lens: np.ndarray | None,
+        kv_lens: np.ndarray,
+        slots: np.ndarray,
+        rows: int,
+        first: int = 0,
+        behind: np.ndarray | None = None,
     ) -> PinnedEntry:
         """Stage rows and copy them to the device; q_lens None means one query token per row, `first` is the
-        row of the first query.
+        row of the first query. behind: of each row's slot, how many blocks (int32) are left out in front of
+        its kv_lens tokens; None: none.
 
         Rows beyond len(slots) are padding: slot -1, one token of block 0.
         """
         entry, given, segment = self._ring.next(), len(slots), self._segment
-        qo, kv, last, lens, ids = (entry.array[i * segment :] for i in range(5))
+        qo, kv, last, lens, ids, left_out = (entry.array[i * segment :] for i in range(SEGMENTS))
         lens[:given], lens[given:rows] = kv_lens, 1
         ids[:given], ids[given:rows] = slots, -1
+        left_out[:rows] = 0
+        if behind is not None:
+            left_out[:given] = behind
         blocks = (lens[:rows] + (self.block_size - 1)) // self.block_size
         last[:rows] = lens[:rows] - (blocks - 1) * self.block_size
         kv[0], qo[0] = 0, first
@@ -146,6 +159,7 @@ class PagedMetadata:
             self._device[4 * self._segment :],
             self._device[3 * self._segment :],
             self._device[self._segment :],
+            self._device[5 * self._segment :],
             self.indices,
             block_table.stride(0),
             self.max_blocks,

@@ -29,14 +29,20 @@ def most_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
     return max(max_items(some, num_kv_heads, fp8) for some in (*below, rows))
 
 
-def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray) -> None:
+def split_rows(
+    kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray, window: int | None = None
+) -> None:
     """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose blocks are in the
     block table's rows `slots` (both int32 [rows]).
 
     items must be above the number of rows. A row's chunks are consecutive items, and rows of longer chunks
     come first: programs start in this order, and none of the last ones should be a long one. Unused items
-    have row -1.
+    have row -1. window: the latest tokens of a row that are read; None: all.
     """
+    behind = None
+    if window is not None:
+        behind = np.maximum(kv_lens - window, 0)
+        kv_lens = kv_lens - behind
     rows, longest = len(kv_lens), int(kv_lens.max())
     # Reading a part takes time in proportion to its length, adding up the parts to their number: the best
     # number of parts grows with the root of the length.
@@ -58,4 +64,6 @@ def split_rows(kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarr
     part = each[:, 1].copy()
     each[:, 1] = (np.arange(used, dtype=np.int32) - each[:, 3]) * part
     each[:, 2] = np.minimum(each[:, 1] + part, each[:, 2])
+    if behind is not None:
+        each[:, 1:3] += behind[each[:, 0], None]
     out[used:items, 0] = -1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import Prepared, StepShape
+from flashinfer_backend.attention.contract import Prepared, Scores, StepShape
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -45,9 +46,16 @@ class TorchPagedAttention:
     This step's keys and values are in the cache before run(). num_heads: query heads. A request's q rows
     are the last q_len positions of its kv_len, so the causal mask is aligned to the lower right corner.
     window: the latest keys that a query sees, its own included; None: all. Blocks behind it are not read.
+    scores: of each layer; None: scales of 1 / sqrt(head_dim).
     """
 
-    def __init__(self, cache: KVCache, num_heads: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        window: int | None = None,
+        scores: Sequence[Scores] | None = None,
+    ) -> None:
         shape = cache.format
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         # Token granularity: [blocks * block_size, Hkv, D] views of the same memory.
@@ -63,6 +71,7 @@ class TorchPagedAttention:
         self._block_size = block_size
         self._scales = shape.scales
         self._window = window
+        self._scores = scores or [Scores(head_dim**-0.5)] * shape.num_layers
         # The gathered keys and values of one group or request, reused by every layer and step: fresh
         # memory of this size costs more in page faults than the attention itself.
         self._scratch = [cache[:0] for cache in self._flat[0]]
@@ -92,27 +101,23 @@ class TorchPagedAttention:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in step()."""
-        heads, dim = self._num_kv_heads, self._head_dim
+        heads, dim, scores = self._num_kv_heads, self._head_dim, self._scores[layer]
         for group in self._decode:
             # Query heads that share a key/value head become rows of one attention: nothing is repeated.
             queries = q[group.rows].view(-1, heads, self._num_heads // heads, dim)
             shape = (queries.shape[0], -1, heads, dim)
             k, v = (x.view(shape).transpose(1, 2) for x in self._gather(layer, group.tokens, q.dtype))
-            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
+            sinks = None if scores.sinks is None else scores.sinks.view(heads, -1, 1)
+            attended = _attend(queries, k, v, group.mask, scores, sinks)
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
             k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens, q.dtype))
             for first, last, key, mask in request.parts:
                 rows = slice(request.start + first, request.start + last)
                 keys = slice(key, None if mask is None else key + mask.shape[1])
-                attended = F.scaled_dot_product_attention(
-                    q[rows].transpose(0, 1).unsqueeze(0),
-                    k[:, :, keys],
-                    v[:, :, keys],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    enable_gqa=True,
-                )
+                own = q[rows].transpose(0, 1).unsqueeze(0)
+                sinks = None if scores.sinks is None else scores.sinks.view(-1, 1, 1)
+                attended = _attend(own, k[:, :, keys], v[:, :, keys], mask, scores, sinks, mask is None)
                 out[rows] = attended[0].transpose(0, 1)
 
     def graph_words(self, shape: StepShape) -> int:
@@ -196,3 +201,32 @@ class TorchPagedAttention:
             ones = torch.ones(last - first, end - key, dtype=torch.bool, device=self._device)
             parts.append((first, last, key, ones.tril(own).triu(own - window + 1)))
         return parts
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    sinks: Tensor | None,
+    causal: bool = False,
+) -> Tensor:
+    """q [B, H, Q, D]; k, v [B, Hkv, L, D] -> [B, H, Q, D]. mask (bool, true where a query sees a key) and
+    sinks (float32) broadcast to [B, H, Q, L] and [B, H, Q, 1]. causal: query i sees keys 0 to i."""
+    if scores.soft_cap is None and sinks is None:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=gqa
+        )
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    weights = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scores.scale
+    if scores.soft_cap is not None:
+        weights = torch.tanh(weights / scores.soft_cap) * scores.soft_cap
+    if causal:
+        mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        weights = torch.cat([weights, sinks.expand(*weights.shape[:-1], 1).to(weights)], dim=-1)
+    return weights.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v

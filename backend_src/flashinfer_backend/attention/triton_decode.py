@@ -41,6 +41,7 @@ def _merge(
     part_out,
     part_max,
     part_sum,
+    sinks,
     first,
     count,
     head,
@@ -78,10 +79,18 @@ def _merge(
         acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         peak = new_peak
     cells = query[:, None] * DIM + dims[None, :]
+    if sinks is not None:
+        total += _sink(sinks + head * GROUP_SIZE + query, query < GROUP_SIZE, peak)
     result = acc / total[:, None]
     if v_scale is not None:
         result *= v_scale
     tl.store(out + cells, result.to(out.dtype.element_ty), mask=(query < GROUP_SIZE)[:, None])
+
+
+@triton.jit
+def _sink(place, mask, peak):
+    # What the heads' sinks add to sums of 2 ** (score - peak), scores in powers of two.
+    return tl.exp2(tl.load(place, mask=mask, other=0.0) * 1.4426950408889634 - peak)
 
 
 @triton.jit
@@ -123,8 +132,10 @@ def _decode(
     part_max,
     part_sum,
     counters,
+    sinks,
     table_stride,
     scale_log2,
+    cap_log2,
     v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -203,6 +214,8 @@ def _decode(
         offset = (block * BLOCK_SIZE + index % BLOCK_SIZE) * TOKEN + head * DIM
         key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
         score = tl.dot(query, key.to(query.dtype).T) * scale_log2
+        if cap_log2 is not None:  # tanh
+            score = (2 * tl.sigmoid(2 * score) - 1) * cap_log2
         score = tl.where(valid[None, :], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         weight = tl.exp2(score - new_peak[:, None])
@@ -219,6 +232,8 @@ def _decode(
     if BYTES == 1:
         acc = tl.join(even, odd).reshape(GROUP, DIM)
     if count == 1:
+        if sinks is not None:
+            total += _sink(sinks + head * GROUP_SIZE + group, group < GROUP_SIZE, peak)
         result = acc / total[:, None]
         if v_scale is not None:
             result *= v_scale
@@ -238,6 +253,7 @@ def _decode(
                 part_out,
                 part_max,
                 part_sum,
+                sinks,
                 first,
                 count,
                 head,
@@ -275,15 +291,19 @@ def decode(
     sm_scale: float,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     native: bool = True,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """q, out [rows, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
     times kv_scales are keys and values; items int32 [n, ITEM_WORDS] on the device; table int32 [slots,
     columns], the blocks of each slot that the items name. native: with what a GPU alone has, and Triton's
-    interpreter does not know.
+    interpreter does not know. soft_cap, sinks float32 [Hq]: as in contract.Scores.
     """
     k_cache, v_cache = cache
     in_e4m3 = k_cache.dtype == E4M3
     k_scale, v_scale = (kv_scales[0] * _SMALLER, kv_scales[1]) if in_e4m3 else (1.0, None)
+    log2_e = 1.4426950408889634
+    scale = sm_scale * k_scale
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     config = choose_config(q.shape[0], in_e4m3)
@@ -298,8 +318,10 @@ def decode(
         workspace.peak,
         workspace.total,
         workspace.counters,
+        sinks,
         table.stride(0),
-        sm_scale * k_scale * 1.4426950408889634,
+        scale * log2_e if soft_cap is None else scale / soft_cap,
+        None if soft_cap is None else soft_cap * log2_e,
         v_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,

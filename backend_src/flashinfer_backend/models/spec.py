@@ -376,6 +376,11 @@ class ModelSpec:
         """The longest sequence, in tokens, that check_max_seq_len lets pass."""
         return min(self.max_position_embeddings, self.disputed_window or self.max_position_embeddings)
 
+    def windows(self, max_seq_len: int) -> list[int | None]:
+        """Of each layer; None where it has none, or one that no sequence of max_seq_len tokens exceeds."""
+        found = [layer.mixer.window for layer in self.layers]
+        return [window if window and window < max_seq_len else None for window in found]
+
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
         if max_seq_len > self.max_position_embeddings:

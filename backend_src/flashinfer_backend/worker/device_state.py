@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from flashinfer_backend.attention.contract import Mixer
+from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
@@ -28,9 +29,8 @@ class DeviceState:
     (tokens in the cache) and last token, int32 [slots + 1], guesses at what follows it, int32
     [slots + 1, drafts], and for a proposer that wants them all tokens, int32 [slots + 1, max_seq_len + 1].
 
-    kv_cache and block_table are the first group's, which is the only one where there are graphs. kv_layers:
-    (K, V) of every layer, and behind them those of the proposer's. Steps are enqueued on one stream, so what
-    one of them writes the next one reads.
+    kv_cache and block_table are the first group's. kv_layers: (K, V) of every layer, and behind them those of
+    the proposer's. Steps are enqueued on one stream, so what one of them writes the next one reads.
     """
 
     def __init__(
@@ -70,31 +70,38 @@ class DeviceState:
 
     def _make_attention(self, config: EngineConfig) -> Mixer:
         num_heads = self.model.spec.attention.heads
+        attentions: list[Mixer] = []
         if config.attention_backend == "torch" or self.device.type == "cpu":
-            from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
-            attentions = [
+            attentions += [
                 TorchPagedAttention(cache, num_heads, group.window)
                 for group, cache in zip(self.groups, self.caches, strict=True)
             ]
-            if len(attentions) == 1:
-                return attentions[0]
-            parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)
-            return GroupedAttention([GroupAttention(*part) for part in parts])
-        from flashinfer_backend.attention.copies import copied_blocks
-        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+        else:
+            from flashinfer_backend.attention.copies import copied_blocks
+            from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
-        lengths = config.max_seq_len, config.max_num_tokens
-        return FlashInferAttention(
-            self.kv_cache,
-            num_heads,
-            max_num_seqs=config.max_num_seqs,
-            max_blocks_per_seq=self.max_blocks,
-            decode_backend=config.attention_backend,
-            dtype=self.model.dtype,
-            copied_blocks=copied_blocks(self.kv_cache.format, self.model.dtype, *lengths, self.device),
-        )
+            lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
+            first: FlashInferAttention | None = None
+            for group, cache in zip(self.groups, self.caches, strict=True):
+                found = FlashInferAttention(
+                    cache,
+                    num_heads,
+                    max_num_seqs=config.max_num_seqs,
+                    max_blocks_per_seq=self.max_blocks,
+                    decode_backend=config.attention_backend,
+                    dtype=dtype,
+                    copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
+                    window=group.window,
+                    like=first,
+                )
+                first = first or found
+                attentions.append(found)
+        if len(attentions) == 1:
+            return attentions[0]
+        parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)
+        return GroupedAttention([GroupAttention(*part) for part in parts])
 
     def taps(self, tokens: int) -> Taps | None:
         """For the outputs that a proposer takes of a step of so many tokens; None where it takes none."""
@@ -144,15 +151,42 @@ class DeviceState:
             self.block_size,
             given=(tokens, positions, plan.num_last),
         )
-        if len(self.groups) > 1:
-            ids, positions, first = inputs
-            columns, places = positions // self.block_size, positions % self.block_size
-            others = [table[slots, columns] * self.block_size + places for table in self.block_tables[1:]]
-            inputs = ids, positions, torch.stack([first, *others])
-        return inputs, slots, uploaded[3 * size :]
+        return self._of_all_groups(inputs, slots), slots, uploaded[3 * size :]
 
-    def by_layer(self, cache_locations: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        """Those of feed as the model takes them: of several groups, a list of each layer's."""
+    def decode_inputs(
+        self, slots: torch.Tensor, new_blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of decode rows, each of its slot's last token. new_blocks int32 [groups, rows]: of each
+        row's token, where that begins a block, else -1; they are entered into the block tables."""
+        inputs = self.ops.step_inputs(
+            slots, self.last_token, self.lengths, self.block_table, self.block_size, new_blocks[0]
+        )
+        return self._of_all_groups(inputs, slots, new_blocks)
+
+    def _of_all_groups(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        new_blocks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of the first group with the other groups' cache_locations."""
+        if len(self.groups) == 1:
+            return inputs
+        ids, positions, first = inputs
+        columns, places = positions // self.block_size, positions % self.block_size
+        locations = [first]
+        for group, table in enumerate(self.block_tables[1:], 1):
+            blocks = table[slots, columns]
+            if new_blocks is not None:
+                blocks = torch.where(new_blocks[group] >= 0, new_blocks[group], blocks)
+                table[slots, columns] = blocks
+            locations.append(blocks * self.block_size + places)
+        return ids, positions, torch.stack(locations)
+
+    def by_layer(
+        self, cache_locations: torch.Tensor | list[torch.Tensor]
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Those of feed, or of each group, as the model takes them: of several groups, each layer's."""
         if len(self.groups) == 1:
             return cache_locations
         return [cache_locations[self._group_of[layer]] for layer in range(len(self.kv_layers))]

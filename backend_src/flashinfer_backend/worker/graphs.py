@@ -29,15 +29,15 @@ import numpy as np
 import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import Captured, Mixer, Prepared, StepShape
+from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.spec import Experts
-from flashinfer_backend.models.transformer import Taps, Transformer
+from flashinfer_backend.models.transformer import Taps
 from flashinfer_backend.worker.device_state import DeviceState
 
 T = TypeVar("T")
 
-COLUMNS = 6  # int32 words per row of a graph's input, beside attention's
+COLUMNS = 5  # int32 words per row of a graph's input, beside attention's and a block of each cache group
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
@@ -94,9 +94,11 @@ class DecodeGraphs:
         self._state = state
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
-        # Inert rows: dummy slot, no new block, temperature 0, nothing suppressed.
-        self._padding = np.array([[state.dummy_slot], [-1], [0], [-1]], np.int32)
-        self._opened = np.full(state.dummy_slot + 1, -1, np.int32)  # by slot; scratch of _upload
+        groups = len(state.groups)
+        self._columns = COLUMNS + groups
+        # Inert rows: dummy slot, no new blocks, temperature 0, nothing suppressed.
+        self._padding = np.array([[state.dummy_slot], *[[-1]] * groups, [0], [-1]], np.int32)
+        self._opened = np.full((groups, state.dummy_slot + 1), -1, np.int32)  # scratch of _upload
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model = state.model
         shape = (0 if model.collectives.shard.rank else self._sizes[-1], model.spec.vocab_size)
@@ -127,19 +129,19 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def _upload(self, plan: StepPlan, size: int, inputs: torch.Tensor, attention: Captured) -> None:
-        """Give a graph its step: attention's words, seeds [2 size], then COLUMNS - 2 columns [size]."""
+        """Give a graph its step: attention's words, seeds [2 size], then the other columns [size]."""
         rows = plan.num_rows
         words = self._state.staging.begin(len(inputs))
-        own = len(words) - COLUMNS * size
+        own = len(words) - self._columns * size
         seed = words[own : own + 2 * size].view(np.uint64)
         seed[:rows], seed[rows:] = plan.seed, 0
-        columns = words[own + 2 * size :].reshape(COLUMNS - 2, size)
-        slots, blocks, temperature, suppressed = columns
+        columns = words[own + 2 * size :].reshape(self._columns - 2, size)
+        slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
         slots[:rows] = plan.slots
-        updates, opened = plan.block_updates, self._opened
-        opened[updates[:, 1]] = updates[:, 3]
-        blocks[:rows] = opened[plan.slots]
-        opened[updates[:, 1]] = -1
+        (group, slot, _, block), opened = plan.block_updates.T, self._opened
+        opened[group, slot] = block
+        columns[1:-2, :rows] = opened[:, plan.slots]
+        opened[group, slot] = -1
         temperature[:rows] = plan.temperature.view(np.int32)
         suppressed[:rows] = plan.suppressed
         columns[:, rows:] = self._padding
@@ -171,7 +173,7 @@ class DecodeGraphs:
         )
         shape = StepShape(size, size, 1)
         own = state.attention.graph_words(shape)
-        inputs = torch.empty(own + COLUMNS * size, dtype=torch.int32, device=state.device)
+        inputs = torch.empty(own + self._columns * size, dtype=torch.int32, device=state.device)
         attention = state.attention.captured(shape, state.block_table, inputs[:own])
         if attention is None:
             raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
@@ -185,11 +187,11 @@ class DecodeGraphs:
         and device state."""
         state = self._state
         seed = data[: 2 * size].view(torch.int64)
-        slots, blocks, temperature, suppressed = data[2 * size :].split(size)
-        input_ids, positions, cache_locations = state.ops.step_inputs(
-            slots, state.last_token, state.lengths, state.block_table, state.block_size, blocks
-        )
-        hidden = state.model(input_ids, positions, cache_locations, state.kv_cache.layers, attention)
+        columns = data[2 * size :].view(-1, size)
+        slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
+        input_ids, positions, locations = state.decode_inputs(slots, columns[1:-2])
+        cache_locations = state.by_layer(locations)
+        hidden = state.model(input_ids, positions, cache_locations, state.kv_layers, attention)
         logits = state.model.logits(hidden, self._logits[:size])
         collectives = state.model.collectives
         if collectives.shard.rank:
@@ -218,28 +220,20 @@ class FullStep(NamedTuple):
 
 
 class MixedGraphs:
-    """Captured steps by number of tokens, over one set of static tensors. `attention` and
-    block_table [slots + 1, blocks] are what full graphs read."""
+    """Captured steps by number of tokens, over one set of static tensors."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
-        attention: Mixer,
-        block_table: torch.Tensor,
-        capture: GraphCapture,
-        taps: Callable[[int], Taps | None] = lambda tokens: None,
-    ) -> None:
-        """taps: DeviceState.taps."""
-        self._model, self._kv_caches = model, kv_caches
+    def __init__(self, state: DeviceState, capture: GraphCapture) -> None:
+        self._state, self._model = state, state.model
+        model, attention, block_table = state.model, state.attention, state.block_table
         self.largest = MIXED_SIZES[-1]
         heads, device = model.spec.attention, model.device
-        self._inputs = torch.zeros((3, self.largest), dtype=torch.int32, device=device)
+        # Ids, positions, and cache locations in each cache group.
+        self._inputs = torch.zeros((2 + len(state.groups), self.largest), dtype=torch.int32, device=device)
         shape = (self.largest, heads.heads, heads.head_dim)
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
-        self._taps = taps(self.largest)
+        self._taps = state.taps(self.largest)
         self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
@@ -308,9 +302,11 @@ class MixedGraphs:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
         return None if self._taps is None else self._taps._replace(out=self._taps.out[:size])
 
-    def _copy(self, *columns: torch.Tensor) -> None:
-        for target, source in zip(self._inputs, columns, strict=True):
-            target[: len(source)].copy_(source)
+    def _copy(self, ids: torch.Tensor, positions: torch.Tensor, locations: torch.Tensor) -> None:
+        tokens = len(ids)
+        self._inputs[0, :tokens].copy_(ids)
+        self._inputs[1, :tokens].copy_(positions)
+        self._inputs[2:, :tokens].copy_(locations.view(-1, tokens))
 
     def _layer_seconds(self, size: int) -> float:
         """Median time of the piece between two layers' attention."""
@@ -333,10 +329,11 @@ class MixedGraphs:
     def _piece(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Runs the model's piece before the attention of layer `index`, over the static tensors; returns the
         residual stream."""
-        input_ids, positions, cache_locations = (row[:size] for row in self._inputs)
+        input_ids, positions, *locations = (row[:size] for row in self._inputs)
+        cache_locations = self._state.by_layer(locations[0] if len(locations) == 1 else locations)
         inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
         _, hidden = self._model.piece(
-            index, inputs, self._kv_caches, attended, hidden, self._q[:size], self.taps(size)
+            index, inputs, self._state.kv_layers, attended, hidden, self._q[:size], self.taps(size)
         )
         return hidden
 

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
 Kind = Literal[
     "fa3",
+    "fa3_window",
+    "fa2_window",
     "gated_linear",
     "gated_linear_fp8",
     "int4_linear",
@@ -56,6 +58,8 @@ FILE_SECONDS: dict[Kind, float] = {
     "all_reduce": 290.0,
     "sampling": 40.0,
     "fa3": 57.0,
+    "fa3_window": 57.0,
+    "fa2_window": 10.0,
     "gated_linear": 40.0,
     "gated_linear_fp8": 25.0,
     "int4_linear": 33.0,
@@ -94,9 +98,11 @@ def needed(
     """The modules that an engine with these settings calls on a GPU of this compute capability."""
     if config.attention_backend == "torch" or dtype == torch.float32:
         return ["sampling"]  # top-k and top-p; all else is plain torch
-    kinds: set[Kind] = {"sampling", "norm", "silu", "fa2"}
-    if capability[0] == 9:
-        kinds.add("fa3")
+    kinds: set[Kind] = {"sampling", "norm", "silu"}
+    for window in set(model.windows(config.max_seq_len or model.longest_seq_len)):
+        kinds.add("fa2_window" if window else "fa2")
+        if capability[0] == 9:
+            kinds.add("fa3_window" if window else "fa3")
     formats = {product.format for product in model.products if product.gated}
     if isinstance(model.mlp, Experts):  # whose products are Triton's, with the activation
         formats = set()
@@ -234,7 +240,8 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
 
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    return batch_spec(kind, dtype, kv_dtype, heads.head_dim)
+    backend, _, variant = kind.partition("_")
+    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, window=variant == "window")
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:

@@ -109,14 +109,7 @@ class Runner:
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture)
-                self.mixed_graphs = MixedGraphs(
-                    state.model,
-                    state.kv_cache.layers,
-                    state.attention,
-                    state.block_table,
-                    capture,
-                    state.taps,
-                )
+                self.mixed_graphs = MixedGraphs(state, capture)
         finally:
             gc.enable()
         log.info("captured the graphs in %.1f s", time.monotonic() - began)

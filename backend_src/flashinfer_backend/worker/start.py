@@ -63,7 +63,6 @@ def start_runner(
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
         check_cuda_formats(config, spec, dtype)
-        _check_windows(config, spec)
     if device.type == "cuda":
         prebuild.prepare(config, spec, dtype)
     if plain_torch:
@@ -83,7 +82,7 @@ def start_runner(
         model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
-    layers, proposer = _windows(config, spec), None
+    layers, proposer = spec.windows(config.max_seq_len), None
     if make_proposer is not None:
         proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers
@@ -214,21 +213,6 @@ def _check_experts(spec: ModelSpec) -> None:
                 f"{name} is {size}{where}; with experts it should be a multiple of {EXPERT_GRAIN} on a GPU;"
                 " attention_backend=torch computes it, slowly"
             )
-
-
-def _windows(config: EngineConfig, spec: ModelSpec) -> list[int | None]:
-    """Of each layer; None where it has none, or one that no sequence is longer than."""
-    windows = [layer.mixer.window for layer in spec.layers]
-    return [window if window and window < config.max_seq_len else None for window in windows]
-
-
-def _check_windows(config: EngineConfig, spec: ModelSpec) -> None:
-    found = sorted({window for window in _windows(config, spec) if window is not None})
-    if found:
-        raise ValueError(
-            f"the CUDA kernels do not compute sliding windows, and some layers have one of {found[0]} tokens:"
-            f" set max_seq_len to at most {found[0]}; attention_backend=torch computes them, slowly"
-        )
 
 
 def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, ...]) -> KVCacheFormat:
