@@ -346,19 +346,19 @@ class ModelSpec:
     @property
     def embedding(self) -> Product:
         """The rank's rows of the embedding, which are looked up."""
-        return self._vocabulary("embed_tokens", "model.embed_tokens", "", self.vocab_size)
+        return self._vocabulary("embed_tokens", "model.embed_tokens", "")
 
     @property
     def head(self) -> Product:
         """The rank's columns of the logits."""
-        return self._vocabulary("lm_head", "lm_head", "head", self.vocab_size)
+        return self._vocabulary("lm_head", "lm_head", "head")
 
-    def _vocabulary(self, name: str, module: str, role: Role, words: int) -> Product:
+    def _vocabulary(self, name: str, module: str, role: Role) -> Product:
         size, columns = self.shard.size, slice(0, self.hidden_size)
         grain = VOCAB_GRAIN if size > 1 else 1
-        count = -(-words // (size * grain)) * grain
-        first, last = (min(rank * count, words) for rank in (self.shard.rank, self.shard.rank + 1))
-        part = Part((words, self.hidden_size), slice(first, last), columns)
+        count = -(-self.vocab_size // (size * grain)) * grain
+        first, last = (min(rank * count, self.vocab_size) for rank in (self.shard.rank, self.shard.rank + 1))
+        part = Part((self.vocab_size, self.hidden_size), slice(first, last), columns)
         return Product(name, (Source(module, part),), "rows", role, padding=count - (last - first))
 
     @property

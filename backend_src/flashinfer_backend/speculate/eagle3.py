@@ -26,7 +26,6 @@ from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import Layer, Transformer, parameter, weight
 from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
-from flashinfer_backend.ops.collectives import ALONE
 from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 
@@ -47,15 +46,20 @@ class FirstLayer(Layer):
 
 class Head(nn.Module):
     """An EAGLE-3 head with uninitialised weights, which `load` fills, for sequences of up to `positions`
-    tokens. Its embedding is the target's, unless a checkpoint brings another."""
+    tokens. Of several ranks, each has its share of the layers, as of the target's, and all else.
+
+    embed_tokens: [V, H], where that is not the target's.
+    """
 
     layers: list[Layer]
-    embed_tokens: Tensor
+    embed_tokens: Tensor | None
 
     def __init__(self, spec: Eagle3Spec, target: Transformer, positions: int) -> None:
         super().__init__()
+        spec = spec.share(target.spec.shard)
         spec.check_fits(target.spec)
         self.spec, self.ops, self.dtype, self.device = spec, target.ops, target.dtype, target.device
+        self._target = [target]  # in a list: its parameters are not this module's
         table = cos_sin(spec.attention.rope, positions).to(self.device)
         hidden, joined = spec.hidden_size, spec.fc.shape[1]
         kinds = [FirstLayer, *[Layer] * (len(spec.layers) - 1)]
@@ -72,10 +76,8 @@ class Head(nn.Module):
         self.lm_head = self._weight(spec.head)
         # int32 [draft_vocab_size]: the target's id of each token that the head knows.
         self.ids = torch.arange(spec.draft_vocab_size, dtype=torch.int32, device=self.device)
-        self._shares_embedding = hidden == target.spec.hidden_size
-        if self._shares_embedding:
-            self.embed_tokens = target.embed_tokens.data  # as no parameter, which would be filled with others
-        else:
+        self.embed_tokens = None
+        if hidden != target.spec.hidden_size:
             self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
 
     def _weight(self, product: Product) -> Weight:
@@ -113,7 +115,7 @@ class Head(nn.Module):
             attend(index, q, attended)
             if rows is not None and index == len(self.layers) - 1:
                 attended, hidden = attended[rows], hidden[rows]
-            hidden = layer.after(attended, hidden, ALONE)
+            hidden = layer.after(attended, hidden, self._target[0].collectives)
         return hidden
 
     def store(
@@ -130,7 +132,7 @@ class Head(nn.Module):
             if index < len(self.layers) - 1:
                 attended = torch.empty_like(q)
                 attend(index, q, attended)
-                hidden = layer.after(attended, hidden, ALONE)
+                hidden = layer.after(attended, hidden, self._target[0].collectives)
 
     def _before(
         self,
@@ -144,9 +146,13 @@ class Head(nn.Module):
         layer = self.layers[index]
         if not isinstance(layer, FirstLayer):
             return layer.before(hidden, *places, caches[index]), hidden
-        both, normed = layer.enter(F.embedding(tokens, self.embed_tokens), hidden)
+        both, normed = layer.enter(self._embed(tokens), hidden)
         q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *places, caches[index])
         return q, normed if self.spec.norm_before_residual else hidden
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        own = self.embed_tokens
+        return self._target[0].embed(tokens) if own is None else F.embedding(tokens, own)
 
     def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token by each of hidden [R, H], int32 [R], and what the next guess starts from."""
@@ -161,9 +167,13 @@ class Head(nn.Module):
     def load(self, folder: Path, load_format: str = "auto") -> None:
         """Fill the weights from a checkpoint's folder; load_format and errors as load_weights'."""
         mask: list[Tensor] = []
-        load_weights(self, folder, load_format, targets=self._destinations(mask))
+        embedding: list[Tensor] = []
+        load_weights(self, folder, load_format, targets=self._destinations(mask, embedding))
         if load_format == "dummy":
             return
+        # Checkpoints often have a copy of the target's embedding.
+        if embedding and not self._target[0].collectives.minimum(self._is_targets(embedding[0])):
+            self.embed_tokens = embedding[0].to(self.device, self.dtype, copy=True)
         found = self.ids.sort().values.tolist()
         if found != sorted(set(found)) or not 0 <= found[0] <= found[-1] < self.spec.vocab_size:
             raise WeightsError(
@@ -172,17 +182,24 @@ class Head(nn.Module):
         if mask and mask[0].nonzero().squeeze(1).tolist() != found:
             raise WeightsError(f"{folder}: t2d names other tokens than d2t")
 
-    def _destinations(self, mask: list[Tensor]) -> dict[str, Stored]:
-        """Checkpoint name -> what it fills; t2d is put into `mask`."""
+    def _is_targets(self, embedding: Tensor) -> bool:
+        target = self._target[0]
+        rows = target.spec.embedding.sources[0].part.rows
+        own = target.embed_tokens[: rows.stop - rows.start]
+        return torch.equal(embedding[rows].to(own), own)
+
+    def _destinations(self, mask: list[Tensor], embedding: list[Tensor]) -> dict[str, Stored]:
+        """Checkpoint name -> what it fills; t2d is put into `mask`, an embedding that may be the target's
+        into `embedding`."""
         spec = self.spec
         targets = of_product(spec.fc, self.fc) | of_product(spec.head, self.lm_head) | of_layers(self)
         targets["norm.weight"] = Stored.into(self.final_norm)
         for index, name in enumerate(self._fc_norms):
             module = "input_norm" if spec.fc_norms == "whole" else f"fc_norm.{index}"
             targets[f"{module}.weight"] = Stored.into(getattr(self, name))
-        if self._shares_embedding:  # checkpoints often have a copy of the target's
+        if self.embed_tokens is None:
             shape = (spec.embedding.shape,)
-            targets["embed_tokens.weight"] = Stored(shape, FLOATS, self._take_embedding, optional=True)
+            targets["embed_tokens.weight"] = Stored(shape, FLOATS, embedding.append, optional=True)
         else:
             targets["embed_tokens.weight"] = Stored.into(self.embed_tokens)
         words, known = spec.vocab_size, spec.draft_vocab_size
@@ -194,11 +211,6 @@ class Head(nn.Module):
         targets["d2t"] = Stored(((known,),), INTEGERS, offsets, optional=every)
         targets["t2d"] = Stored(((words,),), ("BOOL",), mask.append, optional=True)
         return targets
-
-    def _take_embedding(self, found: Tensor) -> None:
-        own = found.to(self.embed_tokens)
-        if not torch.equal(own, self.embed_tokens):
-            self.embed_tokens = own.clone()
 
 
 class Eagle3:
@@ -221,17 +233,18 @@ class Eagle3:
             head.store(*fed, self._attention(step.attention))
             return step.ends.new_empty((len(step.ends), count))
         token, hidden = head.guess(head(*fed, self._attention(step.attention), step.ends))
-        drafts, positions = [token], step.positions[step.ends]
-        slots, size = step.sample_slots, state.block_size
+        drafts, size, slots = [token], state.block_size, step.sample_slots
         # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
         last = torch.zeros_like(state.lengths).scatter_reduce_(0, step.slots.long(), step.positions, "amax")
-        columns = last[slots] // size
-        for ahead in range(1, count):
-            positions = positions + 1
-            blocks = state.block_table[slots, torch.minimum(positions // size, columns)]
-            locations = torch.where(positions // size > columns, 0, blocks * size + positions % size)
-            attend = self._attention(step.decode(ahead))
-            token, hidden = head.guess(head(token, hidden, (positions, locations), caches, attend))
+        ahead = torch.arange(1, count, dtype=torch.int32, device=slots.device)
+        positions = step.positions[step.ends] + ahead.unsqueeze(1)
+        columns, known = positions // size, last[slots] // size
+        blocks = state.block_table[slots, torch.minimum(columns, known)]
+        locations = torch.where(columns > known, 0, blocks * size + positions % size)
+        for index in range(count - 1):
+            places = positions[index], locations[index]
+            attend = self._attention(step.decode(index + 1))
+            token, hidden = head.guess(head(token, hidden, places, caches, attend))
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 

@@ -71,11 +71,12 @@ class Eagle3Spec(ModelSpec):
 
     @property
     def head(self) -> Product:
-        return self._vocabulary("lm_head", "lm_head", "head", self.draft_vocab_size)
+        """Every rank has all of it, and of what follows."""
+        return Product("lm_head", (whole("lm_head", self.draft_vocab_size, self.hidden_size),), None, "head")
 
     @property
     def embedding(self) -> Product:
-        return self._vocabulary("embed_tokens", "embed_tokens", "", self.vocab_size)
+        return Product("embed_tokens", (whole("embed_tokens", self.vocab_size, self.hidden_size),), None, "")
 
     @property
     def fc(self) -> Product:
