@@ -41,6 +41,8 @@ SIZE = max(byte_level().get_vocab().values()) + 1
             "eos_token": "</s>",
             "additional_special_tokens": [{**NEW, "__type": "AddedToken", "special": True}],
         },
+        {"additional_special_tokens": [{**NEW, "__type": "AddedToken"}]},  # a list's tokens say it themselves
+        {"extra_special_tokens": {"image_token": {**NEW, "__type": "AddedToken"}}},
         {"split_special_tokens": True},
     ],
 )

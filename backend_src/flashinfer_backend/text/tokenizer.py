@@ -73,7 +73,7 @@ def _add_named_tokens(backend: Tokenizer, folder: Path) -> None:
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     try:
         listed = {int(i): _added(token) for i, token in (config.get("added_tokens_decoder") or {}).items()}
-        named = [_added(token) for file in files for token in _named(file, backend)]
+        named = [token for file in files for token in _named(file, backend)]
     except (TypeError, ValueError, AttributeError, KeyError):
         raise ValueError(
             f"{where} should list tokens as transformers writes them: added_tokens_decoder as"
@@ -92,7 +92,6 @@ def _add_named_tokens(backend: Tokenizer, folder: Path) -> None:
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in named:
         if token.content and token.content not in contents:
-            token.special = True
             _add(backend, token)
 
 
@@ -107,17 +106,24 @@ def _added(token: Any) -> AddedToken:
     return AddedToken(token["content"], **{name: token[name] for name in options if name in token})
 
 
-def _named(file: dict[str, Any], backend: Tokenizer) -> list[Any]:
-    """Tokens with a role, where the vocabulary has them, and further special tokens."""
-    more: list[Any] = []
+def _special(token: Any) -> AddedToken:
+    added = _added(token)
+    added.special = True
+    return added
+
+
+def _named(file: dict[str, Any], backend: Tokenizer) -> list[AddedToken]:
+    """Tokens with a role, where the vocabulary has them, and further ones. As in transformers those with a
+    name are special, and those of a list if they say so."""
+    more: list[AddedToken] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         tokens = file.get(key) or []
-        more += tokens.values() if isinstance(tokens, dict) else tokens
+        more += map(_special, tokens.values()) if isinstance(tokens, dict) else map(_added, tokens)
     for role in ROLES:
         token = file.get(f"{role}_token")
         content = token["content"] if isinstance(token, dict) else token
         if content and backend.token_to_id(content) is not None:
-            more.append(token)
+            more.append(_special(token))
     return more
 
 
