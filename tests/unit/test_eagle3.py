@@ -136,16 +136,26 @@ def test_heads_for_other_targets_are_refused(
 ):
     make_head(form, tmp_path, **SIZES | changes)
     with pytest.raises(ValueError, match="the drafter") as caught:
-        read_drafter(tmp_path).check_fits(target.spec)
+        read_drafter(tmp_path).check_fits(target.spec, 128)
     assert reason in str(caught.value)
     assert "trained for this target" in str(caught.value) or "deeper target" in str(caught.value)
+
+
+def test_windows_of_a_head_bound_sequences(target: Transformer, tmp_path: Path):
+    make_head("speculators", tmp_path, **SIZES)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    layer = raw[NESTED] | {"layer_types": ["sliding_attention"], "sliding_window": 64}
+    edit(tmp_path, {NESTED: layer})
+    read_drafter(tmp_path).check_fits(target.spec, 64)
+    with pytest.raises(ValueError, match="set max_seq_len to at most 64, which is 65"):
+        read_drafter(tmp_path).check_fits(target.spec, 65)
 
 
 def test_a_shallow_target_wants_layers_named(tmp_path: Path):
     shallow = read_spec(make_checkpoint("llama", tmp_path / "target", num_hidden_layers=4))
     drafter = read_drafter(make_head("safeailab", tmp_path / "head", **SIZES))
     with pytest.raises(ValueError, match="names no layers of its target"):
-        drafter.check_fits(shallow)
+        drafter.check_fits(shallow, 128)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Head(nn.Module):
     def __init__(self, spec: Eagle3Spec, target: Transformer, positions: int) -> None:
         super().__init__()
         spec = spec.share(target.spec.shard)
-        spec.check_fits(target.spec)
+        spec.check_fits(target.spec, positions)
         self.spec, self.ops, self.dtype, self.device = spec, target.ops, target.dtype, target.device
         self._target = [target]  # in a list: its parameters are not this module's
         table = cos_sin(spec.attention.rope, positions).to(self.device)

@@ -108,7 +108,7 @@ class DeviceState:
         if not self._tapped:
             return None
         shape = (tokens, len(self._tapped) * self.model.spec.hidden_size)
-        return Taps(self._tapped, torch.zeros(shape, dtype=self.model.dtype, device=self.device))
+        return Taps(self._tapped, torch.empty(shape, dtype=self.model.dtype, device=self.device))
 
     def update_block_table(self, plan: StepPlan) -> None:
         """Enter the step's new blocks, before anything of the step reads the table."""

@@ -88,8 +88,9 @@ class Eagle3Spec(ModelSpec):
         count = len(target.layers)
         return self.taken or (2, count // 2, count - 3)
 
-    def check_fits(self, target: ModelSpec) -> None:
-        """Raise UnsupportedModelError where it cannot draft for the target."""
+    def check_fits(self, target: ModelSpec, max_seq_len: int) -> None:
+        """Raise UnsupportedModelError where it cannot draft for the target, in sequences of max_seq_len
+        tokens."""
         if self.target_hidden_size != target.hidden_size:
             self._unfit("hidden states of", self.target_hidden_size, target.hidden_size)
         if self.vocab_size != target.vocab_size:
@@ -113,6 +114,11 @@ class Eagle3Spec(ModelSpec):
             own, other = getattr(self.attention, name), getattr(target.attention, name)
             if own != other:
                 self._unfit(key, own, other, " (its keys and values share the target's blocks)")
+        if window := min(filter(None, self.windows(max_seq_len)), default=None):
+            raise UnsupportedModelError(
+                f"the drafter's layers have a sliding window of {window} tokens, which is not computed: set"
+                f" max_seq_len to at most {window}, which is {max_seq_len}, or name a drafter without"
+            )
 
     def _unfit(self, what: str, own: int, other: int, why: str = "") -> None:
         raise UnsupportedModelError(
