@@ -182,10 +182,10 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
         ("gpt_model_path", "/engines", "model is '/engines': there are no engine files here: set model_dir"),
         ("executor_worker_path", "/mine", "model is '/mine': the engine is a Python process of this package"),
         ("gpt_model_type", "V1", "it should be inflight_fused_batching, inflight_batching; static batching"),
-        ("max_num_seq", "4", "and nobody reads it; did you mean max_num_seqs"),
-        ("my_own", "4", "and nobody reads it; docs/knobs.md has all"),
-        ("batching_strategy", "inflight_batching", "and nobody reads it there: build.py --set batching_stra"),
-        ("max_prompt_bytes", "4", "and nobody reads it there: build.py --set max_prompt_bytes=4 writes it"),
+        ("max_num_seq", "4", "which has no effect; did you mean max_num_seqs"),
+        ("my_own", "4", "which has no effect; docs/knobs.md has all"),
+        ("batching_strategy", "inflight_batching", "which has no effect there: build.py --set batching_stra"),
+        ("max_prompt_bytes", "4", "which has no effect there: build.py --set max_prompt_bytes=4 writes it"),
     ],
 )
 def test_wrong_parameters_are_refused_before_an_engine_is_started(

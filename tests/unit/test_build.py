@@ -409,7 +409,7 @@ def test_what_has_no_effect_beside_an_option_is_refused(capsys, monkeypatch, opt
     with pytest.raises(SystemExit) as caught:
         cli.main(MODEL_REPO, [option, *other])
     assert caught.value.code == 2
-    assert f"{other[0]} has no effect beside {option}" in capsys.readouterr().err
+    assert f"{other[0]} has no effect with {option}" in capsys.readouterr().err
 
 
 # ---- properties

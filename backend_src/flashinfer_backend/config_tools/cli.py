@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--set", metavar="KNOB=VALUE", nargs="+", action="extend", default=[],
-        help="set knobs, over what the profile says; --list-knobs shows all",
+        help="set knobs, overriding the profile; --list-knobs shows all",
     )  # fmt: skip
     parser.add_argument(
         "--llm-name", metavar="NAME",
@@ -134,12 +134,12 @@ def _parser() -> argparse.ArgumentParser:
 def _refuse_beside(
     parser: argparse.ArgumentParser, args: argparse.Namespace, alone: str, allowed: set[str]
 ) -> None:
-    """Ends the program where an option that writes no repository stands beside one that says how to."""
+    """Ends the program if an option that writes no repository comes with one for writing."""
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     others = [name for name in given if name not in allowed | {alone}]
     if alone in given and others:
         option, other = (f"--{name.replace('_', '-')}" for name in (alone, others[0]))
-        parser.error(f"{other} has no effect beside {option}; give one of them")
+        parser.error(f"{other} has no effect with {option}; give one of them")
 
 
 def generated(model_repo: Path) -> dict[Path, str]:
@@ -154,8 +154,8 @@ def generated(model_repo: Path) -> dict[Path, str]:
 
 
 def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> dict[str, str]:
-    """A value for every knob; meaningful only while there are no problems. What an earlier build of the same
-    folder says about the checkpoint stays in force, as if it had been given again; `notes` tells."""
+    """A value for every knob; meaningful only while there are no problems. The checkpoint of an earlier build
+    in the same folder stays, with a line in `notes`."""
     pairs = settings.split_assignments(args.set, problems)
     if args.model is not None:
         pairs.insert(0, ("model_dir", args.model))

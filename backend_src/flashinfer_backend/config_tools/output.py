@@ -92,8 +92,8 @@ def unserved(output: Path) -> Iterator[None]:
 
 
 def replace_folder(output: Path, files: dict[str, bytes]) -> None:
-    """Write all files beside `output` and put them in its place by renaming. Raises OSError, EBUSY where a
-    server serves what is there."""
+    """Write all files next to `output` and rename them into its place. Raises OSError, EBUSY if a server uses
+    the folder."""
     with unserved(output):
         _replace(output, files)
 
@@ -116,7 +116,7 @@ def _replace(output: Path, files: dict[str, bytes]) -> None:
 
 
 def diff(output: Path, defaults: dict[str, bytes], files: dict[str, bytes], llm_name: str) -> str:
-    """Unified diff from what is there, or from the defaults where nothing is there, to `files`. Comments,
+    """Unified diff from the existing files, or from the defaults without any, to `files`. Comments,
     which repeat the command, do not count. The llm model is compared with itself across a change of name."""
     before, old_llm_name = defaults, LLM
     if output.is_dir() and (record := _record(output)):
@@ -146,7 +146,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 def _found_files(folder: Path) -> list[str]:
-    """Relative paths of the files below a folder, without what Python caches beside a model.py."""
+    """Relative paths of the files below a folder, without Python's caches."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")

@@ -22,7 +22,7 @@ from flashinfer_backend.config_tools.knobs import (
     SECOND_ENSEMBLE,
 )
 
-# The ensemble's outputs that say what a response is about; the others report beside the text.
+# The ensemble's outputs that every answer needs; the others are further reports.
 _ANSWER_OUTPUTS = (
     *("text_output", "finish_reason", "batch_index", "sequence_index"),
     *("num_input_tokens", "num_output_tokens"),

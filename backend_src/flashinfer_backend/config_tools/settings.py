@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the user wrote to one value for every knob. Problems are collected, not raised one by one."""
+"""From the user's settings to one value for every knob. Problems are collected, not raised one by one."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _toml_text(value: Any) -> str | None:
 
 
 def engine_parameters(assignments: Iterable[str], own_options: Mapping[str, str]) -> dict[str, str]:
-    """Parameters of an engine that runs without Triton, of knob=value texts of `--set`, which are what they
-    are for build.py; without a value a knob has its default. own_options: knob -> the option that the program
-    has for it. Raises ValueError with all that is wrong."""
+    """Parameters of an engine that runs without Triton, from the knob=value texts of `--set`, with the
+    meaning that they have for build.py. own_options: knob -> the program's option for it. Raises ValueError
+    that lists all problems."""
     problems: list[str] = []
     pairs = split_assignments(assignments, problems)
     chosen = parse_pairs(pairs, "--set", problems, unset=True, see="docs/knobs.md has all")
@@ -103,7 +103,7 @@ def parse_pairs(
     see: str = "--list-knobs shows all",
 ) -> dict[str, str]:
     """Checked values by knob name. Unknown names, bad values and a knob set twice are problems. unset: an
-    empty value is one, too. see: where all knobs are."""
+    empty value is also one. see: where all knobs are listed."""
     values: dict[str, str] = {}
     for name, text in pairs:
         if name in FOREIGN:
@@ -126,9 +126,8 @@ def parse_pairs(
 
 
 def check_parameters(parameters: Mapping[str, str], model: str) -> None:
-    """Raises ValueError for parameters of a model's config.pbtxt that nobody would look at. TensorRT-LLM's
-    others may have the values that ask for what happens anyway. Values of knobs are for who reads them.
-    model: one of MODELS."""
+    """Raises ValueError for unused parameters of a model's config.pbtxt. TensorRT-LLM's other names may have
+    values that ask for what happens anyway. The readers of knobs check their values. model: one of MODELS."""
     problems = []
     for name, text in parameters.items():
         place = f"parameter {name} of the {model} model is {text!r}"
@@ -139,11 +138,11 @@ def check_parameters(parameters: Mapping[str, str], model: str) -> None:
             if refusal := FOREIGN[name].refusal(text):
                 problems.append(f"{place}: {refusal}")
         elif knob is None:
-            problems.append(f"{place}, and nobody reads it{_did_you_mean(name, 'docs/knobs.md has all')}")
+            problems.append(f"{place}, which has no effect{_did_you_mean(name, 'docs/knobs.md has all')}")
         elif (model, f"parameters.{name}") not in knob.places:
             there = f"build.py --set {name}={text} writes it where it is"
-            problems.append(f"{place}, and nobody reads it there: {there}")
-        elif name == "gpt_model_type":  # which has one meaning, so that nobody else looks at it
+            problems.append(f"{place}, which has no effect there: {there}")
+        elif name == "gpt_model_type":  # not checked elsewhere, since it has one meaning
             try:
                 knob.parse(text)
             except ValueError as error:
@@ -153,8 +152,8 @@ def check_parameters(parameters: Mapping[str, str], model: str) -> None:
 
 
 def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
-    """A value for every knob: the chosen ones, defaults, and for five knobs what follows from others or from
-    the llm model's name."""
+    """A value for every knob: the chosen ones and defaults; five knobs follow from others or from the llm
+    model's name."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
     if values["tokenizer_dir"] == "auto":
         values["tokenizer_dir"] = values["model_dir"]

@@ -86,7 +86,7 @@ FOREIGN: dict[str, ForeignKnob] = {
     "lora_cache_host_memory_bytes": ForeignKnob((), _NO_LORA),
     "lora_prefetch_dir": ForeignKnob((), _NO_LORA),
     "gpu_weights_percent": ForeignKnob(("1", "1.0"), "the weights are always on the GPU as a whole"),
-    "multi_block_mode": ForeignKnob(("true",), "attention splits long sequences by itself where that pays"),
+    "multi_block_mode": ForeignKnob(("true",), "attention splits long sequences automatically"),
     "enable_context_fmha_fp32_acc": ForeignKnob(
         ("true",), "attention always accumulates in FP32, which cannot be switched off"
     ),

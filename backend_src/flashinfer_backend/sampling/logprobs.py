@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows are told about the model's logits: log probabilities and the logits themselves.
+"""Reports of the model's logits: log probabilities and the logits themselves.
 
 Both are of the model's own logits, before penalties, biases, suppressed tokens, temperature and filters
-(vLLM's default, and what a forward pass of transformers gives).
+(as vLLM by default, and as a forward pass of transformers).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Report:
     top: tuple[Tensor, Tensor] | None  # log probabilities float32 and ids int64, [len(log_prob_rows), most]
 
     def read(self, values: np.ndarray, output: StepOutput) -> None:
-        """Enter into `output` what was reported; values: the step's readback."""
+        """Enter the reported values into `output`; values: the step's readback."""
         rows, count = self.rows, len(self.rows.log_prob_rows)
         chosen = values[len(values) - count :].view(np.float32).tolist()
         output.log_probs += zip(rows.log_prob_rows, chosen, strict=True)

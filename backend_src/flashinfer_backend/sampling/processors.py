@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests change about logits before a token is chosen: penalties, biases, suppressed tokens, grammars.
+"""Changes of logits before a token is chosen: penalties, biases, suppressed tokens, grammars.
 
 Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
 """
@@ -35,7 +35,7 @@ def penalise_counts(
 ) -> None:
     """Subtract presence once, and frequency as often as it occurred, from each token's logit.
 
-    tokens: int64 [n, L], of which those with counted (bool [n, L]) occurred; presence and frequency:
+    tokens: int64 [n, L], those with counted (bool [n, L]) occurred; presence and frequency:
     float32 [n].
     """
     counts = torch.zeros((len(rows), logits.shape[1]), device=logits.device)

@@ -2,8 +2,8 @@
 """The rows of a step that ask for more than the plain sampler gives, as tensors. A row is a token that is
 sampled.
 
-Most steps have the rows of the step before, so all that does not change from token to token is sent
-to the device once for a composition of rows.
+Most steps have the rows of the step before, so data that does not change from token to token is sent to
+the device once for a composition of rows.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _where(asked: Iterable[bool]) -> np.ndarray:
 
 
 def _chosen(asked: Iterable[bool], *columns: np.ndarray) -> Sequence[np.ndarray] | None:
-    """Indices of the rows that ask, and the columns there; None if nobody does."""
+    """Indices of the rows that ask, and the columns there; None without any."""
     index = _where(asked)
     return (index, *(column[index] for column in columns)) if len(index) else None
 

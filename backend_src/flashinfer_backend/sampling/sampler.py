@@ -4,7 +4,7 @@
 `ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
 nothing else cost nothing else. Those that change their logits are sampled again, from a float32 copy
 that is changed in this order: penalties, bias, bad words, end ids until min_tokens, grammar,
-temperature, top-k, top-p, min-p. The model's logits are left as they are, for what is reported of them.
+temperature, top-k, top-p, min-p. The model's logits stay unchanged for reports.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SamplingRows:
 
 @dataclass
 class Sampled:
-    """What a step's sampling left to be read: its readback, reports of it, rows that failed with why."""
+    """A step's sampling, to be read: its readback, its reports, and failed rows with the reason."""
 
     readback: Tensor  # int32 [s + n]: tokens, and behind them log probabilities
     reports: list[Report] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, position: Tensor, plan: StepPlan) -> Tensor:
         """Tokens int32 [n], behind each of the plan's sampled_tokens, for rows that ask for nothing else.
-        logits [n, V]; position int32 [n], of the tokens that are sampled. What a row samples last is recorded
+        logits [n, V]; position int32 [n], of the tokens that are sampled. A row's last sample is recorded
         as its last token."""
         rows = SamplingRows.upload(plan, self._staging)
         record = (self._last_token, rows.slots)
@@ -262,7 +262,7 @@ class Sampler:
         tokens[rows.rows] = chosen
         if rows.recorded:
             index, slots = rows.recorded
-            # Behind the first draft that is wrong these are wrong, too; the next step writes over them.
+            # After the first wrong draft these are also wrong; the next step overwrites them.
             self._history.record(slots, position[index], chosen[index])
 
     def warm_up_masks(self, device: torch.device) -> None:

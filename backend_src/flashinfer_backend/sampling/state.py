@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sampler keeps of sequences whose sampling looks at more than a temperature."""
+"""The sampler's state of sequences that ask for more than a temperature."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a model, as stubs and doors see them: one or several behind one set of calls."""
+"""A model's engines, one or several, behind one set of calls for stubs and doors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LOOK_AGAIN_S = 0.02
 
 
 class Engines:
-    """One process's links to all engines, each with a thread of its own: what one of them does holds up no
-    other. In a stub a further thread hears what the others say."""
+    """One process's links to all engines. Each has its own thread, so that no engine holds up another. In a
+    stub a further thread receives messages of other stubs."""
 
     def __init__(
         self,

@@ -32,10 +32,9 @@ Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt: what the engine needs, and how its text is cut into chunks. `exclude_input`: whether the
-    one chunk of a request without streaming holds the completion alone. `priority`, `timeout_us`: of its
-    place in the engine's queue (protocol.Submit). `free_of_stops`: so many tokens of the answer complete no
-    stop word."""
+    """One prompt with the engine's parameters, and how its text is cut into chunks. `exclude_input`: whether
+    the one chunk of a request without streaming leaves the prompt out. `priority`, `timeout_us`: see
+    protocol.Submit. `free_of_stops`: number of first tokens of the answer that complete no stop word."""
 
     prompt: np.ndarray  # int32 [n]
     params: SamplingParams
@@ -103,8 +102,7 @@ class Generation:
     """A sink of the link (`endpoint.Sink`): filled by the link's thread, emptied by one other thread, always
     the same one.
 
-    What arrives while that thread is busy is taken together as one chunk, so whoever cannot carry a chunk per
-    token still keeps up with the tokens.
+    Tokens that arrive while that thread is busy become one chunk, so a slow thread keeps up with the tokens.
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class Generation:
         return chunk
 
     def _keep(self, chunk: Chunk, held: int) -> None:
-        """Keeps the last `held` ids of a chunk for the next one, with what was reported of them."""
+        """Keeps the last `held` ids of a chunk, and their reports, for the next one."""
         sent, params = len(chunk.ids) - held, self.row.params
         self._kept = Chunk(chunk.ids[sent:])
         chunk.ids = chunk.ids[:sent]

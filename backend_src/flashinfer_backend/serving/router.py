@@ -2,9 +2,9 @@
 """Which of several engines gets a request: the one with the longest cached prefix, unless it is clearly
 busier.
 
-Each stub and each process of the OpenAI API decides for itself. What they have to agree on they read from
-the same places: what each of them has open (transport/loads.py), the prompts that each engine has had
-(transport/prefixes.py), and the engines' reports.
+Each stub and each process of the OpenAI API chooses separately, from shared data: the open sequences of each
+process (transport/loads.py), the prompts that each engine got (transport/prefixes.py), and the engines'
+reports.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flashinfer_backend.transport.endpoint import Endpoint
 from flashinfer_backend.transport.loads import LoadTable
 from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
 
-# What one more open sequence in an engine costs a request that goes there, in prompt tokens. On an H200 with
-# Llama-3.1-8B in bfloat16 a token takes 4.05 ms alone and 5.47 ms beside 63 other sequences (rows a and b of
+# The cost of one more open sequence in an engine for a request there, in prompt tokens. On an H200 with
+# Llama-3.1-8B in bfloat16 a token takes 4.05 ms alone and 5.47 ms with 63 other sequences (rows a and b of
 # perf_configs/results/2026-11-21-h200.md), so each of these adds 4.5 ms to an answer of 200 tokens. The
 # prefill of 2048 tokens takes 42.3 ms, so that of 218 tokens takes as long.
 TOKENS_PER_SEQUENCE = 256
-# An engine whose reports stay away for so long, and for so many times their period, is stuck in a step or
-# stopped. It gets nothing while others report. Reports come between steps; the longest, of 8192 tokens of a
-# model of 70B, takes some 1 s on an H200.
+# An engine without a report for this long, and for this many report periods, hangs or is stopped. It gets no
+# requests while others report. Reports come between steps; the longest, 8192 tokens of a 70B model, takes
+# some 1 s on an H200.
 SILENT_S = 3.0
 SILENT_PERIODS = 3
 
@@ -74,8 +74,8 @@ class Router:
         self._hasher: PromptHasher | None = None
         self._table: PrefixTable | None = None
         self._loads: LoadTable | None = None  # once there is one it stays
-        self._telling = threading.Lock()  # what is told last is what was looked up last
-        self._opened = False  # the table of prefixes, or what it said why not
+        self._telling = threading.Lock()  # so that the last value told is the newest
+        self._opened = False  # whether opening the table of prefixes was tried
         self._first = os.getpid()  # processes take turns at different engines
 
     def engine_started(self) -> None:
@@ -83,7 +83,7 @@ class Router:
         self._opened = False
 
     def load_changed(self, index: int) -> None:
-        """What this process has open in an engine is not what it was."""
+        """Publishes this process's load of an engine, which has changed."""
         endpoint = self._endpoints[index]
         with self._telling:
             if self._loads is not None:

@@ -25,8 +25,8 @@ NO_LIMIT = -1
 
 class PackedChunk(NamedTuple):
     """handle: the engine's name of the sequence (0: none). sent_ns: time.monotonic_ns() when the llm step
-    made the chunk. max_chars: its text is cut to so many characters (NO_LIMIT: not at all). context_ids: the
-    last ids sent before this chunk, ids: its own."""
+    made the chunk. max_chars: length limit of its text in characters (NO_LIMIT: none). context_ids: the last
+    ids sent before this chunk, ids: its own."""
 
     handle: int
     sent_ns: int
@@ -54,7 +54,7 @@ def pack_chunk(
 
 
 def unpack_chunk(row: np.ndarray) -> PackedChunk:
-    """One row (int64 [6 + n + m]) of a CHUNK tensor. Raises ValueError saying what is wrong."""
+    """One row (int64 [6 + n + m]) of a CHUNK tensor. Raises ValueError if it is malformed."""
     values: list[int] = row.tolist()
     if len(values) < HEADER or values[0] != VERSION:
         raise ValueError(

@@ -4,8 +4,8 @@
 Both kinds of vocabularies that language models use write a stream of bytes: a byte-level BPE token
 is some bytes, a SentencePiece token is the UTF-8 of its text or, as `<0xE2>`, a single byte. So an
 id is looked up in a table of bytes, and the only state between two chunks is the incomplete
-character at the end of what was sent. UTF-8 resynchronises at every lead byte and a character has
-at most four bytes: the last three bytes sent say what that state is.
+character at the end of the text sent so far. UTF-8 resynchronises at every lead byte and a character
+has at most four bytes, so the last three bytes sent determine that state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DeltaDecoder:
             return str(text)
 
     def context(self, ids: Sequence[int]) -> list[int]:
-        """What `delta` needs of `ids` to write the text behind them: the last 8 that write something."""
+        """The context that `delta` needs to continue `ids`: the last 8 that write text."""
         found: list[int] = []
         for i in reversed(ids):
             if self._writes(i):
@@ -107,7 +107,7 @@ class DeltaDecoder:
         return codecs.utf_8_decode(data, self._errors, last)[0]
 
     def piece(self, token: int) -> bytes:
-        """What one token writes by itself: bytes, since a token may be part of a character."""
+        """The bytes of one token, which can be part of a character."""
         if not self._writes(token):
             return b""
         if self._pieces is not None:
@@ -215,9 +215,9 @@ def panics_are_errors() -> Iterator[None]:
 
 
 def _without_faults(tokens: list[str], whole: bool) -> list[str]:
-    """Tokens of which some are bytes, `<0xE2>`. ByteFallback replaces all of a run of these where any is at
-    fault: here the bytes at fault become tokens of their own, and those of an incomplete character at the end
-    are left out unless `whole`."""
+    """Tokens with invalid bytes separated. Some tokens are bytes, `<0xE2>`, and ByteFallback replaces a whole
+    run of these if any is invalid: here the invalid bytes become separate tokens, and those of an incomplete
+    character at the end are left out unless `whole`."""
     result: list[str] = []
     run = bytearray()
     for token in [*tokens, ""]:
@@ -234,7 +234,7 @@ def _without_faults(tokens: list[str], whole: bool) -> list[str]:
 
 
 def _without_incomplete(tokens: list[str]) -> list[str]:
-    """Byte-level tokens, of which each character is a byte, without an incomplete character at the end."""
+    """Byte-level tokens (each character is a byte) without an incomplete character at the end."""
     data = b"".join(map(_byte_level_piece, tokens[-MAX_PENDING_BYTES:]))
     left_out = len(data) - codecs.utf_8_decode(data, "replace", False)[1]
     tokens = list(tokens)

@@ -28,7 +28,7 @@ class StopMatch(NamedTuple):
 
 
 class StopWords:
-    """What sequences are searched for: made once for all that have the same words, and never changed."""
+    """The words that sequences are searched for; immutable, and shared by sequences with the same words."""
 
     def __init__(
         self, words: Sequence[str], hold_back: bool = False, id_words: Sequence[Sequence[int]] = ()
@@ -49,10 +49,9 @@ class StopWordMatcher:
     """Follows the text and the ids of one sequence, token by token.
 
     A chunk is what the caller sends after a `feed`: the ids held before and those just fed, less the
-    last `held` ones. Unless its words are held back, `held` is always 0. If they are, as many trailing
-    ids are held as may show the beginning of a stop word, so that `begin` is never negative: a caller
-    that cuts the chunk at `begin` never shows any of the word. When the sequence ends without a match,
-    the held ids are to be sent.
+    last `held` ones. Without hold_back, `held` is always 0. With it, the trailing ids that may begin a
+    stop word are held, so that `begin` is never negative: a caller that cuts the chunk at `begin` never
+    shows any of the word. When the sequence ends without a match, send the held ids.
 
     The word that is complete first wins; of several that end at the same character, or with the same id
     if one of them is an id word, the longest.
@@ -154,8 +153,7 @@ class StopWordMatcher:
         self._held_ends = pending[released:]
 
     def _beginning(self, new_chars: int) -> int:
-        """Length of the longest end of the text that is the beginning of a stop word. It is at most so much
-        longer than the one before."""
+        """Length of the longest end of the text that begins a stop word; it grows by at most new_chars."""
         longest = min(self._begun + new_chars, self._words.longest - 1, len(self._tail))
         ends = range(longest, 0, -1)
         self._begun = next((n for n in ends if _begins(self._words.sorted, self._tail[-n:])), 0)

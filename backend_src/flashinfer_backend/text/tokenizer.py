@@ -86,7 +86,7 @@ def _add_named_tokens(backend: Tokenizer, folder: Path) -> None:
             _add(backend, token)
             if is_new and backend.token_to_id(token.content) != i:
                 raise ValueError(
-                    f"{where} gives the token {token.content!r} the id {i}; behind the tokens of"
+                    f"{where} gives the token {token.content!r} the id {i}; after the tokens of"
                     f" tokenizer.json it gets {backend.token_to_id(token.content)}, and they should agree"
                 )
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}

@@ -18,11 +18,11 @@ from flashinfer_backend.openai.formats.json_scan import CallListScanner, CallSca
 
 
 class MarkedReader:
-    """Content up to a mark, then a call, then content again. Blanks beside a call are dropped, unless they
-    stand between two pieces of content: then the second one begins with them.
+    """Content up to a mark, then a call, then content again. Blanks around a call are dropped, unless they
+    separate two pieces of content: then the second one begins with them.
 
-    A subclass reads what follows the mark (`_read_call`). `slip`: what some models begin a call with instead
-    of the mark; it is part of the call.
+    A subclass reads the text after the mark (`_read_call`). `slip`: text with which some models begin a call
+    instead of the mark; it is part of the call.
     """
 
     mark: str
@@ -127,7 +127,7 @@ class HermesReader(MarkedReader):
                 return False
             if rest.startswith(self.close):  # some models leave it out
                 self._text = rest.removeprefix(self.close)
-        else:  # what is left of a call that broke off says nothing
+        else:  # the rest of a call that broke off is dropped
             _, close, rest = self._text.partition(self.close)
             if not close:
                 return False
@@ -228,8 +228,8 @@ class CallsOrContentReader:
 
 
 class Llama3Reader:
-    """{"name": ..., "parameters": {...}} as the whole answer, several of them with ; between, perhaps behind
-    <|python_tag|>. Anything else is content, an object that names no given function too."""
+    """{"name": ..., "parameters": {...}} as the whole answer, several of them separated by ;, perhaps after
+    <|python_tag|>. Anything else is content, including objects that name no given function."""
 
     mark = "<|python_tag|>"
 
@@ -240,8 +240,8 @@ class Llama3Reader:
         self._scanner = CallScanner(names)
 
     def begins(self, text: str) -> bool | None:
-        """Whether a guided answer that begins with this text begins with a call; None where more decides.
-        Other JSON may have a name, too: a guide's calls have it first, and their parameters behind it."""
+        """Whether a guided answer that begins with this text begins with a call; None if it is still open.
+        Other JSON can also have a name: a guide's calls have it first, followed by their parameters."""
         heads = [("{", '"name"', ":", f'"{name}"', ",", '"parameters"', ":", "{") for name in self._names]
         found = [_begins(text, self.mark), *(_begins(text, *head) for head in heads)]
         return True if True in found else None if None in found else False

@@ -54,10 +54,10 @@ def make_reader(
     bound: Mapping[str, Mapping[str, Any] | None] | None = None,
     or_content: bool = False,
 ) -> Reader:
-    """tools: the format of calls, "none" where none can come. schemas: of the functions' parameters. inside:
-    the prompt opens the reasoning. bound: what the answer's guide was made for (openai/strict.py), if it has
-    one: its calls are of these functions, with arguments that are whole and match the schemas given here.
-    or_content: it has the guide of an answer that is calls alone or content alone."""
+    """tools: the format of calls, "none" if calls are impossible. schemas: of the functions' parameters.
+    inside: the prompt opens the reasoning. bound: the functions of the answer's guide (openai/strict.py), if
+    it has one: all calls are of these, with whole arguments that match the schemas given here. or_content:
+    the guide admits an answer of calls only or of content only."""
     if "harmony" in (tools, reasoning):
         return HarmonyReader(whole_arguments=bool(bound))
     reader: Reader

@@ -10,8 +10,8 @@ REASONING, CONTENT, CALL, ARGUMENTS = "reasoning", "content", "call", "arguments
 
 
 class Event(NamedTuple):
-    """A piece of the answer. REASONING, CONTENT: text. CALL: text is a function's name, and call_id what the
-    model calls the call, if it does. ARGUMENTS: text is a piece of the JSON of the latest call."""
+    """A piece of the answer. REASONING, CONTENT: text. CALL: text is a function's name, and call_id the
+    model's id of the call, if it writes one. ARGUMENTS: text is a piece of the JSON of the latest call."""
 
     kind: str
     text: str
@@ -63,7 +63,7 @@ def held(text: str, *markers: str) -> int:
 
 
 def split_held(text: str, *markers: str) -> tuple[str, str]:
-    """(what can be given out, what has to wait): the end that may begin a marker, and blanks before it."""
+    """(text to give out, text to hold back): the end that may begin a marker, and blanks before it."""
     cut = len(text) - held(text, *markers)
     safe = text[:cut].rstrip()
     return safe, text[len(safe) :]

@@ -16,8 +16,8 @@ _BLANKS = " \t\r\n"
 
 
 class ValueScanner:
-    """Finds the end of one JSON value, behind any blanks. It looks at brackets and strings only: what is
-    between them is whatever the model wrote. A number or a word ends with what follows it."""
+    """Finds the end of one JSON value after any blanks. It looks only at brackets and strings and does not
+    check the text between them. A number or a word ends at the next character that is not part of it."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -88,7 +88,7 @@ class CallScanner:
         self._streams = False
 
     def feed(self, text: str, at: int, events: list[Event]) -> int:
-        """Takes text[at:], appends what it says and returns the index after the object, or after the text."""
+        """Reads text[at:], appends its events and returns the index after the object, or after the text."""
         begin = at
         while at < len(text) and not self.done and not self.failed:
             if self._value is not None:

@@ -24,13 +24,13 @@ NULLS = ("null", "None")  # the template shows the model the second one
 class QwenXmlReader(MarkedReader):
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
 
-    A value stands between two line breaks. It becomes a JSON string where the function's schema says so,
-    else whatever JSON it is. Of a function that a guide holds to its schema, each value is plain text or JSON
-    by `plain_text`, as in the guide (openai/strict.py).
+    A value stands between two line breaks. It becomes a JSON string if the function's schema says so,
+    otherwise it is read as JSON. For functions of a guide, `plain_text` decides whether a value is text or
+    JSON, as in the guide (openai/strict.py).
 
-    Read as well is what the model writes where no guide holds it: a call of a known function without
-    <tool_call>, several functions in one, and parameters without </parameter>, which end before the tag of
-    another one of the function's parameters on a new line, or with the function.
+    Without a guide, slips are read as well: a call of a known function without <tool_call>, several functions
+    in one, and parameters without </parameter>, which end before the tag of another one of the function's
+    parameters on a new line, or with the function.
     """
 
     mark, slip = "<tool_call>", FUNCTION
@@ -95,7 +95,7 @@ class QwenXmlReader(MarkedReader):
             self._close_arguments(events)
             self._state = "end"
         elif begin and not _may_begin(begin, PARAMETER, END_FUNCTION, END_CALL):
-            self._text = begin[1:]  # what stands between two parameters says nothing
+            self._text = begin[1:]  # text between two parameters is dropped
 
     def _begin_value(self, key: str, events: list[Event]) -> None:
         parameters = self._schemas.get(self._name, {})

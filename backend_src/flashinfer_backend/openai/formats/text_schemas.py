@@ -15,8 +15,8 @@ MOST_REFERENCES = 20  # in a row
 
 
 class Text(NamedTuple):
-    """What a schema says of its texts. values: all there are; None: not listed. null: it admits null, too.
-    bounded: it says more than that."""
+    """A schema's constraints on texts. values: the allowed ones; None: not listed. null: null is
+    also allowed. bounded: the schema has further constraints."""
 
     values: tuple[str, ...] | None
     null: bool
