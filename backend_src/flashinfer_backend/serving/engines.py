@@ -84,8 +84,8 @@ class Engines:
         return [endpoint.status if endpoint.up else None for endpoint in self._endpoints]
 
     def wait_ready(self) -> protocol.Status:
-        """Waits until every engine is ready, but for those that have run before and are being started again:
-        of these one suffices. Raises EngineStartError where an engine cannot start."""
+        """Waits until every engine is ready; of engines that are being restarted one suffices. Raises
+        EngineStartError if an engine cannot start."""
         for endpoint in self._endpoints:
             if error := endpoint.wait_known():
                 raise error
@@ -136,8 +136,8 @@ class Engines:
         self._of(handle).freed(handle)
 
     def tell_stop(self, request_id: str) -> None:
-        """Has every stub of the model, this one included, called back with on_stop(request_id). Raises
-        ValueError for an id that does not fit a message."""
+        """Makes every stub of the model, including this one, call on_stop(request_id). Raises ValueError for
+        an id that does not fit a message."""
         assert self._peers is not None, "only stubs stop each other's requests"
         message = STOP + request_id.encode()
         if len(message) > LONGEST:

@@ -48,14 +48,14 @@ class GenerationRequest:
 
     @property
     def stops(self) -> tuple[list[str], list[list[int]], bool]:
-        """What says where its text stops."""
+        """Stop words, stop sequences of ids, and whether both are left out of the text."""
         return self.stop_words, self.params.stop_sequences, self.exclude_stop_words
 
 
 @dataclass
 class Chunk:
-    """New ids of a sequence that go out in one response. `code`: other than RUNNING in the last one.
-    `max_chars`: where the chunk's text is cut."""
+    """New ids of a sequence for one response. `code`: other than RUNNING in the last one. `max_chars`: length
+    limit of the chunk's text."""
 
     ids: list[int]
     code: int = protocol.RUNNING
@@ -68,8 +68,8 @@ class Chunk:
 
 
 class _Followed(NamedTuple):
-    """Of a row whose stop words are found in its text: what remains for the engine, the words, the prompt if
-    the text follows it in one decode, and what that adds to the text."""
+    """A row whose stop words are searched in its text. params: those left for the engine. prompt: its ids if
+    the text continues it in one decode. prompt_chars: their length in that text."""
 
     params: SamplingParams
     words: StopWords
@@ -112,9 +112,9 @@ class Generation:
         schedule: Callable[[], None],
         context_ids: Sequence[int] = (),
     ) -> None:
-        """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon; it
-        may be called once too often. context_ids: DeltaDecoder.context of the prompt where the text goes on
-        with it; without them the text begins anew."""
+        """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon,
+        sometimes once more than needed. context_ids: DeltaDecoder.context of the prompt if the text continues
+        it; without them the text begins anew."""
         self.row: GenerationRequest = row
         self.handle = 0
         self.ended = False
@@ -138,12 +138,12 @@ class Generation:
         return bool(row.stop_words or (row.exclude_stop_words and row.params.stop_sequences))
 
     def match_stop_words(self, decoder: DeltaDecoder, sibling: Generation | None = None) -> SamplingParams:
-        """Follows the text for the row's stop words; the parameters that remain for the engine.
+        """Follows the text for the row's stop words, and returns the parameters that remain for the engine.
 
-        Words whose text is not among those that are followed stay with the engine, which finds their
-        ids: words with special tokens that are left out of the text, and words given as ids alone.
-        `decoder`: as the one that writes the text, which is cut at a number of its characters. `sibling`: a
-        sequence of the same request that has done this; thousands of words take a part of a second.
+        Words without text to follow stay with the engine, which finds their ids: words with special tokens
+        that are left out of the text, and words given only as ids. `decoder`: same as the one that writes the
+        text. `sibling`: a sequence of the same request whose words are reused, since thousands of words
+        take part of a second.
         """
         if sibling is not None and sibling.row is self.row and sibling._followed is not None:
             self._followed = followed = sibling._followed
@@ -174,7 +174,7 @@ class Generation:
 
     @property
     def crowded_out(self) -> bool:
-        """Whether it failed for want of a place in the engine's queue, or of time there."""
+        """Whether it failed because the engine's queue was full, or timed out there."""
         words = (protocol.QUEUE_FULL, protocol.QUEUE_TIMEOUT)
         return self.refused and self.failure is not None and self.failure.startswith(words)
 
@@ -219,7 +219,7 @@ class Generation:
 
     def _take_stopped(self, chunk: Chunk) -> Chunk | None:
         """The chunk that a stop word ended, once the engine's times and block counts are there: they come
-        with the end that it was asked for, or with one that it came to before."""
+        with the sequence's end."""
         ended = self.failure is not None
         while self._arrived and not ended:
             _, code, report = self._arrived.popleft()

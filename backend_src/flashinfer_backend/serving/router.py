@@ -37,9 +37,9 @@ SILENT_PERIODS = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine as a request sees it. `cached`: tokens of the request's prompt that it need not compute.
-    `open`: sequences in it, running and waiting; `places`: that can run at a time. `to_compute`: tokens of
-    other prompts that it has yet to compute. `silent`: its reports stay away."""
+    """An engine's state for one request. `cached`: cached tokens of the request's prompt. `open`: its running
+    and waiting sequences; `places`: how many can run at a time. `to_compute`: tokens of other prompts that it
+    has yet to compute. `silent`: it has stopped reporting."""
 
     cached: int = 0
     open: int = 0
@@ -51,9 +51,9 @@ class Candidate:
 def rank(candidates: Sequence[Candidate], first: int = 0) -> list[int]:
     """Indices of the candidates, the best one first; among equals `first` goes before the next ones.
 
-    Silent engines come last, and before them those without a free place. Among the others an engine is better
-    by each prompt token that it has cached, and worse by each that it has to compute for others before and by
-    TOKENS_PER_SEQUENCE for each open sequence.
+    Silent engines come last, and before them those without a free place. The others are ordered by cached
+    tokens of the prompt, less the tokens to compute for others, less TOKENS_PER_SEQUENCE for each open
+    sequence.
     """
 
     def key(index: int) -> tuple[bool, bool, int, int]:
@@ -94,8 +94,8 @@ class Router:
             self._loads.close()
 
     def choose(self, prompt: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
-        """For a prompt, int32 [n]: the engines that are up, the best one first; the prompt's keys; and by
-        engine how many of its tokens are probably cached."""
+        """For a prompt, int32 [n]: the engines that are up, best first; the prompt's keys; and the number of
+        its tokens that each engine has probably cached."""
         if not self._opened and any(endpoint.status is not None for endpoint in self._endpoints):
             self._open()
         keys, cached = self._keys(prompt), [0] * len(self._endpoints)

@@ -112,8 +112,8 @@ class StopWordMatcher:
         return None
 
     def _find_ids(self, new_ids: Sequence[int], ends: list[int], free: int) -> StopMatch | None:
-        """The first id word that ends within the ids fed last, but the first `free` of them. ends: the text's
-        length after each."""
+        """The first id word that ends within new_ids after the first `free` of them. ends: the text's length
+        after each."""
         if self._words.id_search is None:
             return None
         recent = self._ids[-(len(new_ids) + self._words.longest_ids - 1) :]
@@ -168,9 +168,9 @@ class StopWordMatcher:
 
 
 def _search(words: list[tuple[str, int]]) -> Any:
-    """An automaton that finds (last place, (index, length)) of all words in a text, or None where no word is
-    left: empty ones do not count, and of equal ones the first does. Its iterators are not kept to go on with:
-    to set one to another text ends the process (pyahocorasick 2.3.1)."""
+    """An automaton that finds (last place, (index, length)) of all words in a text; None without any. Empty
+    words are dropped, and of equal words the first counts. Never reuse its iterators: setting one to another
+    text ends the process (pyahocorasick 2.3.1)."""
     automaton = ahocorasick.Automaton()
     for word, index in words:
         if word and word not in automaton:

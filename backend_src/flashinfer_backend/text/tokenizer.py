@@ -26,13 +26,13 @@ class TextTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Load from `folder`: tokenizer.json, else whatever transformers reads.
+        """Load from `folder`: tokenizer.json, otherwise as transformers does.
 
         Raises FileNotFoundError or ValueError saying which file is missing or unreadable.
         """
         self.backend = _load_backend(folder)
         _add_named_tokens(self.backend, folder)
-        # Lengths are the caller's business: nothing is cut or filled up here.
+        # Callers handle lengths: nothing is truncated or padded here.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = vocabulary_size(self.backend)

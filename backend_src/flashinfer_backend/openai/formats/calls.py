@@ -72,7 +72,7 @@ class MarkedReader:
         return events
 
     def begins(self, text: str) -> bool | None:
-        """Whether a guided answer that begins with this text begins with a call; None where more decides."""
+        """Whether a guided answer that begins with this text begins with a call; None if it is still open."""
         return _begins(text, self.mark)
 
     def _begin_call(self) -> None:
@@ -93,7 +93,7 @@ class MarkedReader:
             self._blanks = ""
 
     def _not_a_call(self, events: list[Event], raw: str) -> None:
-        """What followed the mark is no call: it is content, with the mark and the blanks before it."""
+        """The text after the mark is no call: it is content, with the mark and the blanks before it."""
         self._say(events, raw if self._mark == self.slip else self._mark + raw)
         self._in_call = False
 
@@ -203,7 +203,7 @@ class MistralReader(MarkedReader):
 
 
 class CallsOrContentReader:
-    """Calls from the first word on, or content alone, in which nothing is a call: a guide saw to that."""
+    """Calls from the first word on, or only content: the answer's guide ensures that."""
 
     def __init__(self, calls: MarkedReader | Llama3Reader) -> None:
         self._calls = calls

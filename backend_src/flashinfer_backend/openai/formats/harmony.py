@@ -18,7 +18,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
-    tokens as text. A message to a function is a call. Between two of one kind stands a line break."""
+    tokens as text. A message to a function is a call. A line break separates two messages of one kind."""
 
     def __init__(self, whole_arguments: bool = False) -> None:
         """whole_arguments: arguments are whole JSON, so that marks in their strings end no message."""
@@ -27,8 +27,8 @@ class HarmonyReader:
         self._state = "begin"
         self._text = ""
         self._kind = CONTENT
-        self._said: set[str] = set()  # kinds of text that there were
-        self._break = ""  # before what comes next
+        self._said: set[str] = set()  # kinds of text so far
+        self._break = ""  # to write before the next text
 
     def feed(self, text: str) -> list[Event]:
         self._text += text

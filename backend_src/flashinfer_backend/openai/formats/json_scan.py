@@ -70,12 +70,12 @@ class CallScanner:
     """One call as an object with a name and, under `arguments` or `parameters`, its arguments; other members
     are skipped.
 
-    done: the object has ended. failed: it is no call. A call is given out once its name is there, and its
-    arguments, as the model wrote them, from then on. Until then `raw` has all of the object's text.
+    done: the object has ended. failed: it is no call. A call is given out once its name is known, and
+    from then on its arguments, as the model wrote them. Until then `raw` has the object's text.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """names: of the functions there are; an object with another name is no call. None: any name."""
+        """names: the functions' names; an object with another name is no call. None: any name."""
         self.done = self.failed = False
         self.raw = ""
         self.begun = False  # the call was given out

@@ -118,7 +118,7 @@ class QwenXmlReader(MarkedReader):
             events.append(Event(ARGUMENTS, '"'))
 
     def _in_json(self, events: list[Event]) -> None:
-        """A guide sees to it that this is a JSON value, which may hold what looks like a tag."""
+        """The guide ensures that this is a JSON value, which can contain text like a tag."""
         if not self._value:
             self._text = self._text.lstrip()
         end = self._scanner.feed(self._text, 0)
@@ -157,8 +157,8 @@ class QwenXmlReader(MarkedReader):
         self._give_value(value[:cut], "", value[cut:], events)
 
     def _missing_end(self, value: str, is_open: bool) -> int | None:
-        """Where a value ends whose </parameter> was left out. value: what comes before the next one, or, if
-        is_open, all there is."""
+        """The end of a value whose </parameter> is missing. value: the text before the next one, or, if
+        is_open, all of it."""
         tags = [at for tag in self._next_tags if (at := value.find(tag)) >= 0]
         limit = min(tags, default=len(value))
         ends = [found.start() for found in re.finditer(LINE_END, value[:limit])]
@@ -230,7 +230,7 @@ class QwenXmlReader(MarkedReader):
         events.append(Event(ARGUMENTS, "}" if self._parameters else "{}"))
 
     def _tag(self, begin: str) -> str | None:
-        """What a tag that the text begins with names, taken off the text; None while it is not there."""
+        """Removes a tag from the beginning of the text and returns its name; None while it is incomplete."""
         text = self._text.lstrip()
         name, close, rest = text.removeprefix(begin).partition(">")
         if not text.startswith(begin) or not close:
@@ -240,7 +240,7 @@ class QwenXmlReader(MarkedReader):
 
 
 def _begins_call(text: str) -> bool:
-    """Whether what follows a function's end begins the next call."""
+    """Whether the text after a function's end begins the next call."""
     return text.lstrip().removeprefix(END_CALL).lstrip().startswith((QwenXmlReader.mark, FUNCTION))
 
 
@@ -249,9 +249,9 @@ def _may_begin(text: str, *tags: str) -> bool:
 
 
 def plain_text(schema: Any, root: Mapping[str, Any]) -> Text | None:
-    """How values of a guided function are written: as text, where any that the schema lists, or any without
-    `</parameter>` in it where it lists none, satisfies it; else, None, as JSON. root: all of the function's
-    parameters."""
+    """How a guided function's value is written: as text if all listed values, or without a list all texts
+    without `</parameter>`, satisfy the schema; otherwise as JSON (None). root: the schema of all of the
+    function's parameters."""
     text = text_of(schema, root)
     if text is None or text.bounded or any(END_PARAMETER in value for value in text.values or ()):
         return None

@@ -11,12 +11,12 @@ OPEN, CLOSE = "<think>", "</think>"
 class ThinkReader:
     """Splits the reasoning off and hands the rest to another reader. Blanks around the two are dropped.
 
-    A call in reasoning that is never closed is a call. So from a call's mark on the reasoning is held back,
-    until it is closed, and then was reasoning, or the text ends.
+    A call in reasoning that is never closed is a call. So text from a call's mark on is held back until the
+    reasoning is closed, or the text ends.
     """
 
     def __init__(self, rest: Reader, inside: bool, marks: tuple[str, ...] = ()) -> None:
-        """inside: the prompt has opened the reasoning, so the text begins with it. marks: of calls."""
+        """inside: the prompt has opened the reasoning, so the text begins with it. marks: those of calls."""
         self._rest, self._marks = rest, marks
         self._state = "opened" if inside else "before"
         self._text = ""  # held back
@@ -65,7 +65,7 @@ class ThinkReader:
         return events + self._rest.finish()
 
     def _call(self) -> int:
-        """Where a call's mark is in the text held back, or its end."""
+        """Index of a call's mark in the text held back, or its length."""
         found = [at for mark in self._marks if (at := self._text.find(mark)) >= 0]
         return min(found, default=len(self._text))
 
@@ -76,7 +76,7 @@ class ThinkReader:
 
 def is_opened(prompt: str, asked: str) -> bool:
     """Whether a prompt opens reasoning and leaves it open. asked: the last message that is not the answer's
-    beginning; marks in it and before it say nothing."""
+    beginning; marks in it and before it do not count."""
     at = prompt.rfind(asked) if asked else -1
     answer = prompt[at + len(asked) :] if at >= 0 else ""
     return prompt.rstrip().endswith(OPEN) or answer.rfind(OPEN) > answer.rfind(CLOSE)

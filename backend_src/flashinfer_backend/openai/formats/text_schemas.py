@@ -24,8 +24,8 @@ class Text(NamedTuple):
 
 
 def text_of(schema: Any, root: Mapping[str, Any]) -> Text | None:
-    """None where a value may be another one than text and null, or where that is not plain to see. root: what
-    a $ref points into."""
+    """The constraints, or None if a value can be something else than text and null, or that is unclear. root:
+    the schema that a $ref points into."""
     schema = _meant(schema, root)
     if not isinstance(schema, Mapping):
         return None
@@ -66,7 +66,7 @@ def _of_one(schema: Any) -> Text | None:
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema itself, or the one that a $ref, or an allOf of one, alone stands for."""
+    """The schema itself, or the one that a lone $ref, or a lone allOf of one, stands for."""
     for _ in range(MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
