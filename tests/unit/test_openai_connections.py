@@ -17,7 +17,7 @@ import uvicorn
 from starlette.requests import Request
 
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
-from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited
+from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited_config
 from flashinfer_backend.openai.errors import ApiError
 
 WHOLE = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
@@ -31,11 +31,10 @@ class Running:
         self.errors: list[int] = []
         self.release = threading.Event()
         self.left = threading.Event()  # the client of a request to /leave
-        protocol = limited(ConnectionLimits(receive_s, connections), self.errors.append)
-        config = uvicorn.Config(
+        config = limited_config(
             self._app,
-            http=protocol,
-            interface="asgi3",
+            ConnectionLimits(receive_s, connections),
+            self.errors.append,
             ws="none",
             lifespan="off",
             log_level="critical",

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of connections that uvicorn has none for: how long a request may take to arrive, how long its
-headers may be, and how many connections there are."""
+headers may be, and how many connections there are.
+
+They stand around uvicorn: in front of its protocol, which is an asyncio.Protocol like any other, and around
+the application. Which requests have arrived is read by a parser of their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
@@ -23,6 +31,8 @@ ARRIVES_S = 0.05
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 
+_connection: ContextVar[Connection] = ContextVar("connection")  # of the request that the application handles
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -33,74 +43,128 @@ class ConnectionLimits:
     connections: int
 
 
-def limited(limits: ConnectionLimits, count_error: Callable[[int], None]) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with limits. count_error: told the status of each refusal."""
-    waiting: dict[Connection, None] = {}  # whose request is not whole, the oldest first
+def limited_config(
+    app: ASGIApp, limits: ConnectionLimits, count_error: Callable[[int], None], **options: Any
+) -> uvicorn.Config:
+    """uvicorn's settings with these limits. count_error: told the status of each refusal. options: of
+    uvicorn.Config."""
+    config = uvicorn.Config(_Answers(app), http="httptools", interface="asgi3", **options)
+    config.load()
+    process = _Process(limits, count_error, config.http_protocol_class, {}, {})
 
     class Limited(Connection):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.limits, self.count_error, self.waiting = limits, count_error, waiting
+        def __init__(self, **named: Any) -> None:
+            super().__init__(process, named)
 
-    return Limited
+    config.http_protocol_class = Limited
+    return config
 
 
-class Connection(HttpToolsProtocol):
+@dataclass(frozen=True)
+class _Process:
+    """What all connections of a process share. protocol: uvicorn's. waiting: those whose request is not
+    whole, the oldest first."""
+
+    limits: ConnectionLimits
+    count_error: Callable[[int], None]
+    protocol: Callable[..., Any]
+    open: dict[Connection, None]
+    waiting: dict[Connection, None]
+
+
+class _Answers:
+    """Tells a request's connection of its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = _connection.get()
+        ended = False
+
+        async def noted(message: Message) -> None:
+            nonlocal ended
+            connection.answering = True
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                ended = True
+                connection.answered()
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if not ended:
+                connection.answered()
+
+
+class Connection(asyncio.Protocol):
     """One connection. It waits while nothing of a request, or not all of it, has arrived. Where there are as
     many connections as there may be, a new one takes the place of the one that has waited longest: clients
     that ask are served, however many others are silent."""
 
-    limits: ConnectionLimits
-    count_error: Callable[[int], None]
-    waiting: dict[Connection, None]
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, process: _Process, named: dict[str, Any]) -> None:
+        """named: what uvicorn gives its protocol."""
+        self._process, self._inner = process, process.protocol(**named)
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
-        self._began = self._in_headers = False  # of the request that is arriving
+        self._arriving = self._in_headers = False  # a request
         self._header_bytes = 0
+        self._unanswered = 0  # requests whose headers are there
+        self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
+        self.answering = False  # an answer has begun that has not ended
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        over = len(self.connections) - self.limits.connections
-        if over > len(self.waiting):
-            most = self.limits.connections
+        self._transport, process = transport, self._process
+        process.open[self] = None
+        self._inner.connection_made(transport)
+        over = len(process.open) - process.limits.connections
+        if over > len(process.waiting):
+            most = process.limits.connections
             self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
             return
         if over > 0:
-            self.loop.call_later(ARRIVES_S, self._make_room)
-        self.waiting[self] = None
+            self._loop.call_later(ARRIVES_S, self._make_room)
+        process.waiting[self] = None
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        super().connection_lost(exc)
+        self._process.open.pop(self, None)
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._transport.is_closing():
             return
         in_headers = self._in_headers
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
+        # uvicorn's parser comes to the same, and answers.
+        with contextlib.suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._parser.feed_data(data)
         if in_headers and self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MOST_HEADER_BYTES:
                 self._refuse(431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes")
                 return
-        if self._began or self.cycle is None or self.cycle.response_complete:
+        _connection.set(self)
+        self._inner.data_received(data)
+        if self._transport.is_closing():
+            return
+        if self._arriving or not self._unanswered:
             self._start_clock()
         else:
             self._stop_waiting()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:
         """A client may end its own side once its request is whole, and read on. It says the same where it has
         left; then its system refuses what is sent next."""
-        cycle = self.cycle
-        whole = not self._began and cycle is not None and not cycle.more_body
-        answered = cycle is None or (cycle.response_complete and not self.pipeline)
-        if not whole or answered or self.scope["http_version"] != "1.1":
+        if self._arriving or not self._unanswered or self._parser.get_http_version() != "1.1":
             return False
         self._ended = True
         self._look(FIRST_LOOK_S)
@@ -108,32 +172,35 @@ class Connection(HttpToolsProtocol):
 
     def _look(self, again_s: float) -> None:
         """Sends what clients ignore until there is an answer to send."""
-        if self.transport.is_closing() or self.pipeline or self.cycle.response_started:
+        if self._transport.is_closing() or self._unanswered != 1 or self.answering:
             return
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(again_s, self._look, LOOK_S)
+        self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._loop.call_later(again_s, self._look, LOOK_S)
 
     def on_message_begin(self) -> None:
-        self._began, self._in_headers, self._header_bytes = True, True, 0
-        super().on_message_begin()
+        """The parser's, as are the next two."""
+        self._arriving, self._in_headers, self._header_bytes = True, True, 0
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        super().on_headers_complete()
+        self._unanswered += 1
 
     def on_message_complete(self) -> None:
-        self._began = False
-        super().on_message_complete()
+        self._arriving = False
+        self._whole += 1
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
+    def answered(self) -> None:
+        """The oldest request has been."""
+        self.answering = False
+        self._unanswered -= 1
+        self._whole -= 1  # -1: its body is still arriving
         if self._ended:
-            if self.cycle.response_complete:
-                self.transport.close()
-            else:  # it sent several requests, of which another one is answered now
+            if self._unanswered:  # it sent several requests, of which another one is answered now
                 self._look(LOOK_S)
-        if not self.transport.is_closing() and not self.pipeline:
-            self.waiting.setdefault(self)
+            else:
+                self._transport.close()
+        if not self._transport.is_closing() and not self._unanswered:
+            self._process.waiting.setdefault(self)
 
     def shutdown(self) -> None:
         """The server ends. A request that has not arrived is not waited for."""
@@ -145,41 +212,42 @@ class Connection(HttpToolsProtocol):
     def drop(self) -> None:
         """Closes it at once; another one takes its place."""
         self._stop_waiting()
-        self.connections.discard(self)
-        self.transport.abort()
+        self._process.open.pop(self, None)
+        self._transport.abort()
 
     def _make_room(self) -> None:
-        while len(self.connections) > self.limits.connections and self.waiting:
-            next(iter(self.waiting)).drop()
+        process = self._process
+        while len(process.open) > process.limits.connections and process.waiting:
+            next(iter(process.waiting)).drop()
 
     def _start_clock(self) -> None:
-        if self._deadline is None and self.limits.receive_s:
-            self._deadline = self.loop.call_later(self.limits.receive_s, self._late)
+        if self._deadline is None and self._process.limits.receive_s:
+            self._deadline = self._loop.call_later(self._process.limits.receive_s, self._late)
 
     def _stop_waiting(self) -> None:
-        self.waiting.pop(self, None)
+        self._process.waiting.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _late(self) -> None:
         self._deadline = None
-        if self.transport.is_closing():
+        if self._transport.is_closing():
             return
-        cycle = self.cycle
-        if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
+        if self._whole > 0:
             self._start_clock()  # what came behind a request that is being answered is not read meanwhile
-        elif self._began and (cycle is None or cycle.response_complete or not cycle.response_started):
-            self._refuse(408, f"the request had not arrived after {self.limits.receive_s:g} s")
+        elif self._arriving and not self.answering:
+            receive_s = self._process.limits.receive_s
+            self._refuse(408, f"the request had not arrived after {receive_s:g} s")
         else:
             self.drop()
 
     def _refuse(self, status: int, message: str) -> None:
-        self.count_error(status)
+        self._process.count_error(status)
         body = msgspec.json.encode(ApiError(message, status).body)
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
         lines += [f"content-length: {len(body)}", f"x-request-id: {new_id().decode()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self._transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()
-        self.transport.close()
+        self._transport.close()

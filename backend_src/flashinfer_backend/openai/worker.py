@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib import util as importlib_util
 from pathlib import Path
 
@@ -107,17 +106,11 @@ async def _run(options: WorkerOptions) -> int:
     import uvicorn
 
     from flashinfer_backend.openai.app import Access, make_app
-    from flashinfer_backend.openai.connection import ConnectionLimits, limited
+    from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
     from flashinfer_backend.openai.door import Door, Model
     from flashinfer_backend.openai.link import EngineLink
     from flashinfer_backend.openai.metrics import Metrics
     from flashinfer_backend.serving.engines import Engines
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """They are captured already, and the process does not die by them once it has drained."""
-            yield
 
     config = options.engine
     folder = resolve_model_dir(config.model_dir)
@@ -140,10 +133,11 @@ async def _run(options: WorkerOptions) -> int:
         return NO_MODEL
     app = make_app(door, Access(options.keys, options.max_body_bytes))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
-    server = Server(
-        uvicorn.Config(
+    server = uvicorn.Server(
+        limited_config(
             app,
-            http=limited(limits, door.metrics.error),
+            limits,
+            door.metrics.error,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -153,8 +147,13 @@ async def _run(options: WorkerOptions) -> int:
             timeout_graceful_shutdown=options.drain_s,
         )
     )
+
+    def end(*_: object) -> None:
+        """uvicorn has handlers of its own while it serves, and raises their signals again at its end."""
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.handle_exit)
+        signal.signal(number, end)
     engines = Engines(
         Path(options.run_dir),
         config.replicas,
