@@ -22,7 +22,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.launch import keeper as keeping
 from flashinfer_backend.launch.keeper import KeptEngine
 from flashinfer_backend.serving.engines import Engines
-from flashinfer_backend.transport import rundir
+from flashinfer_backend.transport import records, rundir
 from flashinfer_backend.transport.keeper import EngineStartError, Keeper
 from flashinfer_backend.transport.peers import PeerSocket
 from flashinfer_backend.transport.protocol import SOCKET
@@ -234,18 +234,24 @@ def test_engines_that_stay_outlive_the_last_stub_and_end_with_their_owner(run_di
     assert not engine.alive and not run_dir.exists()
 
 
-def test_engines_without_a_stub_end_soon(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub that was killed does not leave. One that comes in time has them go on."""
-    monkeypatch.setattr(keeping, "UNUSED_S", 0.3)
+def test_engines_without_a_stub_end_and_until_then_their_folder_stays_young(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub that was killed does not leave. Cleaners of /tmp remove what nobody has touched for long."""
     monkeypatch.setattr(keeping, "LOOK_S", 0.1)
     monkeypatch.setattr(keeping, "TICK_S", 0.02)
+    monkeypatch.setattr(keeping, "TOUCH_S", 0.2)
     with rundir.locked(run_dir):
         peers = PeerSocket(run_dir)
     engines = keeping.Engines(run_dir, os.getpid(), CONFIG, False, [sys.executable, "-c", ENDLESS])
     read, write = os.pipe()
     thread = threading.Thread(target=engines.run, args=(read,))
     thread.start()
-    thread.join(1.0)
+    wait_for((run_dir / records.ENGINE).exists)
+    kept = [run_dir.parent, run_dir, *run_dir.rglob("*")]
+    for path in kept:
+        os.utime(path, (0, 0))
+    wait_for(lambda: all(path.stat().st_atime and path.stat().st_mtime for path in kept))
     assert thread.is_alive()
     peers.close()
     thread.join(TIMEOUT_S)

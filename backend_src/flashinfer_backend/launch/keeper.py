@@ -3,8 +3,8 @@
 
 Whoever needs the engines first starts it (transport/keeper.py): a stub of the model, with serve or without,
 or the OpenAI API with engines of its own. It starts the engines, passes on what they say, starts those that
-end again, and ends with its owner: serve, tritonserver or the OpenAI API. Without serve it also ends when no
-stub is left. It alone writes the engines' records, from which all others know them.
+end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by tritonserver it also ends
+when no stub is left. It alone writes the engines' records, from which all others know them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from flashinfer_backend.transport.restarts import Restarts
 
 TICK_S = 0.1
 LOOK_S = 1.0  # between two looks at the stubs
-UNUSED_S = 10.0  # how long engines whose stubs have all gone wait for another
 TOUCH_S = 6 * 3600
 LOG_TAIL_LINES = 20
 
@@ -167,30 +166,27 @@ class Engines:
             stall_s = config.start_stall_minutes * 60.0
             self._engines.append(KeptEngine(name, folder, line, shown, stall_s))
         self._servers = {owner}  # pids of tritonservers whose stubs have been here
-        self._used_at = self._touched_at = time.monotonic()
+        self._touched_at = time.monotonic()
         self._look_at = 0.0
 
     def run(self, ending: int) -> None:
-        """Until the owner has ended, `ending` can be read, or no stub has been there for UNUSED_S."""
+        """Until the owner has ended, `ending` can be read, or no stub is left."""
         poller = select.poll()
         poller.register(ending, select.POLLIN)
-        self._wanted()
-        try:
+        self._look_at_stubs()
+        with contextlib.suppress(ProcessLookupError):  # a stub that the owner left behind has started this
             poller.register(os.pidfd_open(self._owner), select.POLLIN)
-        except ProcessLookupError:  # a stub that it left behind has started this process
-            self.end()
-            return
-        while True:
-            for engine in self._engines:
-                engine.look()
-            if poller.poll(1000 * TICK_S):
-                self.end()
-                return
-            if not self._wanted():
-                with rundir.locked(self._run_dir):  # no stub comes meanwhile
-                    if not living_stubs(self._run_dir):
-                        self.end()
-                        return
+            wait_ms = 0.0  # the first engines are due at once
+            while not poller.poll(wait_ms):
+                wait_ms = 1000 * TICK_S
+                for engine in self._engines:
+                    engine.look()
+                if time.monotonic() > self._look_at and not self._look_at_stubs():
+                    with rundir.locked(self._run_dir):  # no stub comes meanwhile
+                        if not living_stubs(self._run_dir):
+                            self.end()
+                            return
+        self.end()
 
     def end(self) -> None:
         """Ends the engines, and what a server that has gone leaves behind."""
@@ -201,20 +197,16 @@ class Engines:
         for folder in reversed(self._folders):  # the model's own, with the lock, at last
             rundir.remove(folder)
 
-    def _wanted(self) -> bool:
-        """Whether a stub is there, or was a short time ago. Also looks after the run directories."""
+    def _look_at_stubs(self) -> bool:
+        """Whether there is one, or need not be. Also keeps the run directories young."""
         now = time.monotonic()
-        if now < self._look_at:
-            return True
         self._look_at = now + LOOK_S
         stubs = living_stubs(self._run_dir)
         self._servers.update(int(stub.server) for pid in stubs if (stub := find_stub(pid)) is not None)
-        if stubs or self._stays:
-            self._used_at = now
         if now > self._touched_at + TOUCH_S:
             self._touched_at = now
             self._touch()
-        return now < self._used_at + UNUSED_S
+        return bool(stubs) or self._stays
 
     def _touch(self) -> None:
         """Without XDG_RUNTIME_DIR the run directories are in /tmp, of which systemd removes what nobody has
