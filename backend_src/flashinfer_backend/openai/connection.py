@@ -2,8 +2,8 @@
 """Limits of connections that uvicorn has none for: how long a request may take to arrive, how long its
 headers may be, and how many connections there are.
 
-They stand around uvicorn: in front of its protocol, which is an asyncio.Protocol like any other, and around
-the application. Which requests have arrived is read by a parser of their own.
+They stand around uvicorn: in front of its protocol, in whose place they are in the set of connections that
+uvicorn ends, and around the application. Which requests have arrived is read by a parser of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def limited_config(
     uvicorn.Config."""
     config = uvicorn.Config(_Answers(app), http="httptools", interface="asgi3", **options)
     config.load()
-    process = _Process(limits, count_error, config.http_protocol_class, {}, {})
+    process = _Process(limits, count_error, config.http_protocol_class, {})
 
     class Limited(Connection):
         def __init__(self, **named: Any) -> None:
@@ -68,7 +68,6 @@ class _Process:
     limits: ConnectionLimits
     count_error: Callable[[int], None]
     protocol: Callable[..., Any]
-    open: dict[Connection, None]
     waiting: dict[Connection, None]
 
 
@@ -105,6 +104,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, process: _Process, named: dict[str, Any]) -> None:
         """named: what uvicorn gives its protocol."""
         self._process, self._inner = process, process.protocol(**named)
+        self._open = named["server_state"].connections  # all of this process
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
@@ -117,9 +117,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, process = transport, self._process
-        process.open[self] = None
         self._inner.connection_made(transport)
-        over = len(process.open) - process.limits.connections
+        self._open.discard(self._inner)
+        self._open.add(self)
+        over = len(self._open) - process.limits.connections
         if over > len(process.waiting):
             most = process.limits.connections
             self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
@@ -131,7 +132,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._process.open.pop(self, None)
+        self._open.discard(self)
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -203,21 +204,20 @@ class Connection(asyncio.Protocol):
             self._process.waiting.setdefault(self)
 
     def shutdown(self) -> None:
-        """The server ends. A request that has not arrived is not waited for."""
-        cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_started:
+        """uvicorn's word that the server ends. A request that has not arrived is not waited for."""
+        if self._unanswered and self._whole <= 0 and not self.answering:
             self._refuse(503, "the server is shutting down, and the request had not arrived")
-        super().shutdown()
+        self._inner.shutdown()
 
     def drop(self) -> None:
         """Closes it at once; another one takes its place."""
         self._stop_waiting()
-        self._process.open.pop(self, None)
+        self._open.discard(self)
         self._transport.abort()
 
     def _make_room(self) -> None:
         process = self._process
-        while len(process.open) > process.limits.connections and process.waiting:
+        while len(self._open) > process.limits.connections and process.waiting:
             next(iter(process.waiting)).drop()
 
     def _start_clock(self) -> None:
