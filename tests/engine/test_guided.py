@@ -291,7 +291,7 @@ def test_a_guide_that_runs_dry_fails_its_request_alone(tmp_path, monkeypatch):
     tokens = [b"<end>", b"<1>", b"a", b"b", *[b"<pad>"] * 252]
     vocabulary = Vocabulary(tokens, [0, 1, *range(4, 256)], 0)
     made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
-    monkeypatch.setattr("flashinfer_backend.structured.compiler.make_tokenizer", lambda *_: made)
+    monkeypatch.setattr(GrammarCompiler, "load", lambda *_: made)
     core = start_core(make_checkpoint("llama", tmp_path / "model"))
     with serve(core, tmp_path / "run") as client:
         dry = client.submit([5], guided("regex", "abc", end_id=0))

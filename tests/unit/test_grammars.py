@@ -16,14 +16,15 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.structured.compiler import (
     HEAD,
     GrammarCompiler,
+    TokenTexts,
     Vocabulary,
-    make_tokenizer,
     token_bytes,
 )
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
@@ -502,16 +503,17 @@ def test_forced_tokens_spell_the_only_text(compiler):
 
 
 def test_tokens_are_bytes_of_text():
-    byte_level = token_bytes({"decoder": {"type": "ByteLevel"}})
-    assert byte_level("Ġaé") == b" a\xe9" and byte_level("Ċ") == b"\n"
-    pieces = token_bytes({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}})
-    assert pieces("▁ran") == b" ran" and pieces("<0xE9>") == b"\xe9"
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    assert token_bytes(backend)("Ġaé") == b" a\xe9" and token_bytes(backend)("Ċ") == b"\n"
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    assert token_bytes(backend)("▁ran") == b" ran" and token_bytes(backend)("<0xE9>") == b"\xe9"
 
 
 def test_special_tokens_are_no_text_unless_asked_for():
     folder = resolve_model_dir("bundled")
     for as_text, expected in (((), False), (None, True)):
-        made = make_tokenizer(folder, 2048, as_text)
+        made = TokenTexts(folder, 2048).tokenizer(as_text)
         grammar = Grammar(llguidance.LLMatcher(made, "start: /[a-z_<>|]+/"), made, -1, 2048)
         assert bool(grammar.matcher.validate_tokens([2])) == expected
 

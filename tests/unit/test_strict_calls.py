@@ -21,7 +21,7 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.choice import make_reader
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Reader
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
-from flashinfer_backend.structured.compiler import GrammarCompiler
+from flashinfer_backend.structured.compiler import GrammarCompiler, TokenTexts
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
@@ -324,6 +324,19 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
     assert not whole(f"{call} done") and not whole(answers[0] + call)
     with pytest.raises(GrammarError, match="response_format: "):
         compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'), 0)
+
+
+def test_no_request_waits_for_a_vocabulary(
+    folder: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(str(folder), tokenizer.vocab_size)
+    compiler.load_all()
+    monkeypatch.delattr(TokenTexts, "tokenizer")
+    for name in CALLS:
+        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False), 0)
+    for name in CALLS_OR_JSON:
+        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), 0)
+    compiler.compile("json", "", 0)
 
 
 @pytest.mark.parametrize("name", CALLS_OR_JSON)

@@ -33,14 +33,12 @@ from flashinfer_backend.openai.formats.qwen_xml import (
 )
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
+from flashinfer_backend.structured.compiler import LLAMA_MARKS, MISTRAL_MARKS
 from flashinfer_backend.structured.regex import escaped
 
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
-_MARKS: dict[str, tuple[str, ...] | None] = {  # special tokens of calls
-    "mistral": (MistralReader.mark, *MistralReader.parts[:2]),
-    "llama3_json": (Llama3Reader.mark,),
-}
+_MARKS = {"mistral": MISTRAL_MARKS, "llama3_json": LLAMA_MARKS}  # special tokens of calls
 # Keywords of a function's parameters, beside those that are said with a tag for each property.
 _NOT_IN_XML = (
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
@@ -74,7 +72,7 @@ def calls_guide(
     if content is not None:
         schemas[CONTENT] = msgspec.json.decode(content)
     # Which special tokens are text. With all of them, JSON of the content could hold what ends a sequence.
-    special = _MARKS.get(tool_format, ())
+    special: tuple[str, ...] | None = _MARKS.get(tool_format, ())
     if content is None and tool_format in WITH_SPECIAL_TOKENS:
         special = None
     lark = "\n".join(['%llguidance {"no_forcing": true}', f"start: {answer}", *grammar.lines])
@@ -91,6 +89,7 @@ class _Grammar:
         self.schemas: list[Any] = []
         self._functions = functions
         self._names: dict[str, str] = {}  # of terminals, by their definitions
+        self._rules: dict[bytes, str] = {}  # by their schemas
         # What must not begin an answer's first text.
         self._not_first = rf"~/\s*{escaped(opening)}(?s:.*)/" if opening else ""
 
@@ -134,8 +133,13 @@ class _Grammar:
         return self._terminal(" & ".join(["/(?s:.*)/", *limits]))
 
     def _json(self, schema: Any) -> str:
-        self.schemas.append(schema)
-        return f"%json {len(self.schemas) - 1}"
+        """A rule, so that the library makes each schema once."""
+        key = msgspec.json.encode(schema)
+        if key not in self._rules:
+            self._rules[key] = f"j{len(self.schemas)}"
+            self.lines.append(f"{self._rules[key]}: %json {len(self.schemas)}")
+            self.schemas.append(schema)
+        return self._rules[key]
 
     def _json_of(self, function: str) -> str:
         return self._json({"function": function, "at": "#"})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,31 @@ HEAD = '%llguidance {"no_forcing": true}\n'
 SCHEMA_PLACE = re.compile(r"%json (\d+)")
 
 
+# Special tokens that are text for some grammars: none, all of them (None), or those of calls where the answer
+# can be JSON instead.
+MISTRAL_MARKS, LLAMA_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ("<|python_tag|>",)
+HARMONY_MARK = "<|channel|>"
+
+
 class GrammarCompiler:
     """llguidance with the checkpoint's tokenizer. Any thread may use it."""
 
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._loading = threading.Lock()
+        self._texts: TokenTexts | None = None
         self._tokenizers: dict[str, Any] = {}  # llguidance.LLTokenizer, by which special tokens are text
 
     def load(self, special_as_text: Collection[str] | None = ()) -> Any:
-        """The llguidance.LLTokenizer; a large vocabulary takes a second. special_as_text: the special tokens
-        that count as their text, None for all of them."""
+        """The llguidance.LLTokenizer; a large vocabulary takes a second, further views of it less.
+        special_as_text: the special tokens that count as their text, None for all of them."""
         with self._loading:
             key = json.dumps(special_as_text)
             if key not in self._tokenizers:
                 try:
-                    folder = resolve_model_dir(self._model_dir)
-                    self._tokenizers[key] = make_tokenizer(folder, self._vocab_size, special_as_text)
+                    if self._texts is None:
+                        self._texts = TokenTexts(resolve_model_dir(self._model_dir), self._vocab_size)
+                    self._tokenizers[key] = self._texts.tokenizer(special_as_text)
                 except ImportError as error:
                     raise GrammarError(
                         f"guided decoding needs the package llguidance ({error}); install it, or set"
@@ -65,6 +73,16 @@ class GrammarCompiler:
                         f"guided decoding needs the checkpoint's tokenizer: {error}"
                     ) from error
             return self._tokenizers[key]
+
+    def load_all(self) -> None:
+        """Load what grammars of any kind can need, so that no request waits for it."""
+        self.load()
+        special = self._texts.special if self._texts is not None else {}
+        marks = [marks for marks in (MISTRAL_MARKS, LLAMA_MARKS) if marks[0] in special]
+        if marks or HARMONY_MARK in special:
+            self.load(None)
+        for each in marks:
+            self.load(each)
 
     def compile(self, grammar_type: str, text: str, end_id: int) -> Grammar:
         """A Grammar in its first state; or GrammarError, which says what is wrong. end_id: Grammar's."""
@@ -173,42 +191,48 @@ class Vocabulary:
         return []
 
 
-def make_tokenizer(folder: Path, vocab_size: int, special_as_text: Collection[str] | None = ()) -> Any:
-    """llguidance.LLTokenizer of a checkpoint folder, for logits of vocab_size tokens. special_as_text: as of
-    GrammarCompiler.load. Raises OSError or ValueError."""
-    import llguidance
+class TokenTexts:
+    """The bytes of each token of a checkpoint folder's tokenizer, for logits of vocab_size tokens; `special`:
+    its special tokens by their texts. Raises OSError or ValueError."""
 
-    tokenizer = TextTokenizer(folder)
-    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
-    added = tokenizer.backend.get_added_tokens_decoder()
-    to_bytes = token_bytes(json.loads(tokenizer.backend.to_str()))
-    # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
-    tokens, special = [b""] * vocab_size, set(range(vocab_size))
-    for text, i in vocabulary.items():
-        if i < vocab_size:
-            entry = added.get(i)
-            tokens[i] = text.encode() if entry is not None else to_bytes(text)
-            if entry is None or not entry.special or special_as_text is None or text in special_as_text:
-                special.discard(i)
-    end = tokenizer.eos_id
-    if end is None or end >= vocab_size:
-        end = next(iter(special), vocab_size)  # stands for the end in masks alone
-        if end == vocab_size:
-            tokens.append(b"")
-    special |= {i for i, token in enumerate(tokens) if not token} | {end}
-    for i in special:
-        tokens[i] = tokens[i] or b"<%d>" % i
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(Vocabulary(tokens, sorted(special), end)), n_vocab=len(tokens)
-    )
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        tokenizer = TextTokenizer(folder)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        to_bytes = token_bytes(tokenizer.backend)
+        self.special: dict[str, int] = {}
+        # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
+        self._tokens, self._end = [b""] * vocab_size, tokenizer.eos_id
+        for text, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+            if i < vocab_size:
+                entry = added.get(i)
+                self._tokens[i] = to_bytes(text) if entry is None else text.encode()
+                if entry is not None and entry.special:
+                    self.special[text] = i
+
+    def tokenizer(self, special_as_text: Collection[str] | None = ()) -> Any:
+        """An llguidance.LLTokenizer. special_as_text: as of GrammarCompiler.load."""
+        import llguidance
+
+        tokens, end = self._tokens.copy(), self._end
+        special = {i for i, token in enumerate(tokens) if not token}
+        if special_as_text is not None:
+            special |= {i for text, i in self.special.items() if text not in special_as_text}
+        if end is None or end >= len(tokens):
+            end = next(iter(special), len(tokens))  # stands for the end in masks alone
+            if end == len(tokens):
+                tokens.append(b"")
+        for i in special | {end}:
+            tokens[i] = tokens[i] or b"<%d>" % i
+        vocabulary = Vocabulary(tokens, sorted(special | {end}), end)
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=len(tokens))
 
 
-def token_bytes(tokenizer: dict[str, Any]) -> Any:
-    """What a token of tokenizer.json stands for: text -> bytes."""
-    decoder = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-    if '"ByteLevel"' in decoder:
+def token_bytes(backend: Any) -> Callable[[str], bytes]:
+    """What a token of a tokenizers.Tokenizer stands for."""
+    parts = [part.__getstate__() for part in (backend.decoder, backend.pre_tokenizer) if part is not None]
+    if any(b'"ByteLevel"' in part for part in parts):
         table = _byte_level()
-        return lambda text: b"".join(table.get(c, c.encode()) for c in text)
+        return lambda text: b"".join([table[c] if c in table else c.encode() for c in text])
 
     def sentence_piece(text: str) -> bytes:
         found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from flashinfer_backend.core.deadlines import Deadlines
 from flashinfer_backend.core.paths import resolve_model_dir
@@ -21,7 +20,6 @@ from flashinfer_backend.structured.grammar import Grammar, GrammarError
 
 log = logging.getLogger(__name__)
 MOST_THREADS = 8
-CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|channel|>")  # special tokens that begin calls
 
 
 @dataclass(eq=False)
@@ -46,9 +44,8 @@ class GrammarPreparation:
         self._waiting: dict[int, _Waiting] = {}  # by handle, in order of arrival
         self._done: deque[_Waiting] = deque()  # some may not be wanted any more
         self._deadlines = Deadlines()
-        vocabulary = resolve_model_dir(model_dir) / "tokenizer.json"
-        if enabled and vocabulary.is_file():  # so that the first request waits for nothing
-            self._threads.submit(self._load, vocabulary)
+        if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
+            self._threads.submit(self._load)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -106,9 +103,6 @@ class GrammarPreparation:
             else:
                 yield request, None
 
-    def _load(self, vocabulary: Path) -> None:
+    def _load(self) -> None:
         with contextlib.suppress(GrammarError):  # guided requests hear of it
-            self._compiler.load()
-            text = vocabulary.read_text(encoding="utf-8", errors="replace")
-            if any(mark in text for mark in CALL_MARKS):  # which their grammars have as text
-                self._compiler.load(None)
+            self._compiler.load_all()
