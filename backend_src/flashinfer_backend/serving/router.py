@@ -25,7 +25,7 @@ from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
 
 # The cost of one more open sequence in an engine for a request there, in prompt tokens. On an H200 with
 # Llama-3.1-8B in bfloat16 a token takes 4.05 ms alone and 5.47 ms with 63 other sequences (rows a and b of
-# perf_configs/results/2026-11-21-h200.md), so each of these adds 4.5 ms to an answer of 200 tokens. The
+# perf_configs/results/2026-11-21-h200.json), so each of these adds 4.5 ms to an answer of 200 tokens. The
 # prefill of 2048 tokens takes 42.3 ms, so that of 218 tokens takes as long.
 TOKENS_PER_SEQUENCE = 256
 # An engine without a report for this long, and for this many report periods, hangs or is stopped. It gets no
