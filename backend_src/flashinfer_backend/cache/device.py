@@ -46,8 +46,8 @@ class KVCacheFormat:
 
 @dataclass
 class KVCache:
-    """layers: (K, V) of each layer, [blocks, block_size, num_kv_heads, head_dim], contiguous. Block 0 is
-    nobody's: padded rows of CUDA graphs write to it and read it."""
+    """layers: (K, V) of each layer, [blocks, block_size, num_kv_heads, head_dim], contiguous. Block 0
+    belongs to no sequence: padded rows of CUDA graphs write to it and read it."""
 
     format: KVCacheFormat
     layers: list[tuple[Tensor, Tensor]]

@@ -14,19 +14,19 @@ from flashinfer_backend.core.values import INT32_MAX, Kind, Values
 
 AUTO = "auto"
 LONGEST_AUTO_SEQ_LEN = 32768  # tokens
-# Of max_queue_size "auto". Four times the slots: whoever is last waits as long as four full batches take. The
-# least is for benchmarks, which send some thousand requests at once to however few slots.
+# Of max_queue_size "auto". Four times the slots: the last one waits as long as four full batches take. The
+# least is for benchmarks, which send thousands of requests at once to few slots.
 QUEUED_PER_SLOT = 4
 LEAST_AUTO_QUEUE = 4096
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of EngineConfig means, and what it may be beside what its type says.
+    """The meaning of a field of EngineConfig, and constraints beyond its type.
 
-    low, high: bounds, both included, of a number or of each of a list. words: texts accepted beside. Among
-    them "auto" stands for the default, so that this may lie outside the bounds; the first is the one that
-    build.py takes where the field has no default.
+    low, high: bounds, both included, of a number or of each of a list. words: further accepted texts.
+    "auto" stands for the default, which can then lie outside the bounds; build.py takes the first word if
+    the field has no default.
     """
 
     meaning: str
@@ -386,7 +386,7 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
 
 
 def device_contradictions(config: EngineConfig) -> list[str]:
-    """What is wrong with gpu_device_ids beside replicas and device, each with what would be right."""
+    """Contradictions of gpu_device_ids with replicas and device, each with what would be right."""
     groups, each = config.gpu_device_ids, gpus_per_engine(config)
     if isinstance(groups, str):
         return []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Place:
-    """`size`: bytes. `priority`: who waits with a smaller number goes first, then who came first. `start` is
+    """`size`: bytes. `priority`: smaller numbers come first, equal ones in order of arrival. `start` is
     called once there is room, perhaps before `enter` returns."""
 
     size: int
@@ -67,7 +67,7 @@ class Gate:
         self._admit()
 
     def _admit(self) -> None:
-        # Nobody overtakes one who is too large for what is left: else it might wait for ever.
+        # None overtakes one that is too large for the room left: it might wait indefinitely.
         while self._waiting and (not self.held or self.held + self._waiting[0].size <= self._most):
             place = self._waiting.pop(0)
             place.waiting, place.inside = False, True

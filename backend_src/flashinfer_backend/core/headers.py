@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headers that serve has tritonserver hand to the models as parameters, so that they can tell which answers
-it will write as JSON. No parameter says so by itself.
+it will write as JSON. No other parameter says so.
 
 HTTP generate forwards no headers, so what has neither of these is JSON. A client can pretend, by a parameter
 of that name: what is made of this only keeps clients from harm that they do not intend.
@@ -9,7 +9,7 @@ of that name: what is made of this only keeps clients from harm that they do not
 from __future__ import annotations
 
 GRPC = "user-agent"  # every gRPC library sends it
-BINARY = "inference-header-content-length"  # HTTP infer with binary inputs, whose outputs are binary, too
+BINARY = "inference-header-content-length"  # HTTP infer with binary inputs, whose outputs are also binary
 FORWARDED = {
     "--grpc-header-forward-pattern": f"^{GRPC}$",
     "--http-header-forward-pattern": f"(?i)^{BINARY}$",
@@ -17,8 +17,8 @@ FORWARDED = {
 
 
 def forwarding(server_args: list[str]) -> list[str]:
-    """Arguments for tritonserver that have it forward these headers, beside what `server_args` have it
-    forward. They go after those, since the last one of a name counts."""
+    """Arguments for tritonserver that have it forward these headers in addition to those of
+    `server_args`. They go after those, since the last one of a name counts."""
     args = []
     for option, pattern in FORWARDED.items():
         for number, arg in enumerate(server_args):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a process that has to go on where nobody reads them any more, or their disk is full."""
+"""Log lines of a process that must go on when its output is closed or the disk is full."""
 
 from __future__ import annotations
 

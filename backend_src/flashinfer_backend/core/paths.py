@@ -53,7 +53,7 @@ def unservable(path: Path) -> str | None:
 def server_pid() -> int:
     """In a stub: tritonserver, which starts its stubs itself.
 
-    Raises RuntimeError where that has ended: somebody else is the stub's parent then, who may live for ever.
+    Raises RuntimeError if that has ended: the stub then has another parent, which can live indefinitely.
     """
     parent, words = os.getppid(), processes.stub_words("self")
     if words and words[5] != str(parent):
@@ -95,8 +95,8 @@ def processes_dirs() -> list[Path]:
 
 
 def engine_dir(run_dir: Path, replica: int) -> Path:
-    """Run directory of one of several engines of a model: of the first the model's own (`run_dir`), of
-    another one beside it. No model's name has an @."""
+    """Run directory of one of several engines of a model: of the first the model's (`run_dir`), of
+    others a folder next to it. No model's name has an @."""
     return run_dir.with_name(f"{run_dir.name}@{replica}") if replica else run_dir
 
 

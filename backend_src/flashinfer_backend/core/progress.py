@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0  # between two lines; serve passes on lines only, so there is no bar
 FILE = "progress"
-_file: Path | None = None  # where this process notes that it has come further
+_file: Path | None = None  # where this process notes its progress
 
 
 def note_in(folder: Path) -> None:

@@ -29,9 +29,9 @@ class Request:
     params: SamplingParams
     max_new: int  # max_tokens, or less where max_seq_len leaves less
     share_prompt_with: int = 0
-    priority: int = 0  # who waits with a smaller number goes first
+    priority: int = 0  # smaller numbers come first
     place: int | None = None  # of RequestQueue.reserve, for a request that is queued later than it comes
-    deadline_ns: int = 0  # of time.monotonic_ns(): it may not wait any longer for its slot; 0: for ever
+    deadline_ns: int = 0  # of time.monotonic_ns(): the latest time for its slot; 0: no limit
     slot: int = -1
     generated: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # kept over preemption
     block_keys: list[bytes] = field(default_factory=list)

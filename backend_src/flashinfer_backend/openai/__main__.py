@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         type=count,
         metavar="N",
         default=RESTARTS,
-        help="give up after a process was replaced so many times in a row and none lived for a minute;"
+        help="give up after N restarts of a process in a row of which none lived for a minute;"
         " 0: never (default: %(default)s)",
     )
     parser.add_argument(
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         type=whole_seconds,
         metavar="S",
         default=STALLED_S,
-        help="cut a client that has read nothing of its answer for so many seconds; 0: never"
+        help="cut a client that has read nothing of its answer for S seconds; 0: never"
         " (default: %(default)s)",
     )
     options = parser.parse_args(argv)

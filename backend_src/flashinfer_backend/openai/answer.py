@@ -107,7 +107,7 @@ class LogProb(msgspec.Struct):
 
 
 def token_log_probs(chunk: Chunk, decoder: DeltaDecoder, top: int) -> list[LogProb]:
-    """Of each token of a chunk, with so many of the likeliest beside it."""
+    """Log probabilities of each token of a chunk, with its `top` likeliest alternatives."""
     result = []
     for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
         assert report.log_prob is not None
@@ -119,7 +119,7 @@ def token_log_probs(chunk: Chunk, decoder: DeltaDecoder, top: int) -> list[LogPr
 
 
 def log_prob_of(token: int, value: float, decoder: DeltaDecoder) -> LogProb:
-    """A token by itself. JSON has no infinity: -9999 stands for it, as in other servers."""
+    """One token. JSON has no infinity: -9999 stands for it, as in other servers."""
     data = decoder.piece(token)
     return LogProb(data.decode(errors="replace"), list(data), max(value, -9999.0))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the API itself, whoever starts the engine: `python -m flashinfer_backend.openai` takes them
+"""Arguments of the API, independent of the engine's start: `python -m flashinfer_backend.openai` takes them
 under these names, flashinfer_backend.serve with a prefix."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "api-key-file": {
         "metavar": "FILE",
         "type": Path,
-        "help": f"keys of clients, one on each line; the variable {KEYS_VARIABLE} may hold keys, too,"
+        "help": f"keys of clients, one on each line; the variable {KEYS_VARIABLE} can also hold keys,"
         " with commas between (default: no key is needed)",
     },
     "chat-template": {
@@ -59,8 +59,7 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "default-sampling": {
         "choices": ("checkpoint", "openai"),
         "default": "checkpoint",
-        "help": "where a request is silent: what generation_config.json recommends (default), or OpenAI's"
-        " defaults",
+        "help": "for omitted parameters: values of generation_config.json (default), or OpenAI's defaults",
     },
     "max-request-bytes": {
         "metavar": "BYTES",
@@ -80,14 +79,13 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "type": count,
         "default": LOGITS_ROOM >> 20,
         "help": "MiB of memory of each process for the logits of prompts whose log probabilities are wanted;"
-        f" one prompt may have it all to itself, however large (default: {LOGITS_ROOM >> 20})",
+        f" a larger prompt takes all of it alone (default: {LOGITS_ROOM >> 20})",
     },
     "receive-seconds": {
         "metavar": "S",
         "type": whole_seconds,
         "default": RECEIVE_S,
-        "help": "cut a client whose request is not whole after so many seconds; 0: never (default:"
-        f" {RECEIVE_S})",
+        "help": f"cut a client whose request is not whole after S seconds; 0: never (default: {RECEIVE_S})",
     },
     CONNECTIONS: {
         "metavar": "N",

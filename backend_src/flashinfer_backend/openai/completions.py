@@ -40,7 +40,7 @@ from flashinfer_backend.serving.generation import Chunk
 
 # Log probabilities of a prompt need all of its logits, which come as one message.
 MOST_PROMPT_LOGITS = 1 << 28  # bytes
-# From so many on, log probabilities of an answer are written in a thread, so that streams go on.
+# From this number on, log probabilities of an answer are written in a thread, so that streams go on.
 MANY_LOG_PROBS = 2000
 
 
@@ -181,7 +181,7 @@ class _Reply:
     def _take(self, stream: Stream, chunk: Chunk) -> str:
         self._usage.note(stream, chunk)
         text = take_text(self._door, stream, chunk, self._decoder)
-        if self._request.max_tokens == 0:  # the engine makes at least one, which nobody asked for
+        if self._request.max_tokens == 0:  # the engine makes at least one
             chunk.ids.clear()
             stream.timing.sent = 0
             return ""

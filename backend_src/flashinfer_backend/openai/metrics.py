@@ -33,7 +33,7 @@ ENGINE = {
     "requests_waiting": "Sequences that wait for one",
     "blocks_total": "Blocks of the KV cache",
     "blocks_used": "Blocks that sequences hold",
-    "blocks_cached": "Blocks of the prefix cache that nobody holds",
+    "blocks_cached": "Blocks of the prefix cache that no sequence holds",
     "preemptions": "Sequences that gave their slot back, since the engine started",
     "cancellations": "Sequences that their clients ended, since the engine started",
     "prompt_tokens": "Prompt tokens since the engine started",

@@ -19,7 +19,7 @@ from flashinfer_backend.openai.worker import WorkerOptions
 
 
 def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
-    """The llm model's name and parameters. Raises ValueError for those that nobody would look at."""
+    """The llm model's name and parameters. Raises ValueError for unused ones."""
     name, parameters = read_parameters(file)
     check_parameters(parameters, LLM)
     return name, parameters

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of one engine exchange while they compute a step.
 
-All ranks call the same methods in the same order with tensors of the same shapes; whoever calls one that
-others do not call waits for them. On CUDA the calls only enqueue, and can be captured in graphs.
+All ranks call the same methods in the same order with tensors of the same shapes; a rank that calls one
+waits for the others. On CUDA the calls only enqueue, and can be captured in graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Collectives:
         return partial
 
     def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        """On rank 0: the first `width` of all ranks' columns beside each other, local[R, n] -> [R, width], in
+        """On rank 0: the first `width` of all ranks' columns side by side, local[R, n] -> [R, width], in
         `out` when given. Other ranks get `local` back."""
         return local
 
@@ -152,7 +152,7 @@ def connect(
     """Join the ranks of one engine. rendezvous: a file that all of them name, in a folder that others cannot
     write to. plain_torch: without FlashInfer. Waits until all of them are there."""
     store = dist.FileStore(rendezvous, shard.size)
-    # Weights may take one rank much longer than another. One that ends ends all: nobody waits in vain.
+    # Weights may take one rank much longer than another. A rank that ends ends all ranks, so this wait ends.
     store.set(f"rank {shard.rank}", "ready")
     missing = set(range(shard.size))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of cuBLAS's two interfaces a product takes: each picks kernels by rules of its own.
+"""Which of cuBLAS's two interfaces a product takes: each has its own rules for kernels.
 
 Neither is the better one, so what measured faster on this device decides (core/tuned), for the weights that
 triton_linear.py and gated_linear.py leave to cuBLAS; perf_configs/kernels/bench_cublas.py shows the times.

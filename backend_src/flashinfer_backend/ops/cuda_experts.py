@@ -53,5 +53,5 @@ def product_of(x: Tensor, weight: Weight, tiles: Tiles, tile: ExpertTile, gated:
 
 @device.cached
 def choose(pairs: int, scales: Scales) -> ExpertTile:
-    """The tile for so many pairs an expert on average."""
+    """The tile for an average of `pairs` pairs an expert."""
     return device.active().expert_tile(pairs, scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-SMALLEST_PEAK = 1e-10  # rows of zeros have a scale, too
+SMALLEST_PEAK = 1e-10  # so that rows of zeros have a scale
 BLOCK = 128
 
 
@@ -68,8 +68,7 @@ def cublas_block_scales(scale: Tensor) -> Tensor:
 
 
 def padded(tokens: int) -> int:
-    """The rows of x for so many tokens: what cuBLAS multiplies with scales of groups and blocks is a multiple
-    of 4."""
+    """Rows of x for this number of tokens: cuBLAS needs a multiple of 4 with scales of groups and blocks."""
     return _up(tokens)
 
 

@@ -31,7 +31,7 @@ def spec(dtype: torch.dtype) -> Any:
 
 @device.cached
 def pays(tokens: int, fp8: bool = False) -> bool:
-    """Whether the kernel is the fastest way for so many tokens. fp8: with a weight in e4m3."""
+    """Whether the kernel is the fastest way for this number of tokens. fp8: with a weight in e4m3."""
     numbers = _numbers(fp8)
     return numbers is not None and numbers.fewest_tokens is not None and tokens >= numbers.fewest_tokens
 
@@ -75,7 +75,7 @@ def gated_linear_scaled(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Ten
 
 @device.cached
 def tile_tokens(tokens: int, rows: int, sms: int, fp8: bool = False) -> int:
-    """Tokens of a tile that takes the least time for weight[rows, K] on so many SMs."""
+    """Tokens of the fastest tile for weight[rows, K] on this number of SMs."""
 
     numbers = _numbers(fp8) or device.active().gated_linear
 

@@ -31,7 +31,7 @@ TILES = (
 
 
 def parts_of(group: int) -> int:
-    """Groups of so many columns (0: all of a row) in a block of BLOCK columns; 1 also for larger ones."""
+    """Groups of `group` columns (0: all of a row) in a block of BLOCK columns; 1 for larger ones."""
     return BLOCK // group if 0 < group < BLOCK else 1
 
 

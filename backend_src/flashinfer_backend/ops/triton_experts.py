@@ -184,7 +184,7 @@ class Tiles(NamedTuple):
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:
-    """Tiles of so many tokens that so many pairs can fill or begin."""
+    """The most tiles of `tokens` tokens that `pairs` pairs can fill or begin."""
     return min(pairs, pairs // tokens + experts)
 
 

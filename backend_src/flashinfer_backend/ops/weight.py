@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 class Weight(nn.Module):
     """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `shape`: [N, K]. `data` [N, K] holds its
-    elements (of 4 bits: packed as in ops.int4), `scale`, `zero` and `order` what a format has beside.
+    elements (of 4 bits: packed as in ops.int4), `scale`, `zero` and `order` further tensors of a format.
     `input_scales`: of formats with scales for x, first row of a module -> scale."""
 
     scale: nn.Parameter
@@ -233,7 +233,7 @@ class Fp8Block:
         return tuple(-(-size // fp8.BLOCK) for size in shape)
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
-        # Modules beside each other, and parts of them, begin at whole blocks: Product.check_format.
+        # Stacked modules, and parts of them, begin at whole blocks: Product.check_format.
         data = weight.data[rows]
         first, (blocks, _) = rows.start // fp8.BLOCK, self.scales(data.shape)
         scale = weight.scale[first : first + blocks]

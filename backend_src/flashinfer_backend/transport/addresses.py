@@ -56,8 +56,8 @@ def check_ports(address: Address, ports: dict[str, int]) -> None:
 
 
 def cut_stalled_clients(listener: socket.socket, seconds: int) -> None:
-    """Has the kernel close each connection of a listening socket whose client reads so little for so many
-    seconds that nothing more can be sent to it; 0: never. Connections inherit it when they are accepted."""
+    """Makes the kernel close each connection of a listening socket to which nothing more could be sent for
+    `seconds`, since its client reads too little; 0: never. Connections inherit it when they are accepted."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 

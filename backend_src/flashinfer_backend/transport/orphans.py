@@ -2,10 +2,10 @@
 """Ends the stubs that a killed tritonserver leaves behind, and removes the shared memory of stubs that did
 not remove it.
 
-A stub notices that its server is gone and ends by itself, except where it was just exchanging
-something with the server: then it waits for the answer for ever, some kinds with the interpreter's
-lock held, so that no thread in it can help. One that was just started when its server gave up
-waiting for the models to stop ends, but leaves its memory behind (both seen with tritonserver 2.51).
+A stub notices that its server is gone and ends, unless it was just exchanging something with the server:
+it then waits for the answer indefinitely, some kinds with the interpreter's lock held, so that no thread
+in it can help. A stub that was just started when its server gave up waiting for the models to stop ends,
+but leaves its memory behind (both seen with tritonserver 2.51).
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class Hello(msgspec.Struct, tag="hello"):
 class Submit(msgspec.Struct, tag="submit"):
     """One sequence. `prompt`: int32 little-endian token ids. `share_prompt_with`: handle of the
     first sequence with this prompt in the same request (its own, if it is that one), whose prompt blocks
-    the others reuse; or 0. `priority`: who waits with a smaller number goes first. `timeout_us`: for how long
-    it may wait for its first step, 0: for ever."""
+    the others reuse; or 0. `priority`: smaller numbers come first. `timeout_us`: how long it may wait for its
+    first step, 0: without limit."""
 
     handle: int
     prompt: bytes

@@ -11,13 +11,13 @@ RESTARTS = 0  # by default: of which none lived STABLE_AFTER_S; 0: any number
 
 
 def restart_delay(failures: int) -> float:
-    """Seconds to wait before what has failed so many times in a row is started again: none after the first
-    time, then twice as many each time, up to LONGEST_DELAY_S."""
+    """Seconds to wait before the next start after `failures` failures in a row: none after the first, then
+    twice as many each time, up to LONGEST_DELAY_S."""
     return 0.0 if failures <= 1 else min(0.5 * 2.0 ** min(failures - 2, 30), LONGEST_DELAY_S)
 
 
 class Restarts:
-    """Of one thing that is kept running by whoever asks this."""
+    """Counts the starts of one process that its caller keeps running."""
 
     def __init__(self, most: int = RESTARTS) -> None:
         """most: starts in a row that did not live for STABLE_AFTER_S; 0: any number."""

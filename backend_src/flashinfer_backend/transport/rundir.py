@@ -42,7 +42,7 @@ def claim(run_dir: Path) -> None:
     try:
         _make(user_dir)
     except OSError as error:
-        # Never FileNotFoundError: nobody removes the folder above, and `locked` would try for ever.
+        # Never FileNotFoundError, on which `locked` would try again without end.
         raise OSError(
             f"{user_dir} cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to another folder"
         ) from None
@@ -62,8 +62,8 @@ def claim(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _own_folder(path: Path) -> Iterator[int | None]:
-    """Opens a folder of this user; None where it is anything else. In /tmp everybody can make links and
-    folders, and nobody can replace those of others. Raises FileNotFoundError where there is nothing, as when
+    """Opens a folder of this user; None where it is anything else. In /tmp all users can make links and
+    folders, and none can replace those of others. Raises FileNotFoundError where there is nothing, as when
     another server has just removed it: `locked` tries again."""
     try:
         found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -97,7 +97,7 @@ class _Server(ThreadingHTTPServer):
 def stand_in(
     address: Address, port: int, answer: Answer = triton_answer, listener: socket.socket | None = None
 ) -> Iterator[None]:
-    """Answers until the block is left. Where the port cannot be had, nobody answers. listener: a socket that
+    """Answers until the block is left; not at all if the port is taken. listener: a socket that
     listens there already."""
     try:
         server = _Server(address, port, answer, listener)
