@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -16,6 +17,27 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [1.0 + index for index in range(8)],
+}
+PLAIN_IDS = {"pad_token_id": 0}
+GEMMA3 = {
+    **PLAIN_IDS,
+    "head_dim": 32,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": False,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
 }
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
@@ -36,6 +58,41 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
         {},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}, {}),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}, {}),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 16, "sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"]},
+        {},
+    ),
+    "internlm3": ("InternLM3", {"head_dim": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, {}),
+    "arcee": ("Arcee", {"rope_scaling": YARN_ROPE}, {}),
+    "phi3": ("Phi3", PLAIN_IDS, {}),
+    "phi3-long": (
+        "Phi3",
+        {
+            **PLAIN_IDS,
+            "rope_scaling": LONG_ROPE,
+            "original_max_position_embeddings": 64,
+            "sliding_window": 40,
+        },
+        {},
+    ),
+    "granite": ("Granite", MULTIPLIERS, {}),
+    "helium": ("Helium", {"head_dim": 16, **PLAIN_IDS}, {}),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": False}, {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], **PLAIN_IDS}, {}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}},
+        {},
+    ),
+    "olmo2": ("Olmo2", PLAIN_IDS, {}),
+    "olmo3": ("Olmo3", {**PLAIN_IDS, "sliding_window": 21, "num_hidden_layers": 4}, {}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}),
+    "exaone4-windows": ("Exaone4", {"sliding_window": 21, "num_hidden_layers": 4}, {}),
+    "glm4": ("Glm4", {"head_dim": 32, **PLAIN_IDS}, {}),
+    "gemma3": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 4.0}, {}),
+    "gemma2-capped": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
     "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
@@ -58,11 +115,12 @@ SIZES = {
 def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """A float32 transformers model of a kind named in KINDS; overrides are options of its config."""
     architecture, options, _ = KINDS[kind]
-    config_class = getattr(transformers, f"{architecture}Config")
-    model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    suffix = "TextConfig" if architecture == "Gemma3" else "Config"
+    config_class = getattr(transformers, f"{architecture}{suffix}")
+    make = getattr(transformers, f"{architecture}ForCausalLM", transformers.AutoModelForCausalLM.from_config)
     sizes = SIZES | options | overrides
     torch.manual_seed(seed)
-    model = model_class(config_class(**sizes)).eval()
+    model = make(config_class(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # transformers starts these at 1 and biases at 0, which would hide mistakes
@@ -75,5 +133,9 @@ def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrained
 def make_checkpoint(kind: str, path: str | Path, seed: int = 0, **overrides) -> Path:
     """Write a checkpoint of a kind named in KINDS to the folder path and return it."""
     path = Path(path)
-    make_model(kind, seed, **overrides).save_pretrained(path, **KINDS[kind][2])
+    architecture, _, options = KINDS[kind]
+    make_model(kind, seed, **overrides).save_pretrained(path, **options)
+    config = path / "config.json"
+    written = json.loads(config.read_text()) | {"architectures": [f"{architecture}ForCausalLM"]}
+    config.write_text(json.dumps(written))
     return path

@@ -58,6 +58,9 @@ LLAMA31 = {
 }
 
 
+FACTORS = [1.0 + index / 10 for index in range(64)]
+
+
 def parse(path: Path, generation: dict | None = None, **changes) -> ModelSpec:
     raw = {key: value for key, value in (LLAMA31 | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(raw))
@@ -93,9 +96,21 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
             "architecture GPT2LMHeadModel is not supported; supported: Llama",
         ),
         ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "supported: default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "proportional"}},
+            "'proportional' is not supported; .* yarn",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, 'rope_scaling.factor is "4"'),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}},
+            "factor is -4.0; it should be a number",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is null; it should be a list of 64"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "speed": 1}}, "rope_scaling has speed, which"),
+        (
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "factor 0.5 is not",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
         ({"rope_theta": 0}, "rope_theta is 0; it should be greater than 0"),
         (
@@ -186,6 +201,18 @@ def test_keys_that_change_nothing_are_accepted(tmp_path):
         {"rope_type": "linear", "factor": 4.0},
         LLAMA31["rope_scaling"],
         LLAMA31["rope_scaling"] | {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+        {"rope_type": "dynamic", "factor": 6.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.7, "beta_fast": 20.0, "beta_slow": 3.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "mscale": 0.7},
+        {"rope_type": "longrope", "factor": 4.0, "short_factor": FACTORS, "long_factor": FACTORS[::-1]},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 4096,
+            "short_factor": FACTORS,
+            "long_factor": FACTORS[::-1],
+        },
     ],
 )
 def test_rope_frequencies_match_transformers(tmp_path, scaling):
@@ -194,8 +221,22 @@ def test_rope_frequencies_match_transformers(tmp_path, scaling):
     if scaling is None:
         expected = 500000.0 ** (-torch.arange(0, 128, 2) / 128)
     else:
-        expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
+        expected, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
+        found = config.attention.rope.scaling
+        assert getattr(found, "magnitude", 1.0) == pytest.approx(magnitude, rel=1e-6)
     torch.testing.assert_close(inv_freq(config.attention.rope), expected, rtol=1e-6, atol=0)
+    if scaling and scaling["rope_type"] == "longrope":
+        expected, _ = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", seq_len=131073)
+        found = inv_freq(config.attention.rope, 131073)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_yarn_stretches_what_a_model_computes(tmp_path):
+    """Some checkpoints give max_position_embeddings from before the stretching."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for positions, longest in ((32768, 131072), (131072, 131072), (40960, 131072), (262144, 262144)):
+        config = parse(tmp_path, rope_scaling=yarn, max_position_embeddings=positions)
+        assert config.longest_seq_len == longest
 
 
 def test_rope_table_holds_cosines_then_sines(tmp_path):
@@ -402,12 +443,12 @@ def test_experts_are_cut_by_their_width(tmp_path):
     local = whole.share(Shard(1, 2))
     mlp = local.mlp
     assert mlp.gate_up.shape == (8 * 2 * 24, 64) and mlp.down.shape == (8 * 64, 24)
-    assert mlp.down.sources[7] == ("mlp.experts.7.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
+    assert mlp.down.sources[7][:2] == ("mlp.experts.7.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
     with pytest.raises(UnsupportedModelError, match="should divide moe_intermediate_size, which is 48"):
         parse_moe(tmp_path, num_attention_heads=32, num_key_value_heads=32).share(Shard(0, 32))
 
 
-def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_readme():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_list():
+    listed = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     assert {f"{architecture}ForCausalLM" for architecture, *_ in KINDS.values()} == set(ARCHITECTURES)
-    assert all(f"`{name}`" in readme for name in ARCHITECTURES)
+    assert all(f"`{name}`" in listed for name in ARCHITECTURES)

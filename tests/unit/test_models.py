@@ -34,6 +34,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.worker.device_state import scores_of
 
 BLOCK_SIZE = 16
 
@@ -263,7 +264,8 @@ class Paged:
         for window in dict.fromkeys(mixer.window for mixer in mixers):
             layers = tuple(index for index, mixer in enumerate(mixers) if mixer.window == window)
             cache = KVCache.over([self.caches[index] for index in layers])
-            attention = TorchPagedAttention(cache, mixers[0].heads, window)
+            scores = scores_of(self.model, layers)
+            attention = TorchPagedAttention(cache, mixers[0].heads, window, scores)
             groups.append(GroupAttention(layers, attention, self.table))
         return GroupedAttention(groups)
 
@@ -300,7 +302,9 @@ class Paged:
 def pair(request, tmp_path_factory):
     """The same checkpoint in transformers and here."""
     path = make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # transformers' usual attention leaves out soft caps.
+    how = {"attn_implementation": "eager"} if "capped" in request.param else {}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how).eval()
     return theirs, load(path)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
 def test_long_modules_come_first():
     order = prebuild.needed(MODEL, EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
     assert order[0] == "fa3" and order[-1] == "silu"
+
+
+def test_windows_and_soft_caps_have_modules_of_their_own():
+    def changed(activation="silu", **options):
+        layers = [
+            replace(layer, mixer=replace(layer.mixer, **(options if index % 2 else {})))
+            for index, layer in enumerate(MODEL.layers)
+        ]
+        layers = [replace(layer, mlp=replace(layer.mlp, activation=activation)) for layer in layers]
+        return replace(MODEL, layers=tuple(layers))
+
+    found = kinds(model=changed(window=100), max_seq_len=1000)
+    assert found == kinds() | {"fa2_window", "fa3_window"}
+    assert kinds(model=changed(window=100), max_seq_len=100) == kinds()
+    capped = kinds((10, 0), model=changed("gelu_tanh", window=100, soft_cap=2.0), max_seq_len=1000)
+    assert {kind for kind in capped if kind.startswith("fa")} == {"fa2", "fa2_window_cap"}
+    assert "gelu_tanh" in capped and "silu" not in capped
 
 
 def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():

@@ -8,19 +8,30 @@ import math
 import torch
 from torch import Tensor
 
-from flashinfer_backend.models.spec import LinearScaling, Rope
+from flashinfer_backend.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
-def inv_freq(rope: Rope) -> Tensor:
-    """Rotary frequencies in radians per position, [D/2] float32, with the checkpoint's scaling applied."""
+def inv_freq(rope: Rope, max_positions: int = 0) -> Tensor:
+    """Rotary frequencies in radians per position, [dim/2] float32, with the checkpoint's scaling applied.
+    max_positions: of the longest sequence, by which LongScaling chooses its factors."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     scaling = rope.scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LongScaling):
+        factors = scaling.long if max_positions > scaling.original else scaling.short
+        return 1.0 / (torch.tensor(factors) * rope.theta**exponents)
     stretched = frequencies / scaling.factor
     if isinstance(scaling, LinearScaling):
         return stretched
+    if isinstance(scaling, YarnScaling):
+        kept = 1 - _ramp(rope, scaling)
+        return stretched * (1 - kept) + frequencies * kept
+    return _llama3(frequencies, stretched, scaling)
+
+
+def _llama3(frequencies: Tensor, stretched: Tensor, scaling: Llama3Scaling) -> Tensor:
     # Source: rope scaling of Llama 3.1, https://github.com/meta-llama/llama-models (models/llama3/model.py).
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -31,7 +42,31 @@ def inv_freq(rope: Rope) -> Tensor:
     return torch.where(wavelength > scaling.original / low, stretched, kept)
 
 
-def cos_sin(rope: Rope, max_positions: int) -> Tensor:
-    """[max_positions, D] float32: cosines in the first D/2 columns, sines in the last."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq(rope))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def _ramp(rope: Rope, scaling: YarnScaling) -> Tensor:
+    """From 0 for frequencies that are kept to 1 for those that are stretched."""
+
+    def dimension(turns: float) -> float:
+        return rope.dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(scaling.fast), dimension(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+def cos_sin(rope: Rope | None, max_positions: int, head_dim: int | None = None) -> Tensor:
+    """[max_positions, D] float32: cosines in the first D/2 columns, sines in the last. Values of heads of
+    head_dim (default: rope.dim) beyond those that are rotated, or without a rope all, have an angle of 0."""
+    rotated = rope.dim if rope is not None else 0
+    rest = (head_dim or rotated) // 2 - rotated // 2
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    cos, sin = torch.ones(max_positions, rest), torch.zeros(max_positions, rest)
+    if rope is not None:
+        angles = torch.outer(positions, inv_freq(rope, max_positions))
+        magnitude = getattr(rope.scaling, "magnitude", 1.0)
+        cos = torch.cat((angles.cos() * magnitude, cos), dim=-1)
+        sin = torch.cat((angles.sin() * magnitude, sin), dim=-1)
+    return torch.cat((cos, sin), dim=-1)

@@ -8,7 +8,7 @@ models/weights.py fills their products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
@@ -20,14 +20,21 @@ from flashinfer_backend.models.quantization import BLOCK, WeightFormat
 
 Spec = TypeVar("Spec", bound="ModelSpec")
 
+ROWS_MOVE = "dense", "fp8_token", "fp8_static", "fp8_on_load"  # formats whose rows can be put in any order
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+
+
 class Source(NamedTuple):
-    """A module of the checkpoint, by its name within the layer, and the part of its matrix that is stored."""
+    """A module of the checkpoint, by its name within the layer, and the part of its matrix that is stored.
+    Several sources can be parts of one module. order: of the rows within each head, as they are stored; ():
+    as they are in the checkpoint."""
 
     module: str
     part: Part
+    order: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -43,7 +50,7 @@ class Product:
     products are summed; or nothing. role: of its numbers in core.tuned; "" for a product that is not tuned
     and never quantised. bias: each source has one. experts: how many matrices of equal size the weight has,
     each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
-    format: one of ops.weight.FORMATS.
+    scale: what the checkpoint's weight is multiplied by. format: one of ops.weight.FORMATS.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Product:
     bias: bool = False
     experts: int = 0
     padding: int = 0
+    scale: float = 1.0
     format: WeightFormat = "dense"
 
     @cached_property
@@ -83,17 +91,21 @@ class Product:
         return replace(self, sources=tuple(self._share(source, shard) for source in self.sources))
 
     def _share(self, source: Source, shard: Shard) -> Source:
-        whole = source.part.whole
-        length = whole[0] if self.cut == "rows" else whole[1]
-        first = shard.rank * length // shard.size // self.grain * self.grain
-        own = slice(first, first + max(self.grain, length // shard.size))
         part = source.part
-        part = part._replace(rows=own) if self.cut == "rows" else part._replace(columns=own)
+        if self.cut == "rows":
+            part = part._replace(rows=_own(part.rows, self.grain, shard))
+        else:
+            part = part._replace(columns=_own(part.columns, self.grain, shard))
         return source._replace(part=part)
 
     def check_format(self, shard: Shard) -> None:
         """Raise UnsupportedModelError where the sources cannot be stored as one weight of the format."""
         where = f" on each of {shard.size} ranks" if shard.size > 1 else ""
+        if any(source.order for source in self.sources) and not self.format.startswith(ROWS_MOVE):
+            raise UnsupportedModelError(
+                f"{', '.join(self.modules)} have format {self.format}, whose rows cannot be put in the order"
+                " that this family's rotary embedding wants: take the 16-bit checkpoint"
+            )
         if self.format.startswith("int4"):
             self._check_int4(where)
         if self.format.startswith("fp8_block"):
@@ -133,11 +145,32 @@ class Product:
 
 
 class Norm(NamedTuple):
-    """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer, its length."""
+    """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer, its length
+    there. It is the checkpoint's times `scale` plus `offset`. grain: ranks have multiples of so many values;
+    0: all have all of them. rows: of a rank's share."""
 
     name: str
     module: str
     size: int
+    grain: int = 0
+    scale: float = 1.0
+    offset: float = 0.0
+    rows: slice | None = None
+
+    @property
+    def own(self) -> slice:
+        return self.rows or slice(0, self.size)
+
+    def share(self, shard: Shard) -> Norm:
+        """One rank's share."""
+        return self._replace(rows=_own(self.own, self.grain, shard)) if self.grain else self
+
+
+def _own(rows: slice, grain: int, shard: Shard) -> slice:
+    """A rank's part of some rows, in multiples of grain."""
+    length = rows.stop - rows.start
+    first = rows.start + shard.rank * length // shard.size // grain * grain
+    return slice(first, first + max(grain, length // shard.size))
 
 
 @dataclass(frozen=True)
@@ -159,38 +192,62 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """NTK by parts: wavelengths that turn more than `fast` times within the `original` positions are kept,
+    those that turn less than `slow` times stretched by the factor. truncate: bounds are whole dimensions.
+    magnitude: what cosines and sines are multiplied by. https://arxiv.org/abs/2309.00071."""
+
+    factor: float
+    original: int
+    magnitude: float
+    fast: float
+    slow: float
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """Each wavelength stretched by a factor of its own: `short` ones for sequences of up to `original`
+    positions, `long` ones beyond. magnitude: as of YarnScaling. https://arxiv.org/abs/2402.13753."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    magnitude: float
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of heads of `dim` values: https://arxiv.org/abs/2104.09864."""
+    """Rotary embedding of the first `dim` values of heads: https://arxiv.org/abs/2104.09864."""
 
     theta: float
     dim: int
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
 
 
 @dataclass(frozen=True)
 class FullAttention:
-    """Causal attention with grouped queries. qkv holds the rows of Q, K and V in this order. qk_norm: each
-    head's queries and keys are normed before they are rotated. window: the latest tokens that a token sees,
-    itself included; None: all."""
+    """Causal attention with grouped queries. qkv holds the rows of Q, K and V in this order. rope: None:
+    queries and keys are not rotated. qk_norm: queries and keys are normed, each head ("head") or all heads
+    together ("all") before they are rotated, or each head behind ("rotated"). norms: theirs. window: the
+    latest tokens that a token sees, itself included; None: all. scale, soft_cap: of the scores
+    (attention.contract.Scores); None: 1 / sqrt(head_dim), and none."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     qkv: Product
     o: Product
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all", "rotated"] = ""
+    norms: tuple[Norm, ...] = ()
     window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
         return self.qkv, self.o
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        if not self.qk_norm:
-            return ()
-        return tuple(Norm(name, f"self_attn.{name}", self.head_dim) for name in ("q_norm", "k_norm"))
 
     def share(self, shard: Shard) -> FullAttention:
         """Whole heads. Fewer key/value heads than ranks are held by several ranks each."""
@@ -206,6 +263,7 @@ class FullAttention:
             self.map(lambda product: product.share(shard)),
             heads=self.heads // size,
             kv_heads=max(1, self.kv_heads // size),
+            norms=tuple(norm.share(shard) for norm in self.norms),
         )
 
     def map(self, change: Callable[[Product], Product]) -> FullAttention:
@@ -215,13 +273,14 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class Gated:
-    """down(silu(gate(x)) * up(x)): https://arxiv.org/abs/2002.05202. size: rows of the gate. size_key: what
-    config.json calls it."""
+    """down(activation(gate(x)) * up(x)): https://arxiv.org/abs/2002.05202. Without a gate (gate_up is not
+    `gated`), down(activation(up(x))). size: rows of the gate. size_key: what config.json calls it."""
 
     size: int
     size_key: str
     gate_up: Product
     down: Product
+    activation: Activation = field(default="silu", kw_only=True)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -255,12 +314,18 @@ class Experts(Gated):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """hidden + mixer(norm(hidden)), and to that + mlp(norm of it). prefix: of the checkpoint's modules."""
+    """hidden + mixer(hidden), and to that + mlp(of it). own_norms: those of the residual stream before the
+    mixer (input_norm) and the MLP (post_norm), and of what the mixer (mixer_norm) and the MLP (mlp_norm) add
+    to it; each may be missing. prefix: of the checkpoint's modules."""
 
     prefix: str
     mixer: FullAttention
     mlp: Gated
-    norms: tuple[Norm, ...]
+    own_norms: tuple[Norm, ...]
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return *self.own_norms, *self.mixer.norms
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -278,14 +343,17 @@ class ModelSpec:
 
     norm_eps: of every RMSNorm. format: of the layers' products, as the checkpoint says; those that it leaves
     out are dense. dtype: the checkpoint's. initializer_range: the standard deviation of random weights.
-    disputed_window: a sliding_window that some engines apply and others ignore, so that longer sequences
-    are not computed; None: there is none.
+    disputed_window: a sliding_window that some engines apply and others ignore, so that longer sequences are
+    not computed; None: there is none. prefix, head_module: of the checkpoint's modules. ignored: beginnings
+    of names of its tensors that are not read. embedding_scale: what embeddings are multiplied by, rounded to
+    the model's type. logits_soft_cap: logits become soft_cap * tanh(logit / soft_cap).
     """
 
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     hidden_size: int
     norm_eps: float
+    final_norm: Norm
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -294,6 +362,11 @@ class ModelSpec:
     format: WeightFormat = "dense"
     shard: Shard = WHOLE
     disputed_window: int | None = None
+    prefix: str = "model"
+    head_module: str = "lm_head"
+    ignored: tuple[str, ...] = ()
+    embedding_scale: float = 1.0
+    logits_soft_cap: float | None = None
 
     def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -346,12 +419,12 @@ class ModelSpec:
     @property
     def embedding(self) -> Product:
         """The rank's rows of the embedding, which are looked up."""
-        return self._vocabulary("embed_tokens", "model.embed_tokens", "")
+        return self._vocabulary("embed_tokens", f"{self.prefix}.embed_tokens", "")
 
     @property
     def head(self) -> Product:
         """The rank's columns of the logits."""
-        return self._vocabulary("lm_head", "lm_head", "head")
+        return self._vocabulary("lm_head", self.head_module, "head")
 
     def _vocabulary(self, name: str, module: str, role: Role) -> Product:
         size, columns = self.shard.size, slice(0, self.hidden_size)

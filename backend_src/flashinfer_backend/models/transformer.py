@@ -42,8 +42,10 @@ class Layer(nn.Module):
     in a cache of e4m3.
     """
 
-    input_norm: nn.Parameter
-    post_norm: nn.Parameter
+    input_norm: nn.Parameter | None
+    mixer_norm: nn.Parameter | None
+    post_norm: nn.Parameter | None
+    mlp_norm: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
     qkv: Weight
@@ -59,9 +61,10 @@ class Layer(nn.Module):
         self.spec, self.ops, self.cos_sin = spec, ops, cos_sin
         self.eps, self.rank = model.norm_eps, model.shard.rank
         self.kv_scales = (1.0, 1.0)
-        self.q_norm = self.k_norm = None
+        self.input_norm = self.mixer_norm = self.post_norm = self.mlp_norm = self.q_norm = self.k_norm = None
         for norm in spec.norms:
-            setattr(self, norm.name, parameter((norm.size,), dtype, cos_sin.device))
+            size = norm.own.stop - norm.own.start
+            setattr(self, norm.name, parameter((size,), dtype, cos_sin.device))
         for product in spec.products:
             setattr(self, product.name, weight(product, dtype, cos_sin.device))
 
@@ -72,9 +75,12 @@ class Layer(nn.Module):
         cache_locations: Tensor,
         kv_cache: tuple[Tensor, Tensor],
         out: Tensor | None = None,
+        collectives: Collectives = ALONE,
     ) -> Tensor:
         """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given)."""
-        qkv = self.ops.norm_linear(hidden, self.input_norm, self.eps, self.qkv, self.qkv.bias)
+        qkv = self._product(hidden, self.input_norm, self.qkv)
+        if self.spec.mixer.qk_norm == "all":
+            self._norm_all_heads(qkv, collectives)
         return self.rotate(qkv, positions, cache_locations, kv_cache, out)
 
     def rotate(
@@ -87,39 +93,76 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The same from the product qkv[T, (Hq + 2 Hkv) D] on."""
         mixer = self.spec.mixer
+        head_norms = (None, None) if mixer.qk_norm == "all" else (self.q_norm, self.k_norm)
         return self.ops.rope_and_store(
             qkv,
             positions,
             self.cos_sin,
             *kv_cache,
             cache_locations,
-            self.q_norm,
-            self.k_norm,
+            *head_norms,
             self.eps,
             mixer.heads,
             mixer.kv_heads,
             out,
             self.kv_scales,
+            norm_rotated=mixer.qk_norm == "rotated",
         )
+
+    def _product(self, x: Tensor, norm: Tensor | None, weight: Weight) -> Tensor:
+        """weight of x[T, K], normed first if there is a norm -> [T, N]."""
+        if norm is None:
+            return self.ops.linear(x, weight, weight.bias)
+        return self.ops.norm_linear(x, norm, self.eps, weight, weight.bias)
+
+    def _norm_all_heads(self, qkv: Tensor, collectives: Collectives) -> None:
+        """Norm the queries of all ranks' heads together, and the keys, in place."""
+        mixer, size = self.spec.mixer, collectives.shard.size
+        parts = qkv.split([n * mixer.head_dim for n in (mixer.heads, mixer.kv_heads, mixer.kv_heads)], dim=-1)
+        wide = [part.float() for part in parts[:2]]
+        squares = torch.stack([x.square().mean(-1) for x in wide]) / size
+        if size > 1:  # ranks that have the same heads count them equally often
+            squares = collectives.sum(squares)
+        for part, x, square, weight in zip(parts, wide, squares, (self.q_norm, self.k_norm), strict=False):
+            part.copy_((x * torch.rsqrt(square.unsqueeze(-1) + self.eps)).to(part.dtype) * weight)
 
     def after(self, attended: Tensor, hidden: Tensor, collectives: Collectives) -> Tensor:
         """From attention on: attended[T, Hq, D] and the residual stream -> the next one."""
-        partial = self.ops.linear_add(attended.view(len(hidden), -1), self.o, self._of_one_rank(hidden))
-        hidden = collectives.all_reduce(partial)
-        return collectives.all_reduce(self.mlp(hidden))
+        x, residual = attended.view(len(hidden), -1), None if self.mixer_norm is not None else hidden
+        added = collectives.all_reduce(self._added(x, self.o, residual))
+        hidden = self._onto(hidden, added, self.mixer_norm)
+        residual = None if self.mlp_norm is not None else hidden
+        return self._onto(hidden, collectives.all_reduce(self._mlp(hidden, residual)), self.mlp_norm)
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """What a rank's part of the MLP adds to the residual stream hidden[T, hidden], and on one rank that
-        as well. May overwrite hidden."""
-        mlp, ops, residual = self.spec.mlp, self.ops, self._of_one_rank(hidden)
+        as well, unless what is added is normed first. May overwrite hidden."""
+        return self._mlp(hidden, None if self.mlp_norm is not None else hidden)
+
+    def _mlp(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
             weights = self.router.data, self.gate_up, self.down
             routing = mlp.per_token, mlp.norm_topk
+            residual = self._of_one_rank(residual)
             return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual)
-        gated = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up)
-        return ops.linear_add(gated, self.down, residual)
+        plain = mlp.activation == "silu" and self.gate_up.bias is None
+        if plain and self.post_norm is not None:
+            inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up)
+        else:
+            inner = ops.activate(self._product(hidden, self.post_norm, self.gate_up), mlp.activation)
+        return self._added(inner, self.down, residual)
 
-    def _of_one_rank(self, residual: Tensor) -> Tensor | None:
+    def _added(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
+        """A rank's part of residual + weight of x + bias."""
+        added = self.ops.linear_add(x, weight, self._of_one_rank(residual))
+        return added if weight.bias is None or self.rank else added + weight.bias
+
+    def _onto(self, hidden: Tensor, added: Tensor, norm: Tensor | None) -> Tensor:
+        """The residual stream behind a mixer or MLP: `added`, which has it, or without it is normed first."""
+        return added if norm is None else hidden + self.ops.rms_norm(added, norm, self.eps)
+
+    def _of_one_rank(self, residual: Tensor | None) -> Tensor | None:
         """The ranks' parts are summed, so one of them adds the residual."""
         return residual if self.rank == 0 else None
 
@@ -152,8 +195,10 @@ class Transformer(nn.Module):
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.collectives = ALONE
-        ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
-        tables = {rope: cos_sin(rope, max_seq_len).to(self.device) for rope in ropes}
+        mixers = [layer.mixer for layer in spec.layers]
+        dims = {mixer.rope: mixer.head_dim for mixer in mixers}
+        tables = {rope: cos_sin(rope, max_seq_len, dim).to(self.device) for rope, dim in dims.items()}
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._own_tokens = spec.embedding.sources[0].part.rows
         self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
@@ -222,7 +267,8 @@ class Transformer(nn.Module):
             for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
                 if layer == index - 1:
                     place.copy_(hidden)
-        q = layers[index].before(hidden, positions, cache_locations, kv_caches[index], out)
+        where = positions, cache_locations, kv_caches[index]
+        q = layers[index].before(hidden, *where, out, self.collectives)
         return q, hidden
 
     def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
@@ -236,6 +282,10 @@ class Transformer(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
+        hidden = self._look_up(input_ids)
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         if self.spec.shard.size == 1:
             return F.embedding(input_ids, self.embed_tokens)
         own = self._own_tokens
@@ -251,6 +301,8 @@ class Transformer(nn.Module):
         own = self.ops.norm_linear(
             hidden, self.final_norm, spec.norm_eps, self.lm_head, None, out=out if alone else None
         )
+        if (cap := spec.logits_soft_cap) is not None:
+            own.div_(cap).tanh_().mul_(cap)
         return own if alone else self.collectives.gather_columns(own, spec.vocab_size, out)
 
 

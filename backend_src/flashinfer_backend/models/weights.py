@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,13 +21,17 @@ from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SINGLE, weight_files
 from flashinfer_backend.models.safetensors_file import Header, state
-from flashinfer_backend.models.spec import ModelSpec, Product
+from flashinfer_backend.models.spec import ModelSpec, Norm, Product
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
+from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+# What a weight is multiplied by in a checkpoint, by its format; without one, its elements are scaled
+# themselves.
+SCALES = ("weight_scale", "weight_scale_inv", "scales")
 SMALL = 1 << 16  # bytes: norms and scales, of which some are looked at on the host
 # Of keys' and values' scales: compressed-tensors', ModelOpt's, and older ones of compressed-tensors.
 KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
@@ -125,7 +130,7 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     spec = model.spec
     targets = of_product(spec.embedding, Weight("", model.embed_tokens))
-    targets["model.norm.weight"] = Stored.into(model.final_norm)._replace(fills="final_norm")
+    targets |= _of_norm(spec.final_norm, model.final_norm, f"{spec.prefix}.")
     if not spec.tie_word_embeddings:
         targets |= of_product(spec.head, model.lm_head)
     return targets | of_layers(model)
@@ -137,27 +142,54 @@ def of_layers(model: Model) -> dict[str, Stored]:
     for layer in model.layers:
         prefix = f"{layer.spec.prefix}."
         for norm in layer.spec.norms:
-            stored = Stored.into(getattr(layer, norm.name))._replace(fills=f"{prefix}{norm.name}")
-            targets[f"{prefix}{norm.module}.weight"] = stored
+            targets |= _of_norm(norm, getattr(layer, norm.name), prefix)
         for product in layer.spec.products:
             targets |= of_product(product, getattr(layer, product.name), prefix)
     return targets
 
 
+def _of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
+    def take(found: Tensor) -> None:
+        changed = (norm.scale, norm.offset) != (1, 0)
+        target.copy_(found.float() * norm.scale + norm.offset if changed else found)
+
+    stored = Stored(((norm.size,),), FLOATS, take, norm.own, fills=f"{prefix}{norm.name}")
+    return {f"{prefix}{norm.module}.weight": stored}
+
+
 def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, Stored]:
     """What fills a product's weight. Rows of padding become zeros at once."""
-    targets, start = {}, 0
-    for module, part in product.sources:
+    targets: dict[str, Stored] = {}
+    start = 0
+    for module, part, order in product.sources:
         own = slice(start, start := start + part.rows.stop - part.rows.start)
         fills = f"{prefix}{product.name}, rows {own.start}:{own.stop}"
-        for name, stored in weight.format.reads(weight, own, part).items():
-            targets[f"{prefix}{module}.{name}"] = stored._replace(fills=fills)
+        found = weight.format.reads(weight, own, part)
+        scaled = next((name for name in SCALES if name in found), "weight")
         if weight.bias is not None:
-            stored = Stored(((part.whole[0],),), FLOATS, weight.bias[own].copy_, part.rows, fills=fills)
-            targets[f"{prefix}{module}.bias"] = stored
+            found["bias"] = Stored(((part.whole[0],),), FLOATS, weight.bias[own].copy_, part.rows)
+        for name, stored in found.items():
+            if name in (scaled, "bias") and product.scale != 1:
+                stored = _changed(stored, lambda value: value.float() * product.scale)
+            if order:
+                stored = _changed(stored, functools.partial(_ordered, order=order))
+            stored, key = stored._replace(fills=fills), f"{prefix}{module}.{name}"
+            targets[key] = targets[key].and_then(stored) if key in targets else stored
     if product.padding:
         weight.data[start:] = 0
     return targets
+
+
+def _changed(stored: Stored, change: Callable[[Tensor], Tensor]) -> Stored:
+    return stored._replace(take=lambda value: stored.take(change(value)))
+
+
+def _ordered(value: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The rows of each head in another order; a scale of all rows stays as it is."""
+    if not value.dim() or len(value) == 1:
+        return value
+    bits = value.view(torch.uint8) if value.dtype == E4M3 else value  # not every torch can index e4m3
+    return bits.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1).view(value.dtype)
 
 
 def _kv_scales(model: Model, found: dict[tuple[int, str], float]) -> dict[str, Stored]:
@@ -199,17 +231,18 @@ class _Tensor(NamedTuple):
 def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Tensor]:
     """What to read of the checkpoint's files. Only their headers are looked at here, so that what does not
     fit is said before minutes of reading."""
-    tied = targets["model.embed_tokens.weight"] if model.spec.tie_word_embeddings else None
-    says = model.spec.format
+    spec = model.spec
+    tied = targets[f"{spec.prefix}.embed_tokens.weight"] if spec.tie_word_embeddings else None
+    says = spec.format
     found: dict[str, _Tensor] = {}
     unexpected: list[str] = []
     for path in _files(model_dir):
         with _opened(path) as file:
             header = Header(path)
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-                if name.endswith(_COMPUTED_SUFFIX):
+                if name.endswith(_COMPUTED_SUFFIX) or name.startswith(spec.ignored):
                     continue
-                target = targets.get(name) or (tied if name == "lm_head.weight" else None)
+                target = targets.get(name) or (tied if name == f"{spec.head_module}.weight" else None)
                 if target is None:
                     unexpected.append(name)
                     continue
@@ -261,6 +294,7 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
             *(model_dir, ADAPTER_CONFIG),
         )
     scales: dict[tuple[int, str], float] = {}
+    spec = model.spec
     optional = {name: stored._replace(optional=True) for name, stored in _kv_scales(model, scales).items()}
     tensors = _find(model, model_dir, optional | targets)
     tied_head: Tensor | None = None
@@ -299,8 +333,8 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
     assert isinstance(model, Transformer)
     if not torch.equal(tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]):
         raise WeightsError(
-            f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-            "model.embed_tokens.weight; set tie_word_embeddings to false"
+            f"{model_dir}: config.json says tie_word_embeddings, but {spec.head_module}.weight differs from "
+            f"{spec.prefix}.embed_tokens.weight; set tie_word_embeddings to false"
         )
 
 

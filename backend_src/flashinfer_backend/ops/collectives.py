@@ -39,6 +39,10 @@ class Collectives:
         """The sum over all ranks of partial[T, H]. May overwrite it: use the returned tensor."""
         return partial
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The same of a tensor of any shape and type."""
+        return values
+
     def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         """On rank 0: the first `width` of all ranks' columns side by side, local[R, n] -> [R, width], in
         `out` when given. Other ranks get `local` back."""
@@ -70,8 +74,11 @@ class TorchCollectives(Collectives):
         self.shard, self._device = shard, device
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        dist.all_reduce(partial)
-        return partial
+        return self.sum(partial)
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
 
     def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         rows, columns = local.shape

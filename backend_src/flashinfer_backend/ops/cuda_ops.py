@@ -14,18 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear
+from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
-from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
+    "activate",
     "experts_add",
     "keep_allowed",
+    "linear",
     "linear_add",
     "norm_gate_up_silu",
     "norm_linear",
@@ -70,8 +71,31 @@ def norm_linear(
                 else out.copy_(F.linear(normed, data, bias))
             )
     if tiling.fuse_norm:
-        return linear(x, data, tiling, norm_weight, eps, bias, out=out)
-    return linear(rms_norm(x, norm_weight, eps), data, tiling, bias=bias, out=out)
+        return triton_linear.linear(x, data, tiling, norm_weight, eps, bias, out=out)
+    return triton_linear.linear(rms_norm(x, norm_weight, eps), data, tiling, bias=bias, out=out)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]."""
+    if isinstance(weight.format, Int4):
+        return cuda_int4.product(x, weight, bias=bias)
+    if weight.format is not DENSE:
+        return cuda_fp8.product(x, weight, bias)
+    data = weight.data
+    tiling = choose(weight.role, x.shape[0], data)
+    if tiling is not None:
+        return triton_linear.linear(x, data, tiling, bias=bias)
+    with cublas.library(data, x.shape[0]):
+        return F.linear(x, data, bias)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" x[T, I] ->
+    max(x, 0) ** 2. See ops.torch_ops."""
+    if activation == "relu2":
+        return F.relu(x).square_()
+    product = flashinfer.silu_and_mul if activation == "silu" else flashinfer.gelu_tanh_and_mul
+    return product(x, enable_pdl=True)
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
@@ -89,7 +113,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
     if tiling is None:
         with cublas.library(data, x.shape[0]):
             return F.linear(x, data) if residual is None else residual.addmm_(x, data.t())
-    return linear(x, data, tiling, residual=residual)
+    return triton_linear.linear(x, data, tiling, residual=residual)
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
@@ -101,12 +125,12 @@ def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weigh
     data = gate_up.data
     tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:
-        return linear(x, data, tiling, norm_weight, eps, gated=True)
+        return triton_linear.linear(x, data, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)
     if gated_linear.pays(x.shape[0]) and gated_linear.takes(data):
         return gated_linear.gated_linear(normed, data)
     if tiling is not None:
-        return linear(normed, data, tiling, gated=True)
+        return triton_linear.linear(normed, data, tiling, gated=True)
     return flashinfer.silu_and_mul(F.linear(normed, data), enable_pdl=True)
 
 

@@ -42,6 +42,21 @@ def norm_linear(
     return product if out is None else out.copy_(product)
 
 
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]."""
+    return weight.format.product(x, weight, bias)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """x[T, 2I], a gate's columns and those that it multiplies -> activation(gate) * rest [T, I] with "silu"
+    or "gelu_tanh" (https://arxiv.org/abs/1606.08415); with "relu2", which has no gate, x[T, I] -> max(x, 0)
+    ** 2."""
+    if activation == "relu2":
+        return F.relu(x).square()
+    gate, rest = x.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * rest
+
+
 def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
     """residual (None: 0) + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
     tensor."""
@@ -120,28 +135,33 @@ def rope_and_store(
     num_kv_heads: int,
     out: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    norm_rotated: bool = False,
 ) -> Tensor:
     """Rotate Q and K, write K and V to their places and return Q as [T, Hq, D], in `out` when given.
 
-    qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first
-    D/2 columns and the sines in the last; k_cache and v_cache [blocks, P, Hkv, D], contiguous;
-    cache_locations[T] int32, block * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm
-    weights applied before the rotation, or None. kv_scales: what K and V are divided by in a cache of e4m3;
+    qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first D/2
+    columns and the sines in the last; k_cache and v_cache [blocks, P, Hkv, D], contiguous; cache_locations[T]
+    int32, block * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm weights applied before the
+    rotation (norm_rotated: behind it), or None. kv_scales: what K and V are divided by in a cache of e4m3;
     others store them as they are.
     """
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     q, k, v = qkv.view(tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is None:
+            return _rotate(x, cos, sin)
+        if norm_rotated:
+            return rms_norm(_rotate(x, cos, sin), norm, eps)
+        return _rotate(rms_norm(x, norm, eps), cos, sin)
+
     where = cache_locations.long()
-    for cache, stored, scale in zip((k_cache, v_cache), (_rotate(k, cos, sin), v), kv_scales, strict=True):
+    for cache, stored, scale in zip((k_cache, v_cache), (turned(k, k_norm), v), kv_scales, strict=True):
         if cache.dtype == fp8.E4M3:  # as bytes: not every torch can index e4m3 on every device
             cache, stored = cache.view(torch.uint8), fp8.to_e4m3(stored, scale).view(torch.uint8)
         cache.view(-1, num_kv_heads, head_dim)[where] = stored
-    rotated = _rotate(q, cos, sin)
+    rotated = turned(q, q_norm)
     return rotated if out is None else out.copy_(rotated)
 
 

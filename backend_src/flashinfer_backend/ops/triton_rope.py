@@ -57,6 +57,7 @@ def _rope_and_store(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_ROTATED: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -80,11 +81,25 @@ def _rope_and_store(
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         if NORM:
             weight = q_norm if head < Q_HEADS else k_norm
-            wide_first, wide_second = _head_norm(
-                wide_first, wide_second, weight, offsets, mask, eps, HEAD_DIM, HALF, dtype
-            )
+            if not NORM_ROTATED:
+                wide_first, wide_second = _head_norm(
+                    wide_first, wide_second, weight, offsets, mask, eps, HEAD_DIM, HALF, dtype
+                )
         first = (wide_first * cos - wide_second * sin).to(dtype)
         second = (wide_second * cos + wide_first * sin).to(dtype)
+        if NORM and NORM_ROTATED:
+            first, second = _head_norm(
+                first.to(tl.float32),
+                second.to(tl.float32),
+                weight,
+                offsets,
+                mask,
+                eps,
+                HEAD_DIM,
+                HALF,
+                dtype,
+            )
+            first, second = first.to(dtype), second.to(dtype)
     place = (head + heads)[:, None] * HEAD_DIM + offsets[None, :]
     q_place = token * (Q_HEADS * HEAD_DIM) + place
     k_place = location * (KV_HEADS * HEAD_DIM) + place - Q_HEADS * HEAD_DIM
@@ -110,6 +125,7 @@ def rope_and_store(
     num_kv_heads: int,
     out: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    norm_rotated: bool = False,
 ) -> Tensor:
     """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Caches are
     of qkv's dtype or of e4m3."""
@@ -142,6 +158,7 @@ def rope_and_store(
         HEADS=heads,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         NORM=q_norm is not None,
+        NORM_ROTATED=norm_rotated,
         num_warps=2,
         launch_pdl=True,
     )

@@ -54,6 +54,15 @@ class Stored(NamedTuple):
         """A part of a tensor, of the target's shape."""
         return cls((part.whole,), dtypes, target.copy_, part.rows, part.columns)
 
+    def and_then(self, other: Stored) -> Stored:
+        """For a tensor that two parts of a weight are made of: all of it is read, and each takes its own."""
+
+        def take(found: Tensor) -> None:
+            for each in (self, other):
+                each.take(found[each.cut(tuple(found.shape))] if found.dim() else found)
+
+        return Stored(self.shapes, self.dtypes, take, fills=f"{self.fills}; {other.fills}")
+
     def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """What to read of a tensor of this shape."""
         dimensions = zip((self.rows, self.columns), shape, strict=False)

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from flashinfer_backend.attention.contract import Mixer
+from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
@@ -75,7 +75,7 @@ class DeviceState:
             from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 
             attentions += [
-                TorchPagedAttention(cache, num_heads, group.window)
+                TorchPagedAttention(cache, num_heads, group.window, scores_of(self.model, group.layers))
                 for group, cache in zip(self.groups, self.caches, strict=True)
             ]
         else:
@@ -94,6 +94,7 @@ class DeviceState:
                     dtype=dtype,
                     copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
                     window=group.window,
+                    scores=scores_of(self.model, group.layers),
                     like=first,
                 )
                 first = first or found
@@ -190,3 +191,14 @@ class DeviceState:
         if len(self.groups) == 1:
             return cache_locations
         return [cache_locations[self._group_of[layer]] for layer in range(len(self.kv_layers))]
+
+
+def scores_of(model: Transformer, layers: Sequence[int]) -> list[Scores]:
+    """Of these layers of the model; of a proposer's, which are behind them, the usual ones."""
+    found = []
+    for index in layers:
+        mixer = model.spec.layers[index].mixer if index < len(model.spec.layers) else None
+        cap = None if mixer is None else mixer.soft_cap
+        scale = None if mixer is None else mixer.scale
+        found.append(Scores(scale or model.spec.attention.head_dim**-0.5, cap))
+    return found

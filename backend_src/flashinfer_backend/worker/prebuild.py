@@ -42,7 +42,12 @@ READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
 Kind = Literal[
     "fa3",
     "fa3_window",
+    "fa3_cap",
+    "fa3_window_cap",
     "fa2_window",
+    "fa2_cap",
+    "fa2_window_cap",
+    "gelu_tanh",
     "gated_linear",
     "gated_linear_fp8",
     "int4_linear",
@@ -59,7 +64,12 @@ FILE_SECONDS: dict[Kind, float] = {
     "sampling": 40.0,
     "fa3": 57.0,
     "fa3_window": 57.0,
+    "fa3_cap": 57.0,
+    "fa3_window_cap": 57.0,
     "fa2_window": 10.0,
+    "fa2_cap": 10.0,
+    "fa2_window_cap": 10.0,
+    "gelu_tanh": 4.0,
     "gated_linear": 40.0,
     "gated_linear_fp8": 25.0,
     "int4_linear": 33.0,
@@ -68,6 +78,7 @@ FILE_SECONDS: dict[Kind, float] = {
     "silu": 4.0,
     "xqa": 3.0,
 }
+ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
 # In FlashInfer's build folder. Its own common builds take the lock, too: they write the same log of ninja's,
 # which gets a line for each finished step.
@@ -98,15 +109,14 @@ def needed(
     """The modules that an engine with these settings calls on a GPU of this compute capability."""
     if config.attention_backend == "torch" or dtype == torch.float32:
         return ["sampling"]  # top-k and top-p; all else is plain torch
-    kinds: set[Kind] = {"sampling", "norm", "silu"}
-    for window in set(model.windows(config.max_seq_len or model.longest_seq_len)):
-        kinds.add("fa2_window" if window else "fa2")
-        if capability[0] == 9:
-            kinds.add("fa3_window" if window else "fa3")
+    kinds: set[Kind] = {"sampling", "norm"}
+    kinds |= _attention_kinds(model, config, capability)
+    activations = {layer.mlp.activation for layer in model.layers}
+    kinds.update(name for name in ACTIVATIONS if name in activations)
     formats = {product.format for product in model.products if product.gated}
     if isinstance(model.mlp, Experts):  # whose products are Triton's, with the activation
         formats = set()
-        kinds.remove("silu")
+        kinds.discard("silu")
     if capability == (9, 0) and model.mlp.size % 64 == 0:
         if model.hidden_size % 64 == 0 and "dense" in formats:
             kinds.add("gated_linear")
@@ -119,6 +129,19 @@ def needed(
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
     return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
+
+
+def _attention_kinds(model: ModelSpec, config: EngineConfig, capability: tuple[int, int]) -> set[Kind]:
+    """Modules of prompts' attention: with and without windows and soft caps, as layers want them."""
+    windows = model.windows(config.max_seq_len or model.longest_seq_len)
+    caps = [layer.mixer.soft_cap for layer in model.layers]
+    variants = {
+        "_window" * bool(window) + "_cap" * bool(cap) for window, cap in zip(windows, caps, strict=True)
+    }
+    backends = ("fa2", "fa3") if capability[0] == 9 else ("fa2",)
+    found = {f"{backend}{variant}" for backend in backends for variant in variants}
+    kinds: set[Kind] = {kind for kind in FILE_SECONDS if kind in found}
+    return kinds
 
 
 def _int4_format(model: ModelSpec) -> str | None:
@@ -216,8 +239,8 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         return sampling.gen_sampling_module()
     if kind == "norm":
         return norm.gen_norm_module()
-    if kind == "silu":
-        return gen_act_and_mul_module("silu")
+    if kind in ACTIVATIONS:
+        return gen_act_and_mul_module(kind)
     if kind == "all_reduce":
         from flashinfer.jit.comm import gen_trtllm_comm_module
 
@@ -240,8 +263,9 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
 
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    backend, _, variant = kind.partition("_")
-    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, window=variant == "window")
+    backend, *variant = kind.split("_")
+    options = {"window": "window" in variant, "soft_cap": "cap" in variant}
+    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, **options)
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:

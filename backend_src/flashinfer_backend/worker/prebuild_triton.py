@@ -150,12 +150,24 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     mixer = model.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
-    norm = empty(dim) if mixer.qk_norm else None
+    norm = empty(dim) if mixer.qk_norm in ("head", "rotated") else None
     stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
     cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
     qkv = empty(4, (heads + 2 * kv_heads) * dim)
-    rope_and_store(qkv, words(4), cos_sin, *cache, words(4), norm, norm, model.norm_eps, heads, kv_heads)
+    rope_and_store(
+        qkv,
+        words(4),
+        cos_sin,
+        *cache,
+        words(4),
+        norm,
+        norm,
+        model.norm_eps,
+        heads,
+        kv_heads,
+        norm_rotated=mixer.qk_norm == "rotated",
+    )
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
     step_inputs(words(4), last_token, last_token, table, block, new_blocks=words(4))
@@ -175,7 +187,9 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
             q = empty(rows, heads, dim)
-            triton_decode.decode(q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5)
+            given = q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
+            for cap in {layer.mixer.soft_cap for layer in model.layers}:
+                triton_decode.decode(*given, soft_cap=cap)
 
 
 def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:

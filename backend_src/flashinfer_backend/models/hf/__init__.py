@@ -11,15 +11,31 @@ from typing import Any
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, read_object_if_there
 from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf.arcee import arcee
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
 from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
+from flashinfer_backend.models.hf.ernie4_5 import ernie4_5
+from flashinfer_backend.models.hf.exaone4 import exaone4
+from flashinfer_backend.models.hf.gemma2 import gemma2
+from flashinfer_backend.models.hf.gemma3 import gemma3_text
+from flashinfer_backend.models.hf.glm4 import glm4
+from flashinfer_backend.models.hf.granite import granite
+from flashinfer_backend.models.hf.helium import helium
+from flashinfer_backend.models.hf.hunyuan_v1_dense import hunyuan_v1_dense
+from flashinfer_backend.models.hf.internlm3 import internlm3
 from flashinfer_backend.models.hf.llama import llama
+from flashinfer_backend.models.hf.ministral import ministral
 from flashinfer_backend.models.hf.mistral import mistral
 from flashinfer_backend.models.hf.mixtral import mixtral
+from flashinfer_backend.models.hf.olmo2 import olmo2
+from flashinfer_backend.models.hf.olmo3 import olmo3
+from flashinfer_backend.models.hf.phi3 import phi3
 from flashinfer_backend.models.hf.qwen2 import qwen2
 from flashinfer_backend.models.hf.qwen3 import qwen3
 from flashinfer_backend.models.hf.qwen3_moe import qwen3_moe
+from flashinfer_backend.models.hf.seed_oss import seed_oss
+from flashinfer_backend.models.hf.smollm3 import smollm3
 from flashinfer_backend.models.spec import ModelSpec
 
 # Each function has the name of its family's model_type.
@@ -30,6 +46,22 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3ForCausalLM": qwen3,
     "MixtralForCausalLM": mixtral,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SeedOssForCausalLM": seed_oss,
+    "MinistralForCausalLM": ministral,
+    "InternLM3ForCausalLM": internlm3,
+    "ArceeForCausalLM": arcee,
+    "Phi3ForCausalLM": phi3,
+    "GraniteForCausalLM": granite,
+    "HeliumForCausalLM": helium,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "SmolLM3ForCausalLM": smollm3,
+    "HunYuanDenseV1ForCausalLM": hunyuan_v1_dense,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "Exaone4ForCausalLM": exaone4,
+    "Glm4ForCausalLM": glm4,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3_text,
 }
 
 

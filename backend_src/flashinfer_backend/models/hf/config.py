@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds
 from flashinfer_backend.core.shard import Part
@@ -13,20 +15,24 @@ from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.spec import (
+    Activation,
     Experts,
     FullAttention,
     Gated,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     ModelSpec,
     Norm,
     Product,
     Rope,
     Source,
+    YarnScaling,
 )
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+ORIGINAL = "original_max_position_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_THETA = 10000.0  # where config.json names none
 KINDS: dict[str, Kind] = {
@@ -39,6 +45,8 @@ KINDS: dict[str, Kind] = {
 ROPE_KINDS: dict[str, Kind] = {
     "rope_theta": "number", "factor": "number", "low_freq_factor": "number", "high_freq_factor": "number",
     "original_max_position_embeddings": "integer", "type": "text", "rope_type": "text",
+    "attention_factor": "number", "beta_fast": "number", "beta_slow": "number", "mscale": "number",
+    "mscale_all_dim": "number", "truncate": "flag", "partial_rotary_factor": "number", "alpha": "number",
 }  # fmt: skip
 # Keys that change what every family computes, each with the one value that is implemented.
 IMPLEMENTED: dict[str, Any] = {
@@ -59,6 +67,9 @@ NOT_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "per_layer_config": (({},), "all layers have the same sizes and options"),
     "kv_sharing_modes": ((), "every layer has keys and values of its own"),
 }
+# Norms of a layer, and the modules that have their weights.
+PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+OUTER_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 # The window where a family has one and config.json does not say how long; a sliding_window of null is none.
 WINDOW = 4096
 
@@ -75,11 +86,15 @@ class Config:
         self.raw, self._end_id = raw, end_id
         self._generation, self._hf_quant = generation, hf_quant
 
-    def only(self, **implemented: Any) -> None:
+    def changed(self, **keys: Any) -> Config:
+        """The same with other values in config.json."""
+        return Config(self.raw | keys, self._generation, self._hf_quant, self._end_id)
+
+    def only(self, *read: str, **implemented: Any) -> None:
         """Refuse keys that change the computation, where they have another value than the one implemented:
-        these and those of all families."""
+        these and those of all families, but for those that the family reads."""
         for key, value in (IMPLEMENTED | implemented).items():
-            found = self.raw.get(key)
+            found = None if key in read else self.raw.get(key)
             if found is not None and found != value:
                 raise UnsupportedModelError(
                     f"{key} {shown(found)} is not supported; supported: {shown(value)} or absent"
@@ -101,9 +116,22 @@ class Config:
         """The same; `otherwise` where the key is not there or is null."""
         return otherwise if self.raw.get(key) is None else self.count(key)
 
-    def flag(self, key: str) -> bool:
-        """False where it is not there."""
-        return bool(self.raw.get(key, False))
+    def flag(self, key: str, otherwise: bool = False) -> bool:
+        """`otherwise` where it is not there."""
+        return bool(self.raw.get(key, otherwise))
+
+    def number(self, key: str, otherwise: float | None = None) -> float | None:
+        """A number greater than 0; `otherwise` where the key is not there or is null."""
+        value = self.raw.get(key)
+        if value is None:
+            return otherwise
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ValueError(f"{key} is {shown(value)}; it should be a number greater than 0")
+        return float(value)
+
+    def capped(self, key: str, otherwise: float) -> float | None:
+        """A soft cap; null is none."""
+        return self.number(key) if key in self.raw else otherwise
 
     @property
     def num_layers(self) -> int:
@@ -119,10 +147,22 @@ class Config:
         head_dim: int | None = None,
         theta: float = ROPE_THETA,
         bias: bool = False,
-        qk_norm: bool = False,
+        o_bias: bool = False,
+        qk_norm: Literal["", "head", "all", "rotated"] = "",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        norm_offset: float = 0.0,
+        fused: str = "",
+        neighbours: bool = False,
+        partial: float | None = None,
+        rope: dict[str, Any] | None = None,
     ) -> FullAttention:
         """Of a layer without a window. kv_heads (default: as many as heads), head_dim (default: hidden_size
-        over heads) and theta are what transformers takes where the keys are missing."""
+        over heads), theta and partial, the part of a head that is rotated, are what transformers takes where
+        the keys are missing.
+
+        fused: the module that has queries, keys and values in one matrix. neighbours: a head's pairs that are
+        rotated are neighbours, not of its halves. rope: its keys (default: those of config.json).
+        """
         hidden, heads = self.hidden_size, self.count("num_attention_heads")
         if kv_heads is None or "num_key_value_heads" in self.raw:
             kv_heads = self.count_or("num_key_value_heads", heads)
@@ -135,22 +175,51 @@ class Config:
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
         rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
-        modules = zip(("q_proj", "k_proj", "v_proj"), rows, strict=True)
-        qkv = tuple(whole(f"self_attn.{name}", count, hidden) for name, count in modules)
+        names = ["self_attn." + (fused or name) for name in ("q_proj", "k_proj", "v_proj")]
+        found = self.rope(head_dim, theta, partial) if rope is None else self.rope_of(rope, head_dim, theta)
+        order = _pair_order(head_dim, found.dim, neighbours)
+        qkv = (
+            parts(names, rows, hidden)
+            if fused
+            else [whole(name, count, hidden) for name, count in zip(names, rows, strict=True)]
+        )
+        qkv[:2] = [source._replace(order=order) for source in qkv[:2]]
         o = whole("self_attn.o_proj", hidden, heads * head_dim)
+        norms: tuple[Norm, ...] = ()
+        if qk_norm:
+            sizes = rows[:2] if qk_norm == "all" else (head_dim, head_dim)
+            grain = head_dim if qk_norm == "all" else 0
+            modules = zip(("q_norm", "k_norm"), norm_names, sizes, strict=True)
+            norms = tuple(
+                Norm(name, f"self_attn.{module}", size, grain, offset=norm_offset)
+                for name, module, size in modules
+            )
         return FullAttention(
             heads,
             kv_heads,
             head_dim,
-            self._rope(head_dim, theta),
-            Product("qkv", qkv, "rows", "qkv", grain=head_dim, bias=bias),
-            Product("o", (o,), "columns", "o"),
+            found,
+            Product("qkv", tuple(qkv), "rows", "qkv", grain=head_dim, bias=bias),
+            Product("o", (o,), "columns", "o", bias=o_bias),
             qk_norm,
+            norms,
         )
 
-    def gated(self) -> Gated:
-        """An MLP as Llama's."""
-        return self._gated("intermediate_size", ["mlp"], ("gate_proj", "up_proj", "down_proj"))
+    def gated(
+        self, activation: Activation = "silu", bias: bool = False, fused: str = "", gate: bool = True
+    ) -> Gated:
+        """An MLP as Llama's. fused: the module that has gate and up projection in one matrix. gate: whether
+        it has one."""
+        names = fused or "gate_proj", fused or "up_proj", "down_proj"
+        mlp = self._gated("intermediate_size", ["mlp"], names)
+        gate_up, (_, up) = mlp.gate_up, mlp.gate_up.sources
+        if fused:
+            sizes = mlp.size, mlp.size
+            gate_up = replace(gate_up, sources=tuple(parts([f"mlp.{fused}"] * 2, sizes, self.hidden_size)))
+        if not gate:
+            gate_up = replace(gate_up, sources=(up,), role="qkv")
+        gate_up, down = replace(gate_up, bias=bias), replace(mlp.down, bias=bias)
+        return replace(mlp, gate_up=gate_up, down=down, activation=activation)
 
     def experts(self, size_key: str, block: str, names: tuple[str, str, str], norm_topk: bool) -> Experts:
         """block: the module that has the router and the experts. names: of an expert's gate, up and down."""
@@ -217,22 +286,37 @@ class Config:
             )
         return types
 
-    def model(self, layers: Iterable[tuple[FullAttention, Gated]]) -> ModelSpec:
-        """A model of these layers' mixers and MLPs, each after a norm, in the formats that the checkpoint
-        names."""
+    def model(
+        self,
+        layers: Iterable[tuple[FullAttention, Gated]],
+        norms: dict[str, str] = PRE_NORMS,
+        norm_offset: float = 0.0,
+        final_scale: float = 1.0,
+        residual_scale: float = 1.0,
+        tied: bool = False,
+        prefix: str = "model",
+    ) -> ModelSpec:
+        """A model of these layers' mixers and MLPs, with these norms (PRE_NORMS), in the formats that the
+        checkpoint names. norm_offset: of all norms of the residual stream. final_scale: of what the head
+        reads. residual_scale: of what layers add to the residual stream. tied: whether the embedding is the
+        head where no key says so. prefix: of the checkpoint's modules."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
         quantization = read_quantization(self.raw, self._hf_quant)
-        names = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-        norms = tuple(Norm(name, module, hidden) for name, module in names.items())
+        own = tuple(Norm(name, module, hidden, offset=norm_offset) for name, module in norms.items())
+        if residual_scale != 1 and not {"mixer_norm", "mlp_norm"}.isdisjoint(norms):
+            raise ValueError("what is normed before it is added cannot be scaled by its weights")
 
         def layer(index: int, mixer: FullAttention, mlp: Gated) -> LayerSpec:
-            prefix = f"model.layers.{index}"
+            place = f"{prefix}.layers.{index}"
 
             def stored(product: Product) -> Product:
-                format = quantization.format_of(f"{prefix}.{module}" for module in product.modules)
-                return product if format == product.format else replace(product, format=format)
+                format = quantization.format_of(f"{place}.{module}" for module in product.modules)
+                scale = residual_scale if product.adds else 1.0
+                if (format, scale) == (product.format, product.scale):
+                    return product
+                return replace(product, format=format, scale=scale)
 
-            return LayerSpec(prefix, mixer, mlp, (*norms, *mixer.norms)).map(stored)
+            return LayerSpec(place, mixer, mlp, own).map(stored)
 
         eps = self.raw["rms_norm_eps"]
         if not eps or eps < 0:
@@ -244,66 +328,178 @@ class Config:
             vocab_size=vocab,
             hidden_size=hidden,
             norm_eps=float(eps),
-            tie_word_embeddings=self.flag("tie_word_embeddings"),
-            max_position_embeddings=self.count("max_position_embeddings"),
+            final_norm=Norm("final_norm", "norm", hidden, scale=final_scale, offset=norm_offset),
+            tie_word_embeddings=self.flag("tie_word_embeddings", tied),
+            max_position_embeddings=self._positions(),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             dtype=self._dtype(),
             initializer_range=float(self.raw.get("initializer_range", 0.02)),
             format=quantization.format,
+            prefix=prefix,
         )
 
-    def _rope(self, head_dim: int, otherwise: float) -> Rope:
-        """By transformers 5's rope_parameters or the older two keys. Where both are there, transformers takes
-        rope_scaling, whatever the other says."""
-        raw = self.raw
-        place = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-        found = dict(raw.get(place) or {})
+    def _positions(self) -> int:
+        """max_position_embeddings; with YaRN, of which some checkpoints give those before the stretching, at
+        least what it stretches them to."""
+        found, rope = self.count("max_position_embeddings"), self.rope_keys()
+        if _rope_type(rope) != "yarn":
+            return found
+        original = self.raw.get(ORIGINAL, rope.get(ORIGINAL, found))
+        return max(found, int(original * rope["factor"])) if rope.get("factor") else found
+
+    def rope_keys(self) -> dict[str, Any]:
+        """transformers 5's rope_parameters or the older rope_scaling. Where both are there, transformers
+        takes rope_scaling, whatever the other says."""
+        return dict(self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {})
+
+    def ropes_by_kind(self) -> dict[str, dict[str, Any]]:
+        """The rotary embedding's keys of layers with a window and without: those of rope_parameters, or of
+        the older rope_scaling and rope_theta for those without, and rope_local_base_freq for the others."""
+        given, older = self.raw.get("rope_parameters") or {}, self.raw.get("rope_scaling") or {}
+        found = {kind: dict(given.get(kind) or {}) for kind in ("sliding_attention", "full_attention")}
+        if other := given.keys() - found.keys():
+            raise UnsupportedModelError(
+                f"rope_parameters has {', '.join(sorted(other))}, which is not supported; supported: keys of"
+                f" {' and '.join(found)}"
+            )
+        found["full_attention"] |= older
+        thetas = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}
+        for kind, key in thetas.items():
+            if found[kind].get("rope_theta") is None:
+                found[kind]["rope_theta"] = self.raw.get(key)
+        return found
+
+    def rope(self, head_dim: int, theta: float = ROPE_THETA, partial: float | None = None) -> Rope:
+        """That of all layers. theta, partial: where no key says so. partial None: all of a head is
+        rotated."""
+        found = self.rope_keys()
         for key, value in found.items():
             if isinstance(value, dict):
                 raise UnsupportedModelError(
                     f"rotary embedding by kind of layer ({key!r}) is not supported; supported: one for all"
                     " layers"
                 )
+        if partial is not None and found.get("partial_rotary_factor") is None:
+            found["partial_rotary_factor"] = self.number("partial_rotary_factor", partial)
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = self.raw.get("rope_theta")
+        return self.rope_of(found, head_dim, theta, partial is not None)
+
+    def rope_of(
+        self, found: dict[str, Any], head_dim: int, otherwise: float = ROPE_THETA, parts: bool = False
+    ) -> Rope:
+        """By the keys of one kind of layer. otherwise: theta where there is none. parts: whether a part of a
+        head can be what is rotated."""
+        raw, place = self.raw, "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         check_kinds(found, ROPE_KINDS, f"{place}.")
-        thetas = found.get("rope_theta"), raw.get("rope_theta"), otherwise
-        theta = float(next(theta for theta in thetas if theta is not None))
-        rope_type = found.get("rope_type", found.get("type") or "default")
+        theta = float(otherwise if found.get("rope_theta") is None else found["rope_theta"])
+        rope_type = _rope_type(found)
+        if rope_type == "dynamic" and found.get("alpha"):
+            theta *= found["alpha"] ** (head_dim / (head_dim - 2))
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModelError(
                 f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
-        partial = found.get("partial_rotary_factor")
-        if partial not in (None, 1.0):
+        if other := found.keys() - ROPE_KINDS.keys() - {"short_factor", "long_factor", "finetuned"}:
+            raise UnsupportedModelError(f"{place} has {', '.join(sorted(other))}, which is not supported")
+        if theta <= 0:
+            raise ValueError(f"rope_theta is {theta:g}; it should be greater than 0")
+        partial = found.get("partial_rotary_factor") or 1.0
+        if partial != 1 and not parts:
             raise UnsupportedModelError(
                 f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0"
             )
-        if theta <= 0:
-            raise ValueError(f"rope_theta is {theta:g}; it should be greater than 0")
-        original = "original_max_position_embeddings"
-        if original in raw:  # takes precedence in transformers
-            found[original] = raw[original]
+        dim = int(head_dim * partial)
+        if not 0 < dim <= head_dim or dim % 2:
+            raise UnsupportedModelError(
+                f"partial_rotary_factor {shown(partial)} of head_dim {head_dim} rotates {dim} values of a"
+                " head; it should be an even number of them"
+            )
+        if ORIGINAL in raw:  # takes precedence in transformers
+            found = found | {ORIGINAL: raw[ORIGINAL]}
 
         def positive(key: str) -> Any:
-            if key not in found:
+            if found.get(key) is None:
                 raise ValueError(f"rope scaling of type {rope_type!r} has no {key!r}")
-            if type(found[key]) not in (int, float) or found[key] <= 0:
+            if type(found[key]) not in (int, float) or not 0 < found[key] < float("inf"):
                 raise ValueError(
                     f"{place}.{key} is {shown(found[key])}; it should be a number greater than 0"
                 )
             return found[key]
 
         if rope_type == "linear":
-            return Rope(theta, head_dim, LinearScaling(positive("factor")))
+            return Rope(theta, dim, LinearScaling(positive("factor")))
         if rope_type == "llama3":
-            keys = "factor", "low_freq_factor", "high_freq_factor", original
-            return Rope(theta, head_dim, Llama3Scaling(*map(positive, keys)))
-        return Rope(theta, head_dim)
+            keys = "factor", "low_freq_factor", "high_freq_factor", ORIGINAL
+            return Rope(theta, dim, Llama3Scaling(*map(positive, keys)))
+        if rope_type in ("yarn", "longrope"):
+            found = {ORIGINAL: self.count("max_position_embeddings")} | found
+            stretched = self.count("max_position_embeddings") / positive(ORIGINAL)
+            factor = stretched if found.get("factor") is None else positive("factor")
+            magnitude = None if found.get("attention_factor") is None else positive("attention_factor")
+            if rope_type == "yarn":
+                return Rope(theta, dim, _yarn(found, factor, magnitude))
+            short, long = (_factors(found, key, dim // 2) for key in ("short_factor", "long_factor"))
+            magnitude = magnitude or _long(factor, found)
+            return Rope(theta, dim, LongScaling(short, long, found[ORIGINAL], magnitude))
+        # "dynamic" begins to differ from the default beyond max_position_embeddings.
+        return Rope(theta, dim)
 
     def _dtype(self) -> str:
         dtype = str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in DTYPES:
             raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
         return dtype
+
+
+def _rope_type(found: dict[str, Any]) -> Any:
+    return found.get("rope_type", found.get("type") or "default")
+
+
+def _yarn(found: dict[str, Any], factor: float, magnitude: float | None) -> YarnScaling:
+    def stretched(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if magnitude is None:
+        by, of_all = found.get("mscale"), found.get("mscale_all_dim")
+        magnitude = stretched(by) / stretched(of_all) if by and of_all else stretched(1)
+    bounds = float(found.get("beta_fast") or 32), float(found.get("beta_slow") or 1)
+    return YarnScaling(factor, found[ORIGINAL], magnitude, *bounds, bool(found.get("truncate", True)))
+
+
+def _long(factor: float, found: dict[str, Any]) -> float:
+    """The magnitude of LongScaling where none is given."""
+    return math.sqrt(1 + math.log(factor) / math.log(found[ORIGINAL])) if factor > 1 else 1.0
+
+
+def _factors(found: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
+    values = found.get(key)
+    if (
+        type(values) is not list
+        or len(values) != count
+        or any(type(value) not in (int, float) or not 0 < value < float("inf") for value in values)
+    ):
+        raise ValueError(f"{key} is {shown(values)}; it should be a list of {count} numbers greater than 0")
+    return tuple(float(value) for value in values)
+
+
+def _pair_order(head_dim: int, rotated: int, neighbours: bool) -> tuple[int, ...]:
+    """Where a head's rows are taken from, so that each pair that is rotated has one value in either half."""
+    if rotated == head_dim and not neighbours:
+        return ()
+    turned, rest = list(range(rotated)), list(range(rotated, head_dim))
+    half = len(turned) // 2
+    halves = (turned[::2], turned[1::2]) if neighbours else (turned[:half], turned[half:])
+    half = len(rest) // 2
+    return (*halves[0], *rest[:half], *halves[1], *rest[half:])
+
+
+def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Source]:
+    """Consecutive rows of one matrix, which `modules` all name."""
+    ends = list(itertools.accumulate(rows))
+    whole = ends[-1], columns
+    spans = zip(modules, rows, ends, strict=True)
+    return [Source(name, Part(whole, slice(end - n, end), slice(0, columns))) for name, n, end in spans]
 
 
 def whole(module: str, rows: int, columns: int) -> Source:

@@ -145,14 +145,14 @@ def eagle3(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Eagle3Spec:
     ]
     model = config.model(layers)
     own = model.layers[0]
-    norms = (*own.norms, Norm("hidden_norm", "hidden_norm", hidden))
+    norms = (*own.own_norms, Norm("hidden_norm", "hidden_norm", hidden))
     named = [replace(layer, prefix=f"layers.{index}") for index, layer in enumerate(model.layers)]
     known = config.count_or("draft_vocab_size", model.vocab_size)
     if known > model.vocab_size:
         raise ValueError(f"draft_vocab_size is {known}, more than the target's {model.vocab_size}")
     return Eagle3Spec(
         **{name: getattr(model, name) for name in ModelSpec.__dataclass_fields__ if name != "layers"},
-        layers=(replace(named[0], norms=norms), *named[1:]),
+        layers=(replace(named[0], own_norms=norms), *named[1:]),
         draft_vocab_size=known,
         target_hidden_size=config.count_or("target_hidden_size", hidden),
         taken=_taken(flat, eagle),
@@ -209,7 +209,7 @@ def _attention(config: Config) -> FullAttention:
     if kind == "llama":
         return config.attention()
     if kind == "qwen3":
-        return config.attention(kv_heads=32, head_dim=128, qk_norm=True)
+        return config.attention(kv_heads=32, head_dim=128, qk_norm="head")
     raise UnsupportedModelError(
         f"a drafter with layers of model_type {shown(kind)} is not supported; supported: llama, qwen3"
     )

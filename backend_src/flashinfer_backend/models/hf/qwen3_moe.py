@@ -18,7 +18,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
     config.layer_types()  # which do not change the windows
     _refuse_dense_layers(config)
     experts = config.experts("moe_intermediate_size", "mlp", NAMES, config.flag("norm_topk_prob"))
-    attention = replace(config.attention(kv_heads=4, qk_norm=True), window=config.used_window())
+    attention = replace(config.attention(kv_heads=4, qk_norm="head"), window=config.used_window())
     return config.model([(attention, experts)] * config.num_layers)
 
 

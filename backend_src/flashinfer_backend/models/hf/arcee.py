@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arcee's AFM: https://huggingface.co/arcee-ai/AFM-4.5B. Llama with an MLP without a gate, whose activation
+is the square of ReLU: https://arxiv.org/abs/2109.08668."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def arcee(config: Config) -> ModelSpec:
+    config.only("attention_bias", "mlp_bias", hidden_act="relu2")
+    bias = config.flag("attention_bias")
+    attention = config.attention(bias=bias, o_bias=bias)
+    mlp = config.gated("relu2", bias=config.flag("mlp_bias"), gate=False)
+    return config.model([(attention, mlp)] * config.num_layers)

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ERNIE 4.5, the dense models: https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf. Llama,
+whose rotary embedding pairs neighbours."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def ernie4_5(config: Config) -> ModelSpec:
+    config.only(attention_bias=False)
+    bias = config.flag("use_bias")
+    attention = config.attention(kv_heads=2, head_dim=128, theta=5e5, bias=bias, o_bias=bias, neighbours=True)
+    return config.model([(attention, config.gated(bias=bias))] * config.num_layers, tied=True)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3's text models: https://arxiv.org/abs/2503.19786. Norms around attention and MLP, windows in five of
+six layers, a rotary embedding for each kind of layer, an MLP gated by GELU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mixer_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+KINDS = {True: "sliding_attention", False: "full_attention"}
+
+
+def gemma3_text(config: Config) -> ModelSpec:
+    """Norms multiply by 1 plus their weight, embeddings by the root of their length."""
+    config.only(
+        "attention_bias",
+        "hidden_act",
+        hidden_activation="gelu_pytorch_tanh",
+        use_bidirectional_attention=False,
+        attn_logit_softcapping=None,
+    )
+    bias, mlp = config.flag("attention_bias"), config.gated("gelu_tanh")
+    window = config.window()
+    every = config.count_or("sliding_window_pattern", 6)
+    windows = (
+        config.windows(window)
+        if config.layer_types()
+        else [window if (index + 1) % every else None for index in range(config.num_layers)]
+    )
+    ropes = config.ropes_by_kind()
+    kinds = {
+        name: config.attention(
+            kv_heads=4,
+            head_dim=256,
+            theta=theta,
+            bias=bias,
+            o_bias=bias,
+            qk_norm="head",
+            norm_offset=1.0,
+            rope=ropes[name],
+        )
+        for name, theta in {"sliding_attention": 1e4, "full_attention": 1e6}.items()
+    }
+    scale = (config.number("query_pre_attn_scalar") or 256) ** -0.5
+    layers = [(replace(kinds[KINDS[own is not None]], window=own, scale=scale), mlp) for own in windows]
+    model = config.model(layers, norms=NORMS, norm_offset=1.0, tied=True)
+    return replace(
+        model,
+        embedding_scale=config.hidden_size**0.5,
+        logits_soft_cap=config.number("final_logit_softcapping"),
+    )

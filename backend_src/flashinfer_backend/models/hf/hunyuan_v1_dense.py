@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hunyuan's dense models: https://huggingface.co/tencent/Hunyuan-7B-Instruct. Llama with norms of each head's
+queries and keys behind the rotary embedding."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def hunyuan_v1_dense(config: Config) -> ModelSpec:
+    """With an `alpha`, its rope type "dynamic" is NTK's: a theta that does not depend on the length."""
+    config.only("attention_bias")
+    bias = config.flag("attention_bias")
+    attention = config.attention(
+        bias=bias, o_bias=bias, qk_norm="rotated", norm_names=("query_layernorm", "key_layernorm")
+    )
+    return config.model([(attention, config.gated())] * config.num_layers)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMo 3: https://allenai.org/olmo. OLMo 2 with windows in three of four layers, and a rotary embedding for
+each kind of layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashinfer_backend.models.hf.config import OUTER_NORMS, Config
+from flashinfer_backend.models.spec import ModelSpec
+
+KINDS = {True: "sliding_attention", False: "full_attention"}
+
+
+def olmo3(config: Config) -> ModelSpec:
+    config.only("attention_bias")
+    bias, mlp = config.flag("attention_bias"), config.gated()
+    window = config.window()
+    windows = (
+        config.windows(window)
+        if config.layer_types()
+        else [window if (index + 1) % 4 else None for index in range(config.num_layers)]
+    )
+    ropes = config.ropes_by_kind()
+    kinds = {
+        name: config.attention(theta=5e5, bias=bias, o_bias=bias, qk_norm="all", rope=ropes[name])
+        for name in KINDS.values()
+    }
+    layers = [(replace(kinds[KINDS[own is not None]], window=own), mlp) for own in windows]
+    return config.model(layers, norms=OUTER_NORMS)

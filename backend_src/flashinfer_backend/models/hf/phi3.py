@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phi-3 and Phi-4: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905. Llama with one matrix
+of queries, keys and values, and one of the gate and the up projection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def phi3(config: Config) -> ModelSpec:
+    """transformers takes its rope types "su" and "yarn", names of before, for "longrope"."""
+    config.only("partial_rotary_factor", "original_max_position_embeddings", attention_bias=False)
+    keys = config.rope_keys()
+    if keys.get("rope_type", keys.get("type")) in ("su", "yarn"):
+        config = config.changed(rope_scaling=keys | {"rope_type": "longrope"})
+    attention = config.attention(fused="qkv_proj", partial=1.0)
+    layer = replace(attention, window=config.window(otherwise=None)), config.gated(fused="gate_up_proj")
+    return config.model([layer] * config.num_layers)
