@@ -84,6 +84,12 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         ("qwen3", 2, 10),
         ("mixtral", 2, 10),
         ("qwen3-moe", 4, 10),
+        ("seed-oss", 2, 10),
+        ("phi3", 2, 10),
+        ("glm4", 2, 10),
+        ("arcee", 2, 10),
+        ("olmo2", 4, 10),
+        ("gemma3", 2, 10),
     ],
 )
 def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families through the whole engine against transformers: in chunks, preempted, from cached prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from engine.test_generate import GREEDY, make_prompts, reference
+
+# One of each kind of layer; what all families have in common is tested with Llama's.
+KINDS = ["arcee", "exaone4-windows", "gemma3", "glm4", "granite", "hunyuan", "olmo3", "phi3", "smollm3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_gives_the_ids_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder, prompts = make_checkpoint(kind, tmp_path / "model"), make_prompts(6)
+    few = {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16, "max_tokens_in_paged_kv_cache": 256}
+    core = start_core(folder, max_num_seqs=6, max_seq_len=160, check_invariants=True, **few)
+    expected = reference(folder, prompts)
+    with serve(core, tmp_path / "run") as client:
+        for _ in range(2):
+            assert client.generate(prompts, GREEDY) == expected
+    assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused
