@@ -43,7 +43,9 @@ def generate(folder: Path, run_dir: Path, params: SamplingParams, **settings: ob
 
 def shortfalls(folder: Path, produced: list[list[int]]) -> torch.Tensor:
     """By how much each produced token's logit is below the best one, in float32 by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # transformers' usual attention leaves out soft caps.
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     result = []
     for prompt, tokens in zip(make_prompts(12), produced, strict=True):
         with torch.inference_mode():

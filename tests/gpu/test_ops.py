@@ -78,6 +78,23 @@ def test_norm_gate_up_silu(ops, tokens, inner, hidden):
     assert_close(ops.norm_gate_up_silu(x, norm, 1e-5, Weight("gate_up", weight)), expected, 1e-2)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(ops, tokens, biased):
+    x, weight = randn(tokens, 4096), randn(6144, 4096, scale=4096**-0.5)
+    bias = randn(6144) if biased else None
+    wide = None if bias is None else bias.float()
+    expected = torch_ops.linear(x.float(), Weight("qkv", weight.float()), wide)
+    assert_close(ops.linear(x, Weight("qkv", weight), bias), expected)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+def test_activate(ops, tokens, activation):
+    x = randn(tokens, 6144)
+    assert_close(ops.activate(x, activation), torch_ops.activate(x.float(), activation), 1e-2)
+
+
 def test_products_repeat_bit_for_bit(ops):
     """Split sums are added in one order, so a replayed request gives the same tokens."""
     for tokens in (1, 16, 64):
@@ -90,7 +107,7 @@ def test_products_repeat_bit_for_bit(ops):
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 777])
 @pytest.mark.parametrize("heads, kv_heads, dim", HEADS)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["", "head", "rotated"])
 def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm):
     blocks, block_size = 80, 16
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim)
@@ -103,8 +120,9 @@ def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm):
     expected_caches = [cache.clone() for cache in caches]
     arguments = (locations, q_norm, k_norm, 1e-6, heads, kv_heads)
     torch.cuda.synchronize()
-    expected = torch_ops.rope_and_store(qkv, positions, cos_sin, *expected_caches, *arguments)
-    actual = ops.rope_and_store(qkv, positions, cos_sin, *caches, *arguments)
+    rotated = {"norm_rotated": norm == "rotated"}
+    expected = torch_ops.rope_and_store(qkv, positions, cos_sin, *expected_caches, *arguments, **rotated)
+    actual = ops.rope_and_store(qkv, positions, cos_sin, *caches, *arguments, **rotated)
     assert_close(actual, expected)
     assert_close(caches[0], expected_caches[0])
     assert torch.equal(caches[1], expected_caches[1])

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families with what Llama has not, on a GPU: each token judged as in test_engine."""
+
+from __future__ import annotations
+
+import pytest
+from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+KINDS = {
+    "arcee": {},
+    "ernie4.5": {},
+    "exaone4-windows": {},
+    "gemma2-capped": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0},
+    "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0},
+    "glm4": {},
+    "granite": {"attention_multiplier": 0.1},
+    "helium": {"head_dim": 64},
+    "hunyuan": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": {},
+    "seed-oss": {},
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_the_best_or_nearly(kind, tmp_path):
+    folder = make_checkpoint(kind, tmp_path / "model", **(SIZES | KINDS[kind]))
+    core = start_core(folder, **SETTINGS, max_seq_len=512)
+    params = SamplingParams(max_tokens=48, temperature=0.0)
+    with serve(core, tmp_path / "run") as client:
+        short = shortfalls(folder, client.generate(make_prompts(12), params))
+    assert (short == 0).float().mean() > 0.9, f"{(short > 0).sum()} of {len(short)} tokens are not the best"
+    assert short.max() < TOLERANCE, f"a token is {short.max():.2f} below the best logit"
