@@ -139,3 +139,22 @@ def make_checkpoint(kind: str, path: str | Path, seed: int = 0, **overrides) -> 
     written = json.loads(config.read_text()) | {"architectures": [f"{architecture}ForCausalLM"]}
     config.write_text(json.dumps(written))
     return path
+
+
+def make_multimodal(kind: str, path: Path) -> Path:
+    """A checkpoint whose text model is of a kind named in KINDS, with a vision tower."""
+    architecture, options, _ = KINDS[kind]
+    name, model_type, vision = {
+        "Gemma3": ("Gemma3", "gemma3_text", "siglip_vision_model"),
+        "Mistral": ("Mistral3", "mistral", "pixtral"),
+    }[architecture]
+    # transformers ignores the cap of such checkpoints.
+    text = {"model_type": model_type, "tie_word_embeddings": True, "final_logit_softcapping": None}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=SIZES | options | text,
+        vision_config=tower | {"model_type": vision, "image_size": 28, "patch_size": 14},
+    )
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(path)
+    return path

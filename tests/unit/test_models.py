@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import KINDS, make_checkpoint, make_model
+from checkpoints import KINDS, make_checkpoint, make_model, make_multimodal
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Scores
@@ -362,6 +362,17 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
         expected = their_logits(theirs, ids + output)[len(ids) - 1 : -1].argmax(-1).tolist()
         assert output[:64] == expected[:64]
         assert len(set(output)) > 8
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
+    """Its tensors have another prefix there, and those for images are not read."""
+    path = make_multimodal(kind, tmp_path)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    ours, ids = load(path), prompt(90)
+    assert ours.spec.tie_word_embeddings
+    (logits,) = Paged(ours).step([(2, ids)])
+    torch.testing.assert_close(logits, their_logits(theirs, ids), atol=1e-4, rtol=0)
 
 
 def test_bfloat16_stays_near_transformers(tmp_path):

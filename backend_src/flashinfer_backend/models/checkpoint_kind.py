@@ -75,8 +75,8 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
         _refuse(f"{named} is an encoder-decoder model: {generator()}")
     if any(raw.get(key) for key in ("vision_config", "audio_config", "text_config", "thinker_config")):
         _refuse(
-            f"{named} is a multimodal model (images, audio or video): take a text-only checkpoint of its"
-            " family"
+            f"{named} is a multimodal model (images, audio or video) whose text part is not served: take a"
+            " text-only checkpoint of its family"
         )
     for end, kind in OTHER_TASKS.items():
         if any(name.endswith(end) and not name.endswith(GENERATORS) for name in architectures):

@@ -344,9 +344,9 @@ class ModelSpec:
     norm_eps: of every RMSNorm. format: of the layers' products, as the checkpoint says; those that it leaves
     out are dense. dtype: the checkpoint's. initializer_range: the standard deviation of random weights.
     disputed_window: a sliding_window that some engines apply and others ignore, so that longer sequences are
-    not computed; None: there is none. prefix, head_module: of the checkpoint's modules. ignored: beginnings
-    of names of its tensors that are not read. embedding_scale: what embeddings are multiplied by, rounded to
-    the model's type. logits_soft_cap: logits become soft_cap * tanh(logit / soft_cap).
+    not computed; None: there is none. aliases: beginnings of its tensors' names, and what they are here.
+    ignored: beginnings of names of tensors that are not read. embedding_scale: what embeddings are multiplied
+    by, rounded to the model's type. logits_soft_cap: logits become soft_cap * tanh(logit / soft_cap).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -362,8 +362,7 @@ class ModelSpec:
     format: WeightFormat = "dense"
     shard: Shard = WHOLE
     disputed_window: int | None = None
-    prefix: str = "model"
-    head_module: str = "lm_head"
+    aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     embedding_scale: float = 1.0
     logits_soft_cap: float | None = None
@@ -419,12 +418,12 @@ class ModelSpec:
     @property
     def embedding(self) -> Product:
         """The rank's rows of the embedding, which are looked up."""
-        return self._vocabulary("embed_tokens", f"{self.prefix}.embed_tokens", "")
+        return self._vocabulary("embed_tokens", "model.embed_tokens", "")
 
     @property
     def head(self) -> Product:
         """The rank's columns of the logits."""
-        return self._vocabulary("lm_head", self.head_module, "head")
+        return self._vocabulary("lm_head", "lm_head", "head")
 
     def _vocabulary(self, name: str, module: str, role: Role) -> Product:
         size, columns = self.shard.size, slice(0, self.hidden_size)

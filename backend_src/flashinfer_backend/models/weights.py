@@ -130,7 +130,7 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     spec = model.spec
     targets = of_product(spec.embedding, Weight("", model.embed_tokens))
-    targets |= _of_norm(spec.final_norm, model.final_norm, f"{spec.prefix}.")
+    targets |= _of_norm(spec.final_norm, model.final_norm, "model.")
     if not spec.tie_word_embeddings:
         targets |= of_product(spec.head, model.lm_head)
     return targets | of_layers(model)
@@ -232,7 +232,7 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
     """What to read of the checkpoint's files. Only their headers are looked at here, so that what does not
     fit is said before minutes of reading."""
     spec = model.spec
-    tied = targets[f"{spec.prefix}.embed_tokens.weight"] if spec.tie_word_embeddings else None
+    tied = targets["model.embed_tokens.weight"] if spec.tie_word_embeddings else None
     says = spec.format
     found: dict[str, _Tensor] = {}
     unexpected: list[str] = []
@@ -242,11 +242,12 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if name.endswith(_COMPUTED_SUFFIX) or name.startswith(spec.ignored):
                     continue
-                target = targets.get(name) or (tied if name == f"{spec.head_module}.weight" else None)
+                known = _known(spec, name)
+                target = targets.get(known) or (tied if known == "lm_head.weight" else None)
                 if target is None:
                     unexpected.append(name)
                     continue
-                if name in found:
+                if known in found:
                     raise WeightsError(f"{path}: {name} appears in more than one file")
                 stored = file.get_slice(name)
                 shape = tuple(stored.get_shape())
@@ -265,7 +266,7 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
                 nbytes, place = _nbytes(shape, cut, dtype), None
                 if nbytes > SMALL and (bytes_of := header.find(name, cut)):
                     place = Place(path, *bytes_of, stored[:0].dtype)
-                found[name] = _Tensor(path, name, target, cut, nbytes, place, header.state)
+                found[known] = _Tensor(path, name, target, cut, nbytes, place, header.state)
     if unexpected:
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {some(unexpected)}"
@@ -274,6 +275,14 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}")
     return list(found.values())
+
+
+def _known(spec: ModelSpec, name: str) -> str:
+    """What a tensor of the checkpoint is called here."""
+    for beginning, own in spec.aliases:
+        if name.startswith(beginning):
+            return own + name.removeprefix(beginning)
+    return name
 
 
 def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
@@ -294,7 +303,6 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
             *(model_dir, ADAPTER_CONFIG),
         )
     scales: dict[tuple[int, str], float] = {}
-    spec = model.spec
     optional = {name: stored._replace(optional=True) for name, stored in _kv_scales(model, scales).items()}
     tensors = _find(model, model_dir, optional | targets)
     tied_head: Tensor | None = None
@@ -311,7 +319,8 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
                     name, target = tensor.name, tensor.target
                     try:
                         value = _value(mapped, tensor, upload)
-                        if name not in targets and name not in optional:
+                        known = _known(model.spec, name)
+                        if known not in targets and known not in optional:
                             tied_head = value
                         else:
                             target.take(value)
@@ -333,8 +342,8 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
     assert isinstance(model, Transformer)
     if not torch.equal(tied_head.to(model.embed_tokens), model.embed_tokens[: len(tied_head)]):
         raise WeightsError(
-            f"{model_dir}: config.json says tie_word_embeddings, but {spec.head_module}.weight differs from "
-            f"{spec.prefix}.embed_tokens.weight; set tie_word_embeddings to false"
+            f"{model_dir}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+            "model.embed_tokens.weight; set tie_word_embeddings to false"
         )
 
 

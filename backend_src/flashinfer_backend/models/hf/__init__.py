@@ -12,7 +12,7 @@ from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, re
 from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.arcee import arcee
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import MULTIMODAL, Config
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
 from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
 from flashinfer_backend.models.hf.ernie4_5 import ernie4_5
@@ -86,8 +86,8 @@ def read_spec(
     end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
     with _explained(path):
         config = Config(raw, generation, hf_quant, end_id)
-        check_config(raw, model_dir)
-        return _family(raw)(config).checked()
+        check_config(config.raw, model_dir)
+        return _family(config.raw)(config).checked()
 
 
 def read_drafter(folder: str | Path) -> Eagle3Spec:
@@ -129,5 +129,5 @@ def _family(raw: dict[str, Any]) -> Callable[[Config], ModelSpec]:
         return by_type[model_type]
     named = ", ".join(architectures) or model_type or "none named"
     raise UnsupportedModelError(
-        f"architecture {named} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        f"architecture {named} is not supported; supported: {', '.join([*ARCHITECTURES, *MULTIMODAL])}"
     )

@@ -67,6 +67,34 @@ NOT_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "per_layer_config": (({},), "all layers have the same sizes and options"),
     "kv_sharing_modes": ((), "every layer has keys and values of its own"),
 }
+# Multimodal checkpoints whose text model is served: its architecture, and what its keys are where they are
+# missing.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "MistralForCausalLM",
+        {
+            "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
+        },
+    ),
+}  # fmt: skip
+# Beginnings of such a checkpoint's tensors: what they are called here, and those that are not read.
+ALIASES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+IGNORED = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+)  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 OUTER_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
@@ -82,8 +110,11 @@ class Config:
     def __init__(
         self, raw: dict[str, Any], generation: dict[str, Any], hf_quant: dict[str, Any], end_id: int | None
     ) -> None:
+        raw, part = _text_part(raw)
         check_kinds(raw, KINDS)
         self.raw, self._end_id = raw, end_id
+        self.aliases = ALIASES if part else ()
+        self.ignored = IGNORED if part else ()
         self._generation, self._hf_quant = generation, hf_quant
 
     def changed(self, **keys: Any) -> Config:
@@ -294,12 +325,11 @@ class Config:
         final_scale: float = 1.0,
         residual_scale: float = 1.0,
         tied: bool = False,
-        prefix: str = "model",
     ) -> ModelSpec:
         """A model of these layers' mixers and MLPs, with these norms (PRE_NORMS), in the formats that the
         checkpoint names. norm_offset: of all norms of the residual stream. final_scale: of what the head
         reads. residual_scale: of what layers add to the residual stream. tied: whether the embedding is the
-        head where no key says so. prefix: of the checkpoint's modules."""
+        head where no key says so."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
         quantization = read_quantization(self.raw, self._hf_quant)
         own = tuple(Norm(name, module, hidden, offset=norm_offset) for name, module in norms.items())
@@ -307,7 +337,7 @@ class Config:
             raise ValueError("what is normed before it is added cannot be scaled by its weights")
 
         def layer(index: int, mixer: FullAttention, mlp: Gated) -> LayerSpec:
-            place = f"{prefix}.layers.{index}"
+            place = f"model.layers.{index}"
 
             def stored(product: Product) -> Product:
                 format = quantization.format_of(f"{place}.{module}" for module in product.modules)
@@ -335,7 +365,8 @@ class Config:
             dtype=self._dtype(),
             initializer_range=float(self.raw.get("initializer_range", 0.02)),
             format=quantization.format,
-            prefix=prefix,
+            aliases=self.aliases,
+            ignored=self.ignored,
         )
 
     def _positions(self) -> int:
@@ -500,6 +531,21 @@ def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Sou
     whole = ends[-1], columns
     spans = zip(modules, rows, ends, strict=True)
     return [Source(name, Part(whole, slice(end - n, end), slice(0, columns))) for name, n, end in spans]
+
+
+def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The keys of a multimodal checkpoint's language model, of MULTIMODAL, and whether it is one. Keys of the
+    whole take precedence where they are about weights."""
+    names = raw.get("architectures")
+    name = names[0] if type(names) is list and names else None
+    if type(name) is not str or name not in MULTIMODAL:
+        return raw, False
+    check_kinds(raw, {"text_config": "object"})
+    text = raw.get("text_config") or {}
+    architecture, defaults = MULTIMODAL[name]
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
+    of_whole = {key: raw[key] for key in shared if raw.get(key) is not None}
+    return defaults | text | of_whole | {"architectures": [architecture]}, True
 
 
 def whole(module: str, rows: int, columns: int) -> Source:
