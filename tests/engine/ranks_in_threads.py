@@ -54,7 +54,10 @@ class ThreadCollectives(Collectives):
         return self._meeting.all(self.shard.rank, value)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return torch.stack(self._all(partial.clone())).sum(0)
+        return self.sum(partial)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.stack(self._all(values.clone())).sum(0)
 
     def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         every = self._all(local)

@@ -295,7 +295,8 @@ def test_an_engine_has_room_for_its_longest_sequence(
     monkeypatch.setattr(step_graph, "FlashInferAttention", attention)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     config = EngineConfig(model_dir="", max_seq_len=100000, max_num_tokens=8192)
-    model = SimpleNamespace(spec=SimpleNamespace(attention=SimpleNamespace(heads=32)), dtype=torch.bfloat16)
+    heads = SimpleNamespace(heads=32, head_dim=128)
+    model = SimpleNamespace(spec=SimpleNamespace(attention=heads, layers=()), dtype=torch.bfloat16)
     for stored, scales, blocks in (
         (torch.float8_e4m3fn, ((1.0, 1.0),), (100000 + 8192) // 16),
         (torch.bfloat16, (), 0),
@@ -304,8 +305,9 @@ def test_an_engine_has_room_for_its_longest_sequence(
         state: Any = SimpleNamespace(
             model=model, caches=[cache], device=torch.device("cuda"), max_blocks=6250
         )
+        state._of_groups = lambda attentions: attentions[0]
         state.groups = [CacheGroup((0,), None, 16, cache.format.bytes_per_block)]
-        DeviceState._make_attention(state, config)
+        DeviceState._flashinfer_attention(state, config)
         assert attention.call_args.kwargs["copied_blocks"] == blocks
 
 

@@ -222,6 +222,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             high=10080,
         ),
     ] = 30
+    compare_attention: Annotated[
+        bool,
+        Setting(
+            "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens "
+            "of each prompt, and log the largest error by layer. Steps are slow then, and none is a graph"
+        ),
+    ] = False
     check_invariants: Annotated[
         bool,
         Setting(

@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from flashinfer_backend.attention.compared import ComparedAttention
 from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.cache.device import KVCache
@@ -69,36 +70,46 @@ class DeviceState:
         self.attention = self._make_attention(config)
 
     def _make_attention(self, config: EngineConfig) -> Mixer:
-        num_heads = self.model.spec.attention.heads
-        attentions: list[Mixer] = []
-        if config.attention_backend == "torch" or self.device.type == "cpu":
-            from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+        plain = config.attention_backend == "torch" or self.device.type == "cpu"
+        chosen = self._plain_attention() if plain else self._flashinfer_attention(config)
+        if not config.compare_attention:
+            return chosen
+        return ComparedAttention(chosen, self._plain_attention(), len(self.model.layers))
 
-            attentions += [
-                TorchPagedAttention(cache, num_heads, group.window, scores_of(self.model, group.layers))
-                for group, cache in zip(self.groups, self.caches, strict=True)
+    def _plain_attention(self) -> Mixer:
+        from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+
+        heads, groups = self.model.spec.attention.heads, zip(self.groups, self.caches, strict=True)
+        return self._of_groups(
+            [
+                TorchPagedAttention(cache, heads, group.window, scores_of(self.model, group.layers))
+                for group, cache in groups
             ]
-        else:
-            from flashinfer_backend.attention.copies import copied_blocks
-            from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+        )
 
-            lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
-            first: FlashInferAttention | None = None
-            for group, cache in zip(self.groups, self.caches, strict=True):
-                found = FlashInferAttention(
-                    cache,
-                    num_heads,
-                    max_num_seqs=config.max_num_seqs,
-                    max_blocks_per_seq=self.max_blocks,
-                    decode_backend=config.attention_backend,
-                    dtype=dtype,
-                    copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
-                    window=group.window,
-                    scores=scores_of(self.model, group.layers),
-                    like=first,
-                )
-                first = first or found
-                attentions.append(found)
+    def _flashinfer_attention(self, config: EngineConfig) -> Mixer:
+        from flashinfer_backend.attention.copies import copied_blocks
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+        lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
+        attentions: list[FlashInferAttention] = []
+        for group, cache in zip(self.groups, self.caches, strict=True):
+            found = FlashInferAttention(
+                cache,
+                self.model.spec.attention.heads,
+                max_num_seqs=config.max_num_seqs,
+                max_blocks_per_seq=self.max_blocks,
+                decode_backend=config.attention_backend,
+                dtype=dtype,
+                copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
+                window=group.window,
+                scores=scores_of(self.model, group.layers),
+                like=attentions[0] if attentions else None,
+            )
+            attentions.append(found)
+        return self._of_groups(attentions)
+
+    def _of_groups(self, attentions: Sequence[Mixer]) -> Mixer:
         if len(attentions) == 1:
             return attentions[0]
         parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)

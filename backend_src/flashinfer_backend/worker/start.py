@@ -299,7 +299,8 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
             for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
                 runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
         log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
-        if config.cuda_graph_batch_sizes != "none":  # plain torch has none
+        # Plain torch has none, and what is compared runs layer by layer.
+        if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
             sizes = config.cuda_graph_batch_sizes
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
         warm_up_sampling(config, runner)
