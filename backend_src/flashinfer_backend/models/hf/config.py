@@ -363,7 +363,7 @@ class Config:
             max_position_embeddings=self._positions(),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             dtype=self._dtype(),
-            initializer_range=float(self.raw.get("initializer_range", 0.02)),
+            initializer_range=float(self.raw.get("initializer_range") or 0.02),
             format=quantization.format,
             aliases=self.aliases,
             ignored=self.ignored,

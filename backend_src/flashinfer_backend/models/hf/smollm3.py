@@ -20,8 +20,8 @@ def smollm3(config: Config) -> ModelSpec:
         rotated = [int((index + 1) % interval != 0) for index in range(count)]
     if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
         raise ValueError(
-            f"no_rope_layers is {shown(rotated)}; it should be a list of {count} numbers: 1 for a layer with"
-            " rotary embedding, 0 for one without"
+            f"no_rope_layers is {shown(rotated)}; it should be a list of num_hidden_layers, {count},"
+            " numbers: 1 for a layer with rotary embedding, 0 for one without"
         )
     window = config.window(otherwise=None) if config.flag("use_sliding_window") else None
     windows = (
