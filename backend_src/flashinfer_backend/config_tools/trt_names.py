@@ -41,7 +41,7 @@ _ONE_PROCESS = (
     "an engine runs on GPUs of one host: tensor_parallel_size says on how many, replicas how many engines"
     " there are, gpu_device_ids which GPUs they get"
 )
-_FULL_ATTENTION = "every token attends to the whole sequence: bound it with max_seq_len"
+_FULL_ATTENTION = "windows are those of the checkpoint: bound a sequence with max_seq_len"
 _WORKERS = "/opt/tritonserver/backends/tensorrtllm"
 _NO_WORKER = "the engine is a Python process of this package"
 _GRAPHS = "set cuda_graph_batch_sizes to auto, none or a list of batch sizes"
