@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guided requests cost through an OpenAI API that runs, beside plain ones of the same run:
+"""What guided requests cost through OpenAI APIs, next to plain ones of the same run:
 
     .venv/bin/python -m perf_configs.bench_guided --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
+    .venv/bin/python -m perf_configs.bench_guided --servers ours-openai,vllm --model-dir CHECKPOINT
 
 The first table has the time per output token (TPOT) and to the first one (TTFT) at each concurrency: plain,
 guided, and half of each. The second has the TTFT of grammars that the server has never seen, of which each
-request brings another. The third has what making the grammar of strict tools takes on this host, in all five
-formats of calls, with the vocabulary of --tokenizer.
+request brings another. --servers starts servers of servers.toml one after the other, and ends with a table of
+all of them. --tokenizer adds what making the grammar of strict tools takes on this host, in all five formats
+of calls, with that vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +33,9 @@ from flashinfer_backend.openai.formats.choice import TOOL_FORMATS
 from flashinfer_backend.openai.strict import calls_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from perf_configs.servers import ServerSpec, StartError, check, choose_servers, read_servers, serve
 
+PROFILE = Path(__file__).parent / "profiles/h200-8b.toml"
 WORDS = ("time", "river", "stone", "paper", "garden", "winter", "engine", "copper", "letter", "window")
 TOOL = {
     "type": "object",
@@ -100,42 +106,79 @@ def median_ms(values: list[float]) -> float:
     return statistics.median(values) * 1e3
 
 
-async def at_once(session: aiohttp.ClientSession, args: argparse.Namespace, count: int, kind: str) -> str:
-    """A row of the first table."""
+Found = dict[tuple[int, str], tuple[float, float]]  # TPOT and TTFT in ms, by requests at once and their kind
+
+
+async def at_once(session: aiohttp.ClientSession, args: argparse.Namespace, count: int, kind: str) -> Found:
+    """Rows of the first table, which are printed."""
     known = schema("story", args.longest_string)
     guides = [known if kind == "guided" or (kind == "mixed" and i % 2) else None for i in range(count)]
     answers = await asyncio.gather(*(ask(session, args, guide) for guide in guides))
-    parts = []
+    found: Found = {}
     for guided in (False, True):
         of_kind = [a for a, guide in zip(answers, guides, strict=True) if (guide is not None) == guided]
         if of_kind:
             name = f"{kind}, {'guided' if guided else 'plain'} half" if kind == "mixed" else kind
             tpot, ttft = median_ms([a.tpot_s for a in of_kind]), median_ms([a.ttft_s for a in of_kind])
             tokens = sum(a.tokens for a in of_kind) / len(of_kind)
-            parts.append(f"| {count} | {name} | {tpot:.2f} | {ttft:.1f} | {tokens:.0f} |")
-    return "\n".join(parts)
+            print(f"| {count} | {name} | {tpot:.2f} | {ttft:.1f} | {tokens:.0f} |", flush=True)
+            found[count, name] = tpot, ttft
+    return found
 
 
-async def run(args: argparse.Namespace) -> None:
+async def run(args: argparse.Namespace) -> Found:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
+    found: Found = {}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         async with session.get(f"{args.url}/v1/models") as response:
             args.model = args.model or (await response.json())["data"][0]["id"]
-        for kind in ("plain", "guided"):
-            await at_once(session, args, min(max(args.concurrency), 16), kind)  # to warm up
         print("| at once | requests | TPOT, ms | TTFT, ms | tokens |\n|---:|---|---:|---:|---:|")
+        for kind in ("plain", "guided"):  # the first row of each is to warm up
+            await at_once(session, args, min(max(args.concurrency), 16), kind)
         for count in args.concurrency:
             for kind in ("plain", "guided", *(["mixed"] if count > 1 else [])):
-                print(await at_once(session, args, count, kind), flush=True)
+                found |= await at_once(session, args, count, kind)
         print("\n| one at a time | TTFT, ms: median | worst |\n|---|---:|---:|")
         short = argparse.Namespace(**{**vars(args), "output_tokens": 8})
         for name, guided in (("plain", False), ("grammars never seen", True)):
-            found = []
+            times = []
             for i in range(args.new_grammars):
                 unseen = schema(f"p{random.randrange(2**31)}_{i}") if guided else None
-                found.append((await ask(session, short, unseen)).ttft_s)
-            print(f"| {name} | {median_ms(found):.1f} | {max(found) * 1e3:.1f} |", flush=True)
+                times.append((await ask(session, short, unseen)).ttft_s)
+            print(f"| {name} | {median_ms(times):.1f} | {max(times) * 1e3:.1f} |", flush=True)
+    return found
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Start servers one after the other and measure each. Raises StartError."""
+    results: dict[str, Found] = {}
+    variables = {
+        "MODEL_DIR": str(args.model_dir.resolve()),
+        "PROFILE": str(args.profile.resolve()),
+        "KNOBS": " ".join(["--set", *args.set]) if args.set else "",
+        "LOAD_FORMAT": args.load_format,
+        "TENSOR_PARALLEL_SIZE": "1",
+    }
+    for spec in args.servers:
+        check(spec, args.port)
+    for spec in args.servers:
+        with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
+            kept = Path(f"bench_guided-{spec.name}.log").resolve()
+            with serve(spec, variables, Path(work), args.port, math.inf, kept) as running:
+                print(f"\n{spec.label} {running.version} ({running.since})\n", flush=True)
+                random.seed(0)  # the same requests for each
+                of = {**vars(args), "url": running.url, "model": running.model}
+                results[spec.label] = asyncio.run(run(argparse.Namespace(**of)))
+    print("\n| at once | " + " | ".join(f"{n}: plain | guided | ratio" for n in results) + " |")
+    print("|---:" * (1 + 3 * len(results)) + "|")
+    for count in args.concurrency:
+        cells = []
+        for found in results.values():
+            plain, guided = found[count, "plain"][0], found[count, "guided"][0]
+            cells += [f"{plain:.2f}", f"{guided:.2f}", f"{guided / plain:.2f}"]
+        print(f"| {count} | " + " | ".join(cells) + " |")
+    print("TPOT in ms: the median of the requests")
 
 
 def tools_table(checkpoint: str) -> None:
@@ -157,11 +200,26 @@ def tools_table(checkpoint: str) -> None:
         print(f"| {tool_format} | {times[0] * 1e3:.1f} | {median_ms(times[1:]):.1f} |")
 
 
+def _servers(names: str) -> list[ServerSpec]:
+    try:
+        return choose_servers(names, read_servers())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", default="http://127.0.0.1:9000", help="of the OpenAI API")
+    parser.add_argument("--url", default="http://127.0.0.1:9000", help="of an OpenAI API that runs")
+    parser.add_argument(
+        "--servers", type=_servers, help="names of servers.toml to start instead, such as ours-openai,vllm"
+    )
+    parser.add_argument("--model-dir", type=Path, help="their checkpoint")
+    parser.add_argument("--load-format", default="dummy", help="dummy (random weights) or auto")
+    parser.add_argument("--profile", type=Path, default=PROFILE, help="knobs of ours")
+    parser.add_argument("--set", nargs="+", metavar="NAME=VALUE", help="further knobs of ours")
+    parser.add_argument("--port", type=integer(1, 65_533), default=9100)
     parser.add_argument("--model", default="", help="its name; by default the first that the API lists")
     parser.add_argument(
         "--tokenizer", default="", help="checkpoint folder; without one there is no third table"
@@ -175,8 +233,15 @@ def main() -> None:
     parser.add_argument("--new-grammars", type=integer(1), default=20)
     args = parser.parse_args()
     random.seed(0)
+    if args.servers and args.model_dir is None:
+        parser.error("--servers needs --model-dir")
     try:
-        asyncio.run(run(args))
+        if args.servers:
+            compare(args)
+        else:
+            asyncio.run(run(args))
+    except StartError as error:
+        parser.exit(1, f"{error}\n")
     except (RuntimeError, aiohttp.ClientError) as error:
         parser.exit(1, f"{args.url}: {error}\n")
     if args.tokenizer:
