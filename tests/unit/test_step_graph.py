@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import flashinfer_backend.attention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import StepShape
+from flashinfer_backend.attention.contract import Scores, StepShape
 from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import tuned
@@ -156,6 +156,7 @@ def make_attention(
     copied_blocks: int = 0,
     decode_backend: str = "auto",
     workspace: Any = None,
+    **variant: Any,
 ) -> Any:
     """The real one, of 32 heads and 8 of keys and values, on a Hopper GPU that launches nothing."""
     for name, stand_in in (("PagedCalls", MagicMock()), ("PagedMetadata", Metadata), ("PinnedRing", Ring)):
@@ -173,7 +174,30 @@ def make_attention(
         decode_backend,
         dtype=torch.bfloat16,
         copied_blocks=copied_blocks,
+        **variant,
     )
+
+
+@pytest.mark.parametrize("backend", ["fa2", "xqa"])
+def test_other_decode_backends_have_no_variants(
+    backend: str, step_graph: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(decode_backend: str, **variant: Any) -> Any:
+        return make_attention(
+            step_graph, monkeypatch, torch.bfloat16, decode_backend=decode_backend, **variant
+        )
+
+    plain, sinks = Scores(128**-0.5), torch.zeros(32)
+    make(backend, scores=[plain])
+    for variant in (
+        {"window": 100},
+        {"scores": [plain._replace(scale=0.1)]},
+        {"scores": [plain._replace(soft_cap=30.0)]},
+        {"scores": [plain._replace(sinks=sinks)]},
+    ):
+        make("auto", **variant)
+        with pytest.raises(ValueError, match=f"{backend} has no windows, sinks, soft caps or other scales"):
+            make(backend, **variant)
 
 
 @pytest.mark.parametrize(

@@ -66,18 +66,9 @@ class FlashInferAttention:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, dtype, shape.dtype)
-        plain = Scores(1.0 / math.sqrt(head_dim))
-        self._scores = list(scores) if scores is not None else [plain] * shape.num_layers
-        capped = {each.soft_cap is not None for each in self._scores}
-        if len(capped) > 1:
-            raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
-        if decode_backend in ("fa2", "xqa") and (
-            window or any(each.sinks is not None or each != plain for each in self._scores)
-        ):
-            raise ValueError(
-                f"decode_backend {decode_backend} has no windows, sinks, soft caps or other scales of scores:"
-                " use decode_backend auto"
-            )
+        self._scores = list(scores or [Scores(1.0 / math.sqrt(head_dim))] * shape.num_layers)
+        _check_variants(self._scores, window, head_dim, decode_backend)
+        soft_cap = self._scores[0].soft_cap is not None
         self._window = window
         self.layers = cache.layers
         self._scales = [shape.scales_of(layer) for layer in range(shape.num_layers)]
@@ -91,7 +82,7 @@ class FlashInferAttention:
             Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype),
             where,
             window,
-            capped == {True},
+            soft_cap,
             None if like is None else like._calls,
         )
         self._fp8_cache = shape.dtype == E4M3
@@ -463,4 +454,18 @@ def _check_supported(
     if decode_backend == "xqa" and block_size not in (16, 32, 64, 128):
         raise ValueError(
             f"XQA has blocks of 16, 32, 64 and 128 tokens, not {block_size}; use decode_backend fa2"
+        )
+
+
+def _check_variants(scores: list[Scores], window: int | None, head_dim: int, decode_backend: str) -> None:
+    if len({each.soft_cap is None for each in scores}) > 1:
+        raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
+    plain = all(
+        each.soft_cap is None and each.sinks is None and math.isclose(each.scale, head_dim**-0.5)
+        for each in scores
+    )
+    if decode_backend in ("fa2", "xqa") and (window or not plain):
+        raise ValueError(
+            f"decode_backend {decode_backend} has no windows, sinks, soft caps or other scales of scores: use"
+            " decode_backend auto"
         )
