@@ -10,14 +10,19 @@ import torch
 
 
 class ReplayedGraph:
-    def __init__(self, work: Callable[[], torch.Tensor], capture: ReplayedCapture) -> None:
+    def __init__(self, work: Callable[[], Any], capture: ReplayedCapture) -> None:
         self._work, self._capture = work, capture
         with torch.inference_mode():
             self.result = work()
 
     def replay(self) -> None:
         with torch.inference_mode():
-            self.result.copy_(self._work())
+            result = self._work()
+            if isinstance(result, torch.Tensor):
+                self.result.copy_(result)
+            else:
+                for mine, new in zip(self.result, result, strict=True):
+                    mine.copy_(new)
         self._capture.replays += 1
 
 
@@ -27,7 +32,7 @@ class ReplayedCapture:
     def __init__(self) -> None:
         self.sizes = self.replays = 0
 
-    def __call__(self, work: Callable[[], torch.Tensor], warm_up: Any = None) -> tuple[Any, torch.Tensor]:
+    def __call__(self, work: Callable[[], Any], warm_up: Any = None) -> tuple[Any, Any]:
         with torch.inference_mode():
             (warm_up or work)()
         graph = ReplayedGraph(work, self)

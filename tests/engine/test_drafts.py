@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.harness import serve, start_core
+from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
@@ -59,9 +60,10 @@ class Replay:
 
 
 def answers(
-    tmp_path: Path, params: list[SamplingParams], **settings: Any
+    tmp_path: Path, params: list[SamplingParams], graphs: bool = False, **settings: Any
 ) -> tuple[list[Any], list[Any], Any, Any]:
     core = start_core(Path("bundled"), check_invariants=True, tokens_per_block=16, **settings)
+    capture = replayed(core.runner) if graphs else None
     with serve(core, tmp_path) as client:
         ids = [client.submit(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
         client.wait(ids)
@@ -74,6 +76,7 @@ def answers(
         found = [(client.tokens[i], client.code[i]) for i in ids]
         # An end id is counted nowhere.
         assert client.loop.generated_tokens == sum(len(tokens) for tokens, _ in found)
+        assert capture is None or capture.replays > client.loop.iteration / 2
         return found, [reported(client, i) for i in ids], core, client.loop
 
 
@@ -89,14 +92,18 @@ def reported(client: Any, request: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("count", "spoilt"), [(1, 0.0), (3, 0.3), (4, 1.0)])
-@pytest.mark.parametrize("blocks", [0, 320])
-def test_tokens_are_those_of_steps_without_drafts(count: int, spoilt: float, blocks: int, tmp_path: Path):
+@pytest.mark.parametrize(("blocks", "graphs"), [(0, False), (320, False), (320, True)])
+def test_tokens_are_those_of_steps_without_drafts(
+    count: int, spoilt: float, blocks: int, graphs: bool, tmp_path: Path
+):
     settings: dict[str, Any] = {"max_tokens_in_paged_kv_cache": blocks}
     expected, told, core, loop = answers(tmp_path / "without", parameters(), **settings)
     assert not blocks or core.scheduler.preemptions
     proposer = Replay(count, spoilt)
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
-    found, retold, _, drafted = answers(tmp_path / "with", parameters(), proposer=proposer, **settings)
+    found, retold, _, drafted = answers(
+        tmp_path / "with", parameters(), proposer=proposer, graphs=graphs, **settings
+    )
     assert found == expected
     for again, once in zip(retold, told, strict=True):
         assert np.allclose(again, once, atol=1e-3)

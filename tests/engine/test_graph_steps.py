@@ -15,16 +15,20 @@ import torch.nn.functional as F
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
+from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker.graphs import DecodeGraphs, DecodeStep
+from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.graphs import DecodeGraphs
+from replayed import ReplayedCapture
 
 SIZES = [2, 4, 8]
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
 
 
 class ItemAttention:
-    """The Triton kernel's view: work items in the step's upload, blocks in the block table."""
+    """The Triton kernel's view: work items in the step's upload, blocks in the block table, and where there
+    are drafts the lengths that the device has."""
 
     reads_block_table = True
 
@@ -32,48 +36,70 @@ class ItemAttention:
         self,
         cache: KVCache,
         table: torch.Tensor,
-        bucket: int,
+        shape: StepShape,
         words: torch.Tensor,
         window: int | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> None:
         self._cache, self._table, self._window = cache, table, window
-        self.bucket, self._items = bucket, words.view(-1, split.ITEM_WORDS)
+        self._shape, self._items, self._lengths = shape, words.view(-1, split.ITEM_WORDS), lengths
 
     def plan(self, batch: Any, host: np.ndarray) -> bool:
-        assert len(batch.slots) == batch.num_single == self.bucket
+        assert len(batch.slots) == self._shape.rows and batch.q_lens.max() <= self._shape.feeds_per_row
         host[:] = 99
         items = host.reshape(-1, split.ITEM_WORDS)
-        split.split_rows(batch.kv_lens, batch.slots, len(items), items, self._window)
+        split.split_rows(batch.kv_lens, batch.slots, len(items), items, self._window, batch.q_lens)
         return True
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self._run(layer, q, out, self._shape.feeds_per_row, self._lengths)
+
+    def ahead(self, tokens: int, lengths: torch.Tensor) -> Any:
+        return SimpleNamespace(run=lambda layer, q, out: self._run(layer, q, out, 1, lengths, tokens))
+
+    def _run(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, feeds: int, lengths: Any, ahead: int = 0
+    ) -> None:
         table, (k_cache, v_cache) = self._table, self._cache.layers[layer]
         used = self._items[self._items[:, 0] >= 0].tolist()
-        for row in range(self.bucket):
+        for row in range(self._shape.rows):
             mine = [item for item in used if item[0] == row]
             assert mine and {item[4] for item in mine} == {len(mine)}
             where = torch.cat([torch.arange(start, end) for _, start, end, *_ in mine])
-            blocks, places = table[mine[0][5], where // k_cache.shape[1]], where % k_cache.shape[1]
-            k, v = (cache[blocks, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
-            out[row] = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)[0, :, 0]
+            slot, fed, length = mine[0][5], mine[0][6], len(where)
+            if lengths is not None:
+                length = max(1, int(lengths[slot]) + ahead)
+                assert length <= len(where), "more keys than were planned"
+            for j in range(feeds):
+                seen = length if feeds == 1 else min(max(length - fed + 1 + j, 1), length)
+                keys = where[:seen]
+                blocks, places = table[slot, keys // k_cache.shape[1]], keys % k_cache.shape[1]
+                k, v = (cache[blocks, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+                query = q[row * feeds + j][None, :, None]
+                attended = F.scaled_dot_product_attention(query, k, v, enable_gqa=True)
+                out[row * feeds + j] = attended[0, :, 0]
 
 
-class EagerGraphs(DecodeGraphs):
-    """Replays by running the step."""
+class ItemMixer:
+    """Attention whose decode graphs take ItemAttention."""
 
-    def _capture(self, size: int, capture: Any) -> DecodeStep:
-        own = split.max_items(size, self._state.model.spec.attention.kv_heads, False) * split.ITEM_WORDS
-        inputs = torch.full((own + self._columns * size,), 99, dtype=torch.int32)
-        attention = ItemAttention(self._state.kv_cache, self._state.block_table, size, inputs[:own])
-        tokens = torch.zeros(size, dtype=torch.int32)
-        self.steps = 0
+    def __init__(self, state: DeviceState) -> None:
+        self._state, self.step = state, state.attention.step
 
-        def replay() -> None:
-            tokens.copy_(self._step(inputs[own:], attention, size))
-            self.steps += 1
+    def graph_words(self, shape: StepShape) -> int:
+        heads = self._state.model.spec.attention.kv_heads
+        return split.max_items(shape.rows, heads, False) * split.ITEM_WORDS
 
-        graph: Any = SimpleNamespace(replay=replay)
-        return DecodeStep(graph, inputs, attention, tokens, self._logits[:size])
+    def captured(self, shape: StepShape, table: Any, words: torch.Tensor, lengths: Any = None) -> Any:
+        return ItemAttention(self._state.kv_cache, table, shape, words, None, lengths)
+
+
+def replayed(runner: Any, sizes: list[int] = SIZES) -> ReplayedCapture:
+    """Give a runner decode graphs whose replays run the step."""
+    capture = ReplayedCapture()
+    runner.state.attention = ItemMixer(runner.state)
+    runner.graphs = DecodeGraphs(runner.state, sizes, capture, runner.drafting)
+    return capture
 
 
 @pytest.mark.parametrize("blocks", [0, 300])
@@ -90,20 +116,20 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
             Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=blocks
         )
         if name == "graphs":
-            core.runner.graphs = EagerGraphs(core.runner.state, SIZES, None)
+            capture = replayed(core.runner)
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
         assert not blocks or core.scheduler.preemptions
-    assert isinstance(core.runner.graphs, EagerGraphs) and core.runner.graphs.steps > 50
+    assert capture.replays > 50
     assert produced[0] == produced[1]
 
 
 def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monkeypatch: Any) -> None:
     prompts, params = PROMPTS[:6], [SamplingParams(max_tokens=8, temperature=0.7 * (i % 2)) for i in range(6)]
-    graphs: dict[int, EagerGraphs] = {}
+    graphs: dict[int, tuple[ReplayedCapture, Any]] = {}
 
     def replace(runner: Any) -> None:
-        graphs[runner.state.model.spec.shard.rank] = runner.graphs = EagerGraphs(runner.state, SIZES, None)
+        graphs[runner.state.model.spec.shard.rank] = replayed(runner), runner.graphs
 
     produced = []
     for core in (start_core(Path("bundled")), start_ranks(Path("bundled"), 2, monkeypatch, replace)):
@@ -111,5 +137,5 @@ def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monk
             produced.append(client.generate(prompts, params))
         core.close()
     assert produced[0] == produced[1]
-    assert graphs[0].steps == graphs[1].steps > 5
-    assert [len(graphs[rank]._logits) for rank in (0, 1)] == [8, 0]
+    assert graphs[0][0].replays == graphs[1][0].replays > 5
+    assert [len(graphs[rank][1]._logits) for rank in (0, 1)] == [8, 0]

@@ -40,6 +40,9 @@ class PlannedAttention:
             self._attention.step(batch)
         return takes
 
+    def ahead(self, tokens: int, lengths: torch.Tensor) -> Prepared:
+        raise NotImplementedError
+
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         self._attention.run(layer, q, out)
 
@@ -64,9 +67,11 @@ class GraphedAttention:
             return 0
         return split.max_items(shape.rows, self._heads.kv_heads, False) * split.ITEM_WORDS
 
-    def captured(self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor) -> Captured:
+    def captured(
+        self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor, lengths: Any = None
+    ) -> Captured:
         if shape.feeds_per_row is not None:
-            return ItemAttention(self._cache, block_table, shape.rows, words, self._window)
+            return ItemAttention(self._cache, block_table, shape, words, self._window, lengths)
         self.planned.append(PlannedAttention(self._torch()))
         return self.planned[-1]
 

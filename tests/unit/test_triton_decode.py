@@ -87,6 +87,80 @@ def check(
     assert not space.counters.any()
 
 
+def check_drafts(
+    heads: int, kv_heads: int, queries: int, ragged: bool, in_e4m3: bool, ahead: int = 0
+) -> None:
+    """Rows of several query tokens, of which the host planned more keys than there are: up to two steps'
+    drafts more, and so parts of rows that hold none of their keys."""
+    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.attention.batch import AttentionBatch
+    from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+    from flashinfer_backend.cache.device import KVCache
+    from flashinfer_backend.ops import device, fp8
+
+    torch.manual_seed(1)
+    dim = 32
+    # Parts begin at multiples of 64: two of these end before the last part that is planned.
+    lens = np.array([queries, 62, 500, 190, 321, 64 + queries], np.int32)
+    fed = np.array([1 + i % queries for i in range(len(lens))], np.int32)
+    planned = lens + np.array([2 * queries - 2, queries + 2, 0, 5, 1, 3], np.int32)
+    rows, slots = len(lens), np.arange(len(lens), dtype=np.int32)[::-1].copy()
+    blocks = -(-planned // BLOCK_SIZE)
+    order, table = (
+        iter(torch.randperm(int(blocks.sum())).tolist()),
+        torch.zeros(rows + 1, 48, dtype=torch.int32),
+    )
+    on_device = torch.zeros(rows + 1, dtype=torch.int32)
+    for slot, length, columns in zip(slots.tolist(), lens.tolist(), blocks.tolist(), strict=True):
+        table[slot, :columns] = torch.tensor([next(order) for _ in range(columns)])
+        on_device[slot] = length - ahead
+    shape = (int(blocks.sum()), BLOCK_SIZE, kv_heads, dim)
+    scales = SCALES if in_e4m3 else (1.0, 1.0)
+    cache = tuple(torch.randn(shape).half() for _ in scales)
+    if in_e4m3:
+        cache = tuple(fp8.to_e4m3(part.float(), scale) for part, scale in zip(cache, scales, strict=True))
+    # Of rows with padding, what is behind their own tokens is computed and means nothing.
+    places = np.cumsum(fed) - fed if ragged else np.arange(rows) * queries
+    q = torch.randn(int(fed.sum()) if ragged else rows * queries, heads, dim).half()
+    many = DecodeAttention(None, 32, 3, 1, 0, 4, 16)
+    both = replace(tuned.fallback(), fp8_decode_attention=(many,), decode_attention=(many,))
+    with device.use(both):
+        count = split.max_items(rows, kv_heads, in_e4m3)
+        items = np.zeros((count, split.ITEM_WORDS), np.int32)
+        split.split_rows(planned, slots, count, items, q_lens=fed)
+        behind = items[:, 1] >= lens[items[:, 0]]
+        assert (items[:, 4] > 1).any() and (behind & (items[:, 0] >= 0)).any()
+        device_ = torch.device("cpu")
+        space = triton_decode.DecodeWorkspace(rows, count * queries, heads, kv_heads, dim, device_)
+        space.out.fill_(float("nan"))
+        out = torch.full_like(q, 7.0)
+        triton_decode.decode(
+            q,
+            cache,
+            out,
+            torch.from_numpy(items),
+            table,
+            space,
+            dim**-0.5,
+            scales,
+            native=False,
+            rows=rows,
+            lengths=split.Lengths(on_device, queries, ahead, ragged),
+        )
+    wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
+    reference = TorchPagedAttention(KVCache.over([wide]), heads)
+    assert out.isfinite().all()
+    for row, (place, count) in enumerate(zip(places.tolist(), fed.tolist(), strict=True)):
+        one, own = slice(row, row + 1), slice(place, place + count)
+        expected = torch.empty_like(q[own]).double()
+        reference.step(AttentionBatch(fed[one], lens[one], slots[one], table)).run(
+            0, q[own].double(), expected
+        )
+        error = (out[own].double() - expected).norm() / expected.norm()
+        assert error < 2e-3, f"{heads} heads, {queries} queries, ragged {ragged}, row {row}: {error}"
+    assert not space.counters.any()
+
+
 def check_elements() -> None:
     """Every number of e4m3: over one token, the result is the token's value."""
     from flashinfer_backend.attention import split, triton_decode
@@ -158,5 +232,14 @@ if __name__ == "__main__":
     check(64, 8, 2, window=70, soft_cap=2.0, sinks=True)
     for options in ({"window": 70}, {"soft_cap": 2.0}, {"sinks": True}, {"window": 130, "sinks": True}):
         check(64, 8, 2, heads=6, in_fp8=False, **options)
+    for group in (1, 4, 8):
+        for queries, ragged, in_e4m3 in [
+            (4, False, False),
+            (4, True, False),
+            (5, False, True),
+            (2, True, True),
+        ]:
+            check_drafts(2 * group, 2, queries, ragged, in_e4m3)
+        check_drafts(2 * group, 2, 1, False, False, ahead=3)
     for shape in SHAPES:
         check(64, 8, 2, *shape, [1, 200])

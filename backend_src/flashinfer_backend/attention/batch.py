@@ -17,7 +17,8 @@ class AttentionBatch:
     q_lens, kv_lens, slots: int32 [rows] on the host; kv_lens count this step's tokens.
     block_table: int32 [slots, max blocks] on the device, row = slot.
     lengths: int32 [slots] on the device; where given, a row has its slot's and `ahead` tokens more, and those
-    of kv_lens are upper bounds of decode rows.
+    of kv_lens are upper bounds of decode rows. drafted: the most query tokens of a row where all are decode
+    rows, and some have several.
     """
 
     q_lens: np.ndarray
@@ -26,6 +27,7 @@ class AttentionBatch:
     block_table: torch.Tensor
     lengths: torch.Tensor | None = None
     ahead: int = 0
+    drafted: int = 1
 
     def exact(self) -> AttentionBatch:
         """The same with the kv_lens that the device has; waits for it."""

@@ -42,7 +42,9 @@ class ComparedAttention:
         """None: steps are not captured."""
         return 0
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> None:
+    def captured(
+        self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
+    ) -> None:
         """None: what is compared differs from step to step."""
         return None
 

@@ -50,6 +50,10 @@ class Captured(Prepared, Protocol):
         """Describe the step that the next replay computes; False, and nothing done, where it cannot. host:
         int32 [graph_words] of the step's upload, written here. Host work and asynchronous copies only."""
 
+    def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
+        """Attention of one query a row of the same step, which sees `tokens` more than its slot has of
+        `lengths`; of a graph of decode rows with lengths alone. To be captured."""
+
 
 class Mixer(Protocol):
     """Mixes the tokens of each sequence, over its cache. All calls come from one thread with one stream."""
@@ -60,7 +64,9 @@ class Mixer(Protocol):
     def graph_words(self, shape: StepShape) -> int:
         """How many int32 words a graph of this shape wants in the step's upload; a multiple of 8."""
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+    def captured(
+        self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
+    ) -> Captured | None:
         """State for a CUDA graph of such steps, ready to be captured; None where there is none. It keeps the
-        addresses of block_table int32 [slots, columns] and words int32 [graph_words(shape)], both on the
-        device."""
+        addresses of block_table int32 [slots, columns], words int32 [graph_words(shape)] and, where they are
+        given, lengths (AttentionBatch.lengths), all on the device."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedEntry
+from flashinfer_backend.attention.split import Lengths
 from flashinfer_backend.attention.triton_sinks import apply_sinks
 
 FLOAT_WORKSPACE = 1 << 30  # bytes; FA2's partial results for graphs of 1024 rows
@@ -38,14 +39,15 @@ class Shape:
 
 
 class Call(NamedTuple):
-    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items
-    and the block table that they name rows of."""
+    """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items,
+    the block table that they name rows of, and where rows end if the device alone knows."""
 
     backend: str
     rows: int
     info: Any = None
     items: Tensor | None = None
     table: Tensor | None = None
+    lengths: Lengths | None = None
 
 
 def batch_spec(

@@ -42,6 +42,8 @@ class FlashInferAttention:
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
     beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
+    most_drafts: how many drafts each row of a step of so many decode rows checks at most; the Triton kernel
+    alone checks any.
     copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads
     copies in the type of queries (attention/copies.py); prompts that read more take FA2.
     window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:
@@ -59,6 +61,7 @@ class FlashInferAttention:
         decode_backend: str = "auto",
         dtype: torch.dtype | None = None,
         copied_blocks: int = 0,
+        most_drafts: Callable[[int], int] | None = None,
         window: int | None = None,
         scores: Sequence[Scores] | None = None,
         like: FlashInferAttention | None = None,
@@ -78,6 +81,11 @@ class FlashInferAttention:
         # (docs/notes/performance-notes.md).
         self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
         where = cache.device
+        if most_drafts is not None and self.decode_backend != "triton":
+            raise ValueError(
+                f"attention_backend {decode_backend} takes lengths from the host, which learns late how many"
+                " drafts were accepted: set attention_backend to auto, or speculative_method to none"
+            )
         self._calls: PagedCalls = PagedCalls(
             Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype),
             where,
@@ -90,8 +98,12 @@ class FlashInferAttention:
         rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
         self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
+        parts = items
+        if most_drafts is not None:
+            drafted = (self.max_items(rows) * (1 + most_drafts(rows)) for rows in range(1, max_num_seqs + 1))
+            parts = max(parts, *drafted)
         self.workspace = triton_decode.DecodeWorkspace(
-            max_num_seqs, items, num_heads, num_kv_heads, head_dim, where
+            max_num_seqs, parts, num_heads, num_kv_heads, head_dim, where
         )
         self._decode = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, where)
         self._prefill = PagedMetadata(self._ring, rows, max_blocks_per_seq, block_size, where)
@@ -108,10 +120,16 @@ class FlashInferAttention:
 
     def step(self, batch: AttentionBatch) -> Prepared:
         """Describe an eager step. Host work and asynchronous copies only; no synchronisation."""
-        decode, rows = batch.num_single, len(batch.slots)
+        rows = len(batch.slots)
+        decode = rows if batch.drafted > 1 else batch.num_single
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
-        if decode:
+        if decode and batch.lengths is not None:
+            items = self.items[: self.max_items(decode)]
+            self.plan_items(batch.kv_lens[:decode], batch.slots[:decode], items, batch.q_lens[:decode])
+            lengths = split.Lengths(batch.lengths, batch.drafted, batch.ahead, batch.drafted > 1)
+            self._decode_call = Call("triton", decode, None, items, batch.block_table, lengths)
+        elif decode:
             self._decode_call = self.plan_decode(
                 self.decode_backend, batch.kv_lens[:decode], batch.slots[:decode], batch.block_table
             )
@@ -122,6 +140,8 @@ class FlashInferAttention:
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend q[T, Hq, D] of the planned step to the layer's cache and write out[T, Hq, D]."""
         decode, call = self._decode_call.rows, self._prefill_call
+        if self._decode_call.lengths is not None and self._decode_call.lengths.ragged:
+            decode = len(q)
 
         def prompts() -> None:
             self.run_prompts(call.backend, call.info, layer, q[decode:], out[decode:], call.rows)
@@ -142,19 +162,19 @@ class FlashInferAttention:
             return 0
         return self.max_items(shape.rows) * split.ITEM_WORDS
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+    def captured(
+        self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
+    ) -> Captured | None:
         """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
         StepGraphState, and None where a decode backend was forced, which plans every step anew, and where
-        there is no FA3. None for rows that feed several tokens each."""
+        there is no FA3."""
         if shape.feeds_per_row is None:
             if self.decode_backend != "triton" or not self._fa3:
                 return None
-            return StepGraphState(self, shape.tokens, shape.rows, block_table)
-        if shape.feeds_per_row != 1:
-            return None
+            return StepGraphState(self, shape.tokens, shape.rows, block_table, lengths)
         if not 1 <= shape.rows <= self.max_num_seqs:
             raise ValueError(f"graph bucket {shape.rows} is outside 1..{self.max_num_seqs} (max_num_seqs)")
-        return DecodeGraphState(self, shape.rows, block_table, words)
+        return DecodeGraphState(self, shape, block_table, words, lengths)
 
     # What follows is shared with DecodeGraphState.
 
@@ -177,7 +197,7 @@ class FlashInferAttention:
         return Call(backend, rows, info)
 
     def run_decode(self, call: Call, layer: int, q: Tensor, out: Tensor) -> None:
-        """q, out [rows, Hq, D] of decode rows planned by plan_decode."""
+        """q, out [tokens, Hq, D] of planned decode rows."""
         cache, rows, scales = self.layers[layer], call.rows, self._scales[layer]
         if call.backend == "fa2":
             self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows, scales)
@@ -197,6 +217,8 @@ class FlashInferAttention:
                 scales,
                 soft_cap=how.soft_cap,
                 sinks=how.sinks,
+                rows=rows,
+                lengths=call.lengths,
             )
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
@@ -217,15 +239,19 @@ class FlashInferAttention:
         """The Triton kernel's work items for so many decode rows."""
         return split.max_items(rows, self.num_kv_heads, self._fp8_cache)
 
-    def split(self, kv_lens: np.ndarray, slots: np.ndarray, items: np.ndarray) -> None:
+    def split(
+        self, kv_lens: np.ndarray, slots: np.ndarray, items: np.ndarray, q_lens: np.ndarray | None = None
+    ) -> None:
         """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]."""
-        split.split_rows(kv_lens, slots, len(items), items, self._window)
+        split.split_rows(kv_lens, slots, len(items), items, self._window, q_lens)
 
-    def plan_items(self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor) -> None:
+    def plan_items(
+        self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor, q_lens: np.ndarray | None = None
+    ) -> None:
         """Upload the Triton kernel's work for decode rows (if any) to `items`, the first of self.items."""
         entry = self._ring.next()
         if len(slots):
-            self.split(kv_lens, slots, entry.items.numpy()[: len(items)])
+            self.split(kv_lens, slots, entry.items.numpy()[: len(items)], q_lens)
         else:
             entry.items[:, 0] = -1
         items.copy_(entry.items[: len(items)], non_blocking=True)
@@ -311,27 +337,36 @@ class FlashInferAttention:
 
 
 class DecodeGraphState:
-    """Decode attention inside a captured CUDA graph of `bucket` rows.
+    """Decode attention inside a captured CUDA graph of shape.rows rows, of shape.feeds_per_row tokens each.
 
-    Capture `run` for every layer with q and out of exactly `bucket` rows. Before each replay call
-    plan(batch, host) on the stream of the replay, with as many rows: pad with rows of one token in a slot
-    whose blocks are all block 0.
+    Capture `run` for every layer with q and out of exactly shape.tokens rows. Before each replay call
+    plan(batch, host) on the stream of the replay, with as many rows: pad with rows in a slot whose blocks are
+    all block 0.
 
-    block_table and words are device tensors whose addresses the graph keeps. The Triton kernel reads the
-    table while the graph runs, and of the step's upload the graph_words that `plan` writes to `host`:
-    the caller copies them to `words`, before the capture too. FA2 and XQA have no such words; `plan` copies
-    what they need, and the blocks that the table has by then.
+    block_table, words and lengths are device tensors whose addresses the graph keeps. The Triton kernel reads
+    table and lengths while the graph runs, and of the step's upload the graph_words that `plan` writes to
+    `host`: the caller copies them to `words`, before the capture too. FA2 and XQA have no such words, nor
+    several tokens a row; `plan` copies what they need, and the blocks that the table has by then.
     """
 
     def __init__(
-        self, attention: FlashInferAttention, bucket: int, block_table: Tensor, words: Tensor
+        self,
+        attention: FlashInferAttention,
+        shape: StepShape,
+        block_table: Tensor,
+        words: Tensor,
+        lengths: Tensor | None,
     ) -> None:
-        self._attention, self._bucket = attention, bucket
+        self._attention, self._shape = attention, shape
         if attention.decode_backend == "triton":
-            self._call = Call("triton", bucket, None, words.view(-1, split.ITEM_WORDS), block_table)
+            ends = None
+            if lengths is not None:
+                ends = split.Lengths(lengths, shape.feeds_per_row or 1)
+            items = words.view(-1, split.ITEM_WORDS)
+            self._call = Call("triton", shape.rows, None, items, block_table, ends)
         else:  # a step of padded rows, so that capture can follow at once
             none = np.empty(0, dtype=np.int32)
-            self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, bucket)
+            self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, shape.rows)
 
     @property
     def reads_block_table(self) -> bool:
@@ -341,23 +376,41 @@ class DecodeGraphState:
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
         """Describe the step that the next replay computes, always. Host work and asynchronous copies only."""
         rows = len(batch.slots)
-        if batch.num_single != rows or rows != self._bucket:
+        feeds = self._shape.feeds_per_row
+        if rows != self._shape.rows or batch.q_lens.max() > (feeds or 1):
             raise ValueError(
-                f"a decode graph of {self._bucket} rows was given {batch.num_single} decode rows of {rows}"
+                f"a decode graph of {self._shape.rows} rows of {feeds} tokens was given {rows} of up to "
+                f"{batch.q_lens.max()}"
             )
         if self._call.items is not None:
             items = host.reshape(-1, split.ITEM_WORDS)
-            self._attention.split(batch.kv_lens, batch.slots, items)
+            q_lens = batch.q_lens if self._call.lengths is not None else None
+            self._attention.split(batch.kv_lens, batch.slots, items, q_lens)
             return True
         call = self._attention.plan_decode(
-            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._bucket
+            self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._shape.rows
         )
         if call.info is not None and list(call.info) != list(self._call.info):
             raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
         return True
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q, out [bucket, Hq, D]; to be captured."""
+        """q, out [shape.tokens, Hq, D]; to be captured."""
+        self._attention.run_decode(self._call, layer, q, out)
+
+    def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
+        """See Captured. Its q and out are [shape.rows, Hq, D]."""
+        ends = split.Lengths(lengths, 1, tokens)
+        return _Ahead(self._attention, self._call._replace(lengths=ends))
+
+
+class _Ahead:
+    """One query a row over the work items of a graph's step."""
+
+    def __init__(self, attention: FlashInferAttention, call: Call) -> None:
+        self._attention, self._call = attention, call
+
+    def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         self._attention.run_decode(self._call, layer, q, out)
 
 
@@ -372,13 +425,19 @@ class StepGraphState:
     """
 
     def __init__(
-        self, attention: FlashInferAttention, tokens: int, decode_rows: int, block_table: Tensor
+        self,
+        attention: FlashInferAttention,
+        tokens: int,
+        decode_rows: int,
+        block_table: Tensor,
+        lengths: Tensor | None = None,
     ) -> None:
         if tokens > LARGEST_GRAPH:
             raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST_GRAPH}, its plan's room")
         self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
         self._items = attention.items[: attention.max_items(decode_rows)]
         self._tokens = tokens
+        self._lengths = None if lengths is None else split.Lengths(lengths)
         none = np.empty(0, np.int32)
         attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
         self._info = self._plan_prompts(none, none, none, 0, block_table)
@@ -409,12 +468,16 @@ class StepGraphState:
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [tokens, Hq, D]; to be captured."""
         attention, rows = self._attention, self._decode_rows
-        call = Call("triton", rows, None, self._items, self._table)
+        call = Call("triton", rows, None, self._items, self._table, self._lengths)
         attention.side_by_side(
             self._tokens,
             lambda: attention.run_prompts("fa3", self._info, layer, q, out, MAX_PROMPTS),
             lambda: attention.run_decode(call, layer, q[:rows], out[:rows]),
         )
+
+    def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
+        """See Captured: a step with prompts has none."""
+        raise NotImplementedError("steps with prompts propose drafts outside their graphs")
 
     def _plan_prompts(
         self, q_lens: np.ndarray, kv_lens: np.ndarray, slots: np.ndarray, first: int, table: Tensor

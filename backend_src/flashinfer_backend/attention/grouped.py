@@ -38,12 +38,14 @@ class GroupedAttention:
         """Those of all groups, one behind the other."""
         return sum(group.attention.graph_words(shape) for group in self._groups)
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> Captured | None:
+    def captured(
+        self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
+    ) -> Captured | None:
         """All groups' states, or None where one has none."""
         sizes = [group.attention.graph_words(shape) for group in self._groups]
         captured = []
         for group, part in zip(self._groups, words.split(sizes), strict=True):
-            state = group.attention.captured(shape, group.block_table, part)
+            state = group.attention.captured(shape, group.block_table, part, lengths)
             if state is None:
                 return None
             captured.append(state)
@@ -84,3 +86,7 @@ class _CapturedByLayer(_ByLayer):
         return all(
             each.plan(replace(batch, block_table=group.block_table), part) for group, each, part in parts
         )
+
+    def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
+        """That of all groups."""
+        return _ByLayer(self._groups, [each.ahead(tokens, lengths) for each in self._captured])

@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode rows of unequal length as work items of about equal length, for the Triton decode kernel."""
+"""What the Triton decode kernel is told of rows: as work items of about equal length, and where they end."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from flashinfer_backend.ops import device
 
-ITEM_WORDS = 8  # row, start, end, first item of the row, items of the row, slot, 2 unused: a 32-byte sector
+# row, start, end, first item of the row, items of the row, slot, query tokens of the row, the first of them:
+# a 32-byte sector
+ITEM_WORDS = 8
 MAX_PARTS = 64  # items of one row
 _CHUNK = 64  # tokens; items start at multiples of it
+
+
+class Lengths(NamedTuple):
+    """Where rows end, as the device knows it. lengths: int32 [slots], the last one is 0 and padding's; a row
+    has `ahead` tokens more. queries: the most query tokens of a row, which are its last ones. ragged: q has
+    as many of each row as its items say; else it has `queries` of each, and those behind them are padding."""
+
+    lengths: Tensor
+    queries: int = 1
+    ahead: int = 0
+    ragged: bool = False
 
 
 @device.cached
@@ -30,14 +45,20 @@ def most_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
 
 
 def split_rows(
-    kv_lens: np.ndarray, slots: np.ndarray, items: int, out: np.ndarray, window: int | None = None
+    kv_lens: np.ndarray,
+    slots: np.ndarray,
+    items: int,
+    out: np.ndarray,
+    window: int | None = None,
+    q_lens: np.ndarray | None = None,
 ) -> None:
     """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose blocks are in the
     block table's rows `slots` (both int32 [rows]).
 
     items must be above the number of rows. A row's chunks are consecutive items, and rows of longer chunks
     come first: programs start in this order, and none of the last ones should be a long one. Unused items
-    have row -1. window: the latest tokens of a row that are read; None: all.
+    have row -1. window: the latest tokens of a row that are read; None: all. q_lens: int32 [rows], query
+    tokens of each row; by default the items do not say.
     """
     behind = None
     if window is not None:
@@ -58,6 +79,8 @@ def split_rows(
     whole = np.empty((rows, ITEM_WORDS), np.int32)  # what the items of a row have in common
     whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 5] = order, parts, kv_lens, slots[order]
     whole[:, 3], whole[:, 4] = ends - counts, counts
+    if q_lens is not None:
+        whole[:, 6], whole[:, 7] = q_lens[order], (np.cumsum(q_lens) - q_lens)[order]
     used = int(ends[-1])
     each = out[:used]
     each[:] = whole if used == rows else np.repeat(whole, counts, axis=0)

@@ -124,7 +124,9 @@ class TorchPagedAttention:
         """None: steps are not captured."""
         return 0
 
-    def captured(self, shape: StepShape, block_table: Tensor, words: Tensor) -> None:
+    def captured(
+        self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
+    ) -> None:
         """None: the host decides what each step gathers, so that a graph would repeat one step."""
         return None
 
@@ -144,7 +146,8 @@ class TorchPagedAttention:
 
     def _cache_locations(self, table: Tensor, positions: Tensor) -> Tensor:
         """Where positions[..., L] lie (block * P + offset) under the block tables table[..., columns]."""
-        blocks = table.long().gather(-1, positions // self._block_size)
+        columns = (positions // self._block_size).clamp(max=table.shape[-1] - 1)  # drafts may reach beyond
+        blocks = table.long().gather(-1, columns)
         return blocks * self._block_size + positions % self._block_size
 
     def _plan_decode(self, batch: AttentionBatch) -> list[_DecodeGroup]:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention in Triton: one query token per row over the paged cache, long rows split in chunks.
+"""Decode attention in Triton: a few query tokens per row over the paged cache, long rows split in chunks.
+
+Of a row with drafts, the query heads of all its tokens that share a key/value head are rows of one product.
+Its length is known on the device alone (`Lengths`): the host plans for an upper bound. A chunk behind the
+real end adds nothing, nor does one whose keys a query does not see: its peak is -inf and its sum 0.
 
 A cache of e4m3 has a scale for keys, which is a part of the scale of the scores, and one for values, by which
 the result is multiplied. Its elements become float16, which is exact and takes a quarter of the instructions
@@ -22,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashinfer_backend.attention.split import Lengths
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
@@ -45,24 +50,30 @@ def _merge(
     first,
     count,
     head,
+    fed,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     v_scale,
-    GROUP_SIZE: tl.constexpr,
+    FEEDS: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Add up `count` parts from `first` on and write the heads that share `head`."""
+    """Add up `count` parts from `first` on and write the heads that share `head`, of `fed` tokens from `out`
+    on."""
+    GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     query = tl.arange(0, QUERIES)
     dims = tl.arange(0, DIM)
-    inside = (query < GROUP_SIZE)[None, :]
+    inside = (query < FEEDS * GROUP_SIZE)[None, :]
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     for base in tl.range(0, count, MERGE):
         part = base + tl.arange(0, MERGE)
         valid = (part < count)[:, None] & inside
-        cell = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None] * GROUP_SIZE + query[None, :]
+        cell = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None] * (FEEDS * GROUP_SIZE) + query[
+            None, :
+        ]
         # All loads bypass L1 (.cg): other programs wrote these cells during this kernel.
         peaks = tl.load(part_max + cell, mask=valid, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_sum + cell, mask=valid, other=0.0, cache_modifier=".cg")
@@ -78,13 +89,18 @@ def _merge(
         total = total * decay + tl.sum(totals * weights, axis=0)
         acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         peak = new_peak
-    cells = query[:, None] * DIM + dims[None, :]
+    cells = query // GROUP_SIZE * HEADS + head * GROUP_SIZE + query % GROUP_SIZE
     if sinks is not None:
-        total += _sink(sinks + head * GROUP_SIZE + query, query < GROUP_SIZE, peak)
+        own = query < FEEDS * GROUP_SIZE
+        total += _sink(sinks + head * GROUP_SIZE + query % GROUP_SIZE, own, peak)
     result = acc / total[:, None]
     if v_scale is not None:
         result *= v_scale
-    tl.store(out + cells, result.to(out.dtype.element_ty), mask=(query < GROUP_SIZE)[:, None])
+    tl.store(
+        out + cells[:, None] * DIM + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=(query < fed * GROUP_SIZE)[:, None],
+    )
 
 
 @triton.jit
@@ -120,7 +136,7 @@ def _halves(pairs, NATIVE: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"])
 def _decode(
     q,
     k_cache,
@@ -137,9 +153,13 @@ def _decode(
     scale_log2,
     cap_log2,
     v_scale,
+    lengths,
+    ahead,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    FEEDS: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -163,6 +183,14 @@ def _decode(
     first = tl.load(items + item * 8 + 3)
     count = tl.load(items + item * 8 + 4)
     slot = tl.load(items + item * 8 + 5)
+    place, fed = row, 1
+    if FEEDS > 1:
+        fed = tl.load(items + item * 8 + 6)
+        place = tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS
+    if lengths is not None:
+        # Written before the previous kernel started, too. That of padding is 0.
+        length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
+        end = tl.minimum(end, length)
     TOKEN: tl.constexpr = KV_HEADS * DIM
     BYTES: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
@@ -171,15 +199,15 @@ def _decode(
     tokens = tl.arange(0, TILE)
     if PREFETCH > 0:
         # Older tokens' keys and values do not depend on the previous kernel: pull them into L2 meanwhile.
-        ahead = start + tl.arange(0, PREFETCH)
-        ahead = tl.minimum(ahead, end - 1)
-        ahead_block = tl.load(blocks + ahead // BLOCK_SIZE).to(tl.int64)
-        place = (ahead_block * BLOCK_SIZE + ahead % BLOCK_SIZE) * TOKEN + head * DIM
+        early = start + tl.arange(0, PREFETCH)
+        early = tl.minimum(early, end - 1)
+        early_block = tl.load(blocks + early // BLOCK_SIZE).to(tl.int64)
+        early_place = (early_block * BLOCK_SIZE + early % BLOCK_SIZE) * TOKEN + head * DIM
         size = tl.full([PREFETCH], DIM * BYTES, tl.int32)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
             "=r,l,r",
-            [(k_cache + place).to(tl.int64), size],
+            [(k_cache + early_place).to(tl.int64), size],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -187,15 +215,23 @@ def _decode(
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
             "=r,l,r",
-            [(v_cache + place).to(tl.int64), size],
+            [(v_cache + early_place).to(tl.int64), size],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     gdc_wait()
     group = tl.arange(0, GROUP)
-    q_offset = (row.to(tl.int64) * HEADS + head * GROUP_SIZE + group)[:, None] * DIM + dims[None, :]
-    inside = (group < GROUP_SIZE)[:, None]
+    if FEEDS == 1:
+        q_offset = (place.to(tl.int64) * HEADS + head * GROUP_SIZE + group)[:, None] * DIM + dims[None, :]
+        inside = (group < GROUP_SIZE)[:, None]
+    else:  # the heads of the row's first token, then those of the next one
+        own = group // GROUP_SIZE * HEADS + head * GROUP_SIZE + group % GROUP_SIZE
+        q_offset = (place.to(tl.int64) * HEADS + own)[:, None] * DIM + dims[None, :]
+        inside = (group < FEEDS * GROUP_SIZE)[:, None]
+        if RAGGED:
+            inside = (group < fed * GROUP_SIZE)[:, None]
+        seen = tl.minimum(tl.maximum(length - fed + 1 + group // GROUP_SIZE, 1), length)
     query = tl.load(q + q_offset, mask=inside, other=0.0)
     if BYTES == 1:
         query = (query.to(tl.float32) / SMALLER).to(tl.float16)
@@ -216,10 +252,16 @@ def _decode(
         score = tl.dot(query, key.to(query.dtype).T) * scale_log2
         if cap_log2 is not None:  # tanh
             score = (2 * tl.sigmoid(2 * score) - 1) * cap_log2
-        score = tl.where(valid[None, :], score, float("-inf"))
+        if FEEDS == 1:
+            score = tl.where(valid[None, :], score, float("-inf"))
+        else:
+            score = tl.where(index[None, :] < tl.minimum(seen, end)[:, None], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
+        highest = new_peak
+        if FEEDS > 1:  # no NaN of a query that has seen no key yet
+            highest = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - highest[:, None])
+        decay = tl.exp2(peak - highest)
         total = total * decay + tl.sum(weight, axis=1)
         if BYTES == 1:
             v_even, v_odd = _halves(_load_pairs(v_cache, offset, half_dims, valid), NATIVE)
@@ -233,7 +275,8 @@ def _decode(
         acc = tl.join(even, odd).reshape(GROUP, DIM)
     if count == 1:
         if sinks is not None:
-            total += _sink(sinks + head * GROUP_SIZE + group, group < GROUP_SIZE, peak)
+            own_sinks = sinks + head * GROUP_SIZE + group % GROUP_SIZE
+            total += _sink(own_sinks, group < FEEDS * GROUP_SIZE, peak)
         result = acc / total[:, None]
         if v_scale is not None:
             result *= v_scale
@@ -241,15 +284,16 @@ def _decode(
     else:
         mine = (item * KV_HEADS + head).to(tl.int64)
         cell = group[:, None] * DIM + dims[None, :]
-        tl.store(part_out + mine * (GROUP_SIZE * DIM) + cell, acc, mask=inside)
-        tl.store(part_max + mine * GROUP_SIZE + group, peak, mask=group < GROUP_SIZE)
-        tl.store(part_sum + mine * GROUP_SIZE + group, total, mask=group < GROUP_SIZE)
+        ALL: tl.constexpr = FEEDS * GROUP_SIZE
+        tl.store(part_out + mine * (ALL * DIM) + cell, acc, mask=(group < ALL)[:, None])
+        tl.store(part_max + mine * ALL + group, peak, mask=group < ALL)
+        tl.store(part_sum + mine * ALL + group, total, mask=group < ALL)
         tl.debug_barrier()
         seen = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
         if seen == count - 1:
             tl.store(counters + row * KV_HEADS + head, 0)
             _merge(
-                out + (row.to(tl.int64) * HEADS + head * GROUP_SIZE) * DIM,
+                out + place.to(tl.int64) * (HEADS * DIM),
                 part_out,
                 part_max,
                 part_sum,
@@ -257,9 +301,11 @@ def _decode(
                 first,
                 count,
                 head,
+                fed if RAGGED else FEEDS,
+                HEADS,
                 KV_HEADS,
                 v_scale,
-                GROUP_SIZE,
+                FEEDS,
                 QUERIES,
                 DIM,
                 MERGE,
@@ -267,13 +313,13 @@ def _decode(
 
 
 class DecodeWorkspace:
-    """Partial results of split rows, for at most `items` items of `rows` rows."""
+    """Partial results of split rows: at most `parts` work items, times the most query tokens that a row of
+    them has, of `rows` rows."""
 
     def __init__(
-        self, rows: int, items: int, num_heads: int, num_kv_heads: int, dim: int, device: torch.device
+        self, rows: int, parts: int, num_heads: int, num_kv_heads: int, dim: int, device: torch.device
     ):
-        self.group = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
-        cells = items * num_heads
+        cells = parts * num_heads
         self.out = torch.empty(cells * dim, dtype=torch.float32, device=device)
         self.peak = torch.empty(cells, dtype=torch.float32, device=device)
         self.total = torch.empty(cells, dtype=torch.float32, device=device)
@@ -293,20 +339,29 @@ def decode(
     native: bool = True,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    rows: int | None = None,
+    lengths: Lengths | None = None,
 ) -> None:
-    """q, out [rows, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
+    """q, out [tokens, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
     times kv_scales are keys and values; items int32 [n, ITEM_WORDS] on the device; table int32 [slots,
     columns], the blocks of each slot that the items name. native: with what a GPU alone has, and Triton's
-    interpreter does not know. soft_cap, sinks float32 [Hq]: as in contract.Scores.
+    interpreter does not know. soft_cap, sinks float32 [Hq]: as in contract.Scores. rows: as many as the items
+    are of; by default one a token. lengths: where rows end, if they end before the items say so, or have
+    several query tokens.
     """
     k_cache, v_cache = cache
     in_e4m3 = k_cache.dtype == E4M3
     k_scale, v_scale = (kv_scales[0] * _SMALLER, kv_scales[1]) if in_e4m3 else (1.0, None)
     log2_e = 1.4426950408889634
     scale = sm_scale * k_scale
-    _, heads, dim = q.shape
+    tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    config = choose_config(q.shape[0], in_e4m3)
+    config = choose_config(tokens if rows is None else rows, in_e4m3)
+    feeds = 1 if lengths is None else lengths.queries
+    group_size = heads // kv_heads
+    group = max(16, triton.next_power_of_2(feeds * group_size))
+    queries = triton.next_power_of_2(feeds * group_size)
+    wider = queries // triton.next_power_of_2(group_size)
     _decode[(items.shape[0] * kv_heads,)](
         q,
         k_cache,
@@ -323,19 +378,24 @@ def decode(
         scale * log2_e if soft_cap is None else scale / soft_cap,
         None if soft_cap is None else soft_cap * log2_e,
         v_scale,
+        None if lengths is None else lengths.lengths,
+        0 if lengths is None else lengths.ahead,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        FEEDS=feeds,
+        RAGGED=lengths is not None and lengths.ragged,
         BLOCK_SIZE=k_cache.shape[1],
-        GROUP=workspace.group,
+        GROUP=group,
         TILE=config.block,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
-        QUERIES=triton.next_power_of_2(heads // kv_heads),
-        MERGE=config.merge,
+        QUERIES=queries,
+        MERGE=max(1, config.merge // wider),
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
         num_warps=config.warps,
-        maxnreg=config.registers,
+        # What was measured is for 16 query rows a product.
+        maxnreg=config.registers if group == 16 else None,
         launch_pdl=True,
     )

@@ -86,7 +86,7 @@ ENGINE_IN_TRT = frozenset(
     {
         "tokenizer_dir", "gpu_device_ids", "kv_cache_free_gpu_mem_fraction", "max_tokens_in_paged_kv_cache",
         "enable_kv_cache_reuse", "enable_chunked_context", "batch_scheduler_policy", "max_queue_size",
-        "guided_decoding_backend", "stats_check_period_ms",
+        "guided_decoding_backend", "stats_check_period_ms", "max_draft_len",
     }
 )  # fmt: skip
 

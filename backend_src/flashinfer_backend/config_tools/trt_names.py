@@ -33,7 +33,7 @@ class ForeignKnob:
 _NO_ENGINE = "there are no engine files here: set model_dir to a Hugging Face checkpoint folder"
 _NO_ENCODER = "encoder-decoder models are not supported"
 _NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
-_NO_SPECULATION = "speculative decoding is not supported"
+_NO_SPECULATION = "drafts come from speculative_method=ngram or eagle3"
 _NO_MULTIMODAL = "multimodal models are not supported"
 _NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
 _NO_OFFLOAD = "the KV cache is not offloaded to host memory"
@@ -79,7 +79,10 @@ FOREIGN: dict[str, ForeignKnob] = {
     "medusa_choices": ForeignKnob((), _NO_SPECULATION),
     "eagle_choices": ForeignKnob((), _NO_SPECULATION),
     "speculative_decoding_fast_logits": ForeignKnob(("false",), _NO_SPECULATION),
-    "tensorrt_llm_draft_model_name": ForeignKnob((), _NO_SPECULATION),
+    "tensorrt_llm_draft_model_name": ForeignKnob(
+        (),
+        "no second model drafts here: set speculative_method=eagle3 and draft_model=folder of the head",
+    ),
     "lora_cache_optimal_adapter_size": ForeignKnob((), _NO_LORA),
     "lora_cache_max_adapter_size": ForeignKnob((), _NO_LORA),
     "lora_cache_gpu_memory_fraction": ForeignKnob((), _NO_LORA),
@@ -103,7 +106,6 @@ FOREIGN: dict[str, ForeignKnob] = {
         (), "set max_num_seqs (sequences that run at a time) or triton_max_batch_size (requests in a call)"
     ),
     "pipeline_parallel_size": ForeignKnob(("1",), _ONE_PROCESS),
-    "max_draft_len": ForeignKnob(("0",), _NO_SPECULATION),
     "gpt_model_path": ForeignKnob((), _NO_ENGINE),
     "encoder_model_path": ForeignKnob((), _NO_ENCODER),
     "visual_model_path": ForeignKnob((), _NO_MULTIMODAL),

@@ -78,6 +78,28 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "torch for all steps; auto = the fastest measured one on a GPU, torch on a CPU"
         ),
     ] = "auto"
+    speculative_method: Annotated[
+        Literal["none", "ngram", "eagle3"],
+        Setting(
+            "guesses the next tokens, which a step then checks at once: answers stay the same. ngram = what "
+            "followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model"
+        ),
+    ] = "none"
+    draft_model: Annotated[
+        str, Setting("folder of the EAGLE-3 head of speculative_method=eagle3", words=("none",))
+    ] = "none"
+    max_draft_len: Annotated[
+        int,
+        Setting("the most tokens guessed for a step; fewer where many sequences run", high=15),
+    ] = 4
+    max_matching_ngram_size: Annotated[
+        int,
+        Setting("of speculative_method=ngram: the most last tokens that it looks up", low=1, high=16),
+    ] = 4
+    min_matching_ngram_size: Annotated[
+        int,
+        Setting("of speculative_method=ngram: the fewest last tokens that have to match", low=1, high=16),
+    ] = 2
     tensor_parallel_size: Annotated[
         Literal[1, 2, 4, 8],
         Setting("GPUs that one model is spread over, each with a part of every layer; on a CPU, processes"),
@@ -389,7 +411,29 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
-    return problems + device_contradictions(config)
+    return problems + _draft_contradictions(config) + device_contradictions(config)
+
+
+def _draft_contradictions(config: EngineConfig) -> list[str]:
+    method, model = config.speculative_method, config.draft_model
+    problems = []
+    if method != "none" and not config.max_draft_len:
+        problems.append(f"speculative_method={method} needs a max_draft_len of at least 1")
+    if method == "eagle3" and model == "none":
+        problems.append("speculative_method=eagle3 needs draft_model, the folder of the head")
+    if method != "eagle3" and model != "none":
+        problems.append(f"draft_model={model} needs speculative_method=eagle3, which is {method}")
+    if config.min_matching_ngram_size > config.max_matching_ngram_size:
+        problems.append(
+            f"min_matching_ngram_size={config.min_matching_ngram_size} should be at most "
+            f"max_matching_ngram_size={config.max_matching_ngram_size}"
+        )
+    if method != "none" and config.attention_backend in ("fa2", "xqa"):
+        problems.append(
+            f"attention_backend={config.attention_backend} takes lengths from the host, which learns late "
+            f"how many drafts were accepted: with speculative_method={method} it should be auto"
+        )
+    return problems
 
 
 def device_contradictions(config: EngineConfig) -> list[str]:

@@ -44,6 +44,8 @@ class Request:
     reused_blocks: int = 0
     allocated_blocks: int = 0
     new_blocks: int = 0  # of the allocated ones: nothing had to leave the cache for them
+    drafted_tokens: int = 0  # that its steps checked
+    accepted_tokens: int = 0  # of these
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
     first_token_ns: int = 0

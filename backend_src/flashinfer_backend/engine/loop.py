@@ -330,6 +330,8 @@ class EngineLoop:
             prompt_tokens=scheduler.prompt_tokens,
             prompt_tokens_reused=scheduler.prompt_tokens_reused,
             generated_tokens=self.generated_tokens,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
             blocks_reused=scheduler.blocks_reused,
             logits_bytes=self.logits.held,
             logits_waiting=len(self.logits),

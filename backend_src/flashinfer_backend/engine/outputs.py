@@ -155,4 +155,6 @@ def perf_of(request: Request) -> protocol.Perf:
         allocated_blocks=request.allocated_blocks,
         reused_blocks=request.reused_blocks,
         cached_tokens=request.cached_tokens,
+        drafted_tokens=request.drafted_tokens,
+        accepted_tokens=request.accepted_tokens,
     )

@@ -97,5 +97,6 @@ def start(
         logits_tokens,
         drafts=drafting.proposer.count if drafting is not None else 0,
         history=drafting is not None and drafting.proposer.history,
+        most_drafts=drafting.most if drafting is not None else None,
     )
     return Core(config, spec, scheduler, runner)

@@ -76,25 +76,34 @@ class Usage:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._cached: dict[int, int] = {}  # tokens, by id() of the prompt
+        self._drafts: dict[int, tuple[int, int]] = {}  # accepted and rejected ones, by id() of the sequence
 
     def note(self, stream: Stream, chunk: Chunk) -> None:
-        """Takes in what a chunk says of its prompt's blocks."""
+        """Takes in what a chunk says of its prompt's blocks, and the last one of its sequence's drafts."""
         for report in chunk.reports:
             if report.perf is not None:
                 # Sequences of one prompt find what the first of them made, and may end before it.
                 found = report.perf.cached_tokens
                 self._cached[id(stream.row)] = min(found, self._cached.get(id(stream.row), found))
+                drafted, accepted = report.perf.drafted_tokens, report.perf.accepted_tokens
+                if drafted:
+                    self._drafts[id(stream)] = accepted, drafted - accepted
 
     def body(self) -> dict[str, Any]:
         """So far. A prompt counts once, however many sequences it has."""
         prompts = {id(stream.row): len(stream.row.prompt) for stream in self._streams.all}
         prompt, completion = sum(prompts.values()), sum(s.timing.sent for s in self._streams.all)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._drafts:
+            accepted, rejected = map(sum, zip(*self._drafts.values(), strict=True))
+            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+            usage["completion_tokens_details"] = dict(zip(names, (accepted, rejected), strict=True))
+        return usage
 
 
 class LogProb(msgspec.Struct):

@@ -39,6 +39,8 @@ ENGINE = {
     "prompt_tokens": "Prompt tokens since the engine started",
     "prompt_tokens_reused": "Of these, found in the prefix cache",
     "generated_tokens": "Tokens generated since the engine started",
+    "drafted_tokens": "Guessed tokens that were checked since the engine started",
+    "accepted_tokens": "Of these, right ones, which came without a step of their own",
 }
 
 

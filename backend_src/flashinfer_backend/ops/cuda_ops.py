@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.triton_drafts import accept, draft_inputs, ngram_drafts, record_tokens
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_rope import rope_and_store
@@ -23,13 +24,17 @@ from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 
 __all__ = [
+    "accept",
     "activate",
+    "draft_inputs",
     "experts_add",
     "keep_allowed",
     "linear",
     "linear_add",
+    "ngram_drafts",
     "norm_gate_up_silu",
     "norm_linear",
+    "record_tokens",
     "rms_norm",
     "rope_and_store",
     "sample",

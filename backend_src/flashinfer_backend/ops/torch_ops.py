@@ -233,6 +233,36 @@ def step_inputs(
     return input_ids, positions, blocks * block_size + positions % block_size
 
 
+def draft_inputs(
+    slots: Tensor,
+    fed: Tensor,
+    feeds: int,
+    last_token: Tensor,
+    drafts: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What decode rows with drafts feed the model: (input_ids, slots, positions, cache_locations), int32
+    [s * feeds] each, `feeds` of each row: its slot's last token, then drafts, fed[i] tokens in all, then
+    padding.
+
+    slots, fed: int32 [s]. last_token, lengths: int32 [slots + 1]; drafts: int32 [slots + 1, k]; block_table:
+    int32 [slots + 1, columns]. Padding is token 0 at position 0 of the last slot, whose length stays 0.
+    `lengths` moves on by `fed`."""
+    places, padding = torch.arange(feeds, dtype=torch.int32, device=slots.device), len(lengths) - 1
+    inside = places < fed.unsqueeze(1)
+    owners = torch.where(inside, slots.unsqueeze(1), padding)
+    known = torch.cat([last_token[slots].unsqueeze(1), drafts[slots, : feeds - 1]], dim=1)
+    positions = torch.where(inside, lengths[slots].unsqueeze(1) + places, 0)
+    blocks = block_table[owners, positions // block_size]
+    lengths[slots] += fed
+    lengths[padding] = 0
+    columns = torch.where(inside, known, 0), owners, positions, blocks * block_size + positions % block_size
+    ids, owners, positions, locations = (column.flatten() for column in columns)
+    return ids, owners, positions, locations
+
+
 def accept(
     sampled: Tensor,
     first: Tensor,
@@ -274,10 +304,41 @@ def record_tokens(
     last_token: Tensor,
 ) -> None:
     """Note a step's tokens in history[slots + 1, columns]: those fed, (tokens, slots, positions) [T] each,
-    and behind them the last tokens of `slots` [s]. lengths, last_token: by slot. All int32."""
+    but for what is behind `lengths`, and the last tokens of `slots` [s] there. lengths, last_token: by slot.
+    All int32."""
     tokens, owners, positions = fed
-    history[owners, positions] = tokens
+    kept = positions < lengths[owners]
+    history[owners[kept], positions[kept]] = tokens[kept]
     history[slots, lengths[slots]] = last_token[slots]
+
+
+def ngram_drafts(
+    history: Tensor, slots: Tensor, lengths: Tensor, count: int, most: int, least: int
+) -> Tensor:
+    """What followed the longest run of a sequence's last tokens, of `least` to `most` of them, where it stood
+    last before; int32 [s, count]. Where none did, its last token.
+
+    history: int32 [slots + 1, columns], whose slots have `lengths` tokens and a last one behind them; slots:
+    int32 [s]. What would follow the last token is taken to repeat: behind "a b a b" comes "a b a b".
+    """
+    if not len(slots):
+        return slots.new_empty(0, count)
+    last = lengths[slots].long()
+    width = int(last.max()) + 1
+    tokens, places = history[slots, :width].long(), torch.arange(width, device=history.device)
+    runs = torch.ones_like(tokens, dtype=torch.bool)
+    matched = torch.zeros_like(tokens)
+    for back in range(most):
+        wanted = tokens.gather(1, (last - back).clamp(min=0).unsqueeze(1))
+        earlier = F.pad(tokens, (back, 0), value=-1)[:, :width]
+        runs &= (earlier == wanted) & (last >= back).unsqueeze(1)
+        matched += runs
+    ahead = last.unsqueeze(1) - places  # 0 or less: the last token itself, or nothing
+    best = torch.where((matched >= least) & (ahead > 0), matched * width + places, -1).amax(1)
+    end = torch.where(best >= 0, best % width, last - 1)
+    steps = torch.arange(count, device=history.device) % (last - end).unsqueeze(1)
+    drafts = tokens.gather(1, (end + 1).unsqueeze(1) + steps)
+    return drafts.int()
 
 
 def sample(

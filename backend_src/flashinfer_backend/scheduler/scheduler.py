@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
 from flashinfer_backend.scheduler.budget import StepBudget
+from flashinfer_backend.scheduler.draft_pace import DraftPace
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager, Update
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
@@ -51,11 +53,13 @@ class Scheduler:
         logits_tokens: int | None = None,
         drafts: int = 0,
         history: bool = False,
+        most_drafts: Callable[[int], int] | None = None,
     ) -> None:
         """numbers: what was measured on the device; by default, those for devices that nobody has.
         logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
         as many as of any other. drafts: how many tokens a decode row checks at most besides its own. history:
-        whether the device has to know all tokens of a sequence."""
+        whether the device has to know all tokens of a sequence. most_drafts: how many of the drafts each row
+        checks in a step of so many decode rows; by default all."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
@@ -75,10 +79,13 @@ class Scheduler:
         if drafts and (kv_manager.full is None or kv_manager.windows):
             raise ValueError("drafts need a cache of one group that keeps all tokens")
         self._history = history
+        self._most_drafts = most_drafts or (lambda rows: drafts)
         # By slot: the drafts that the device has behind its last token, and the tokens of its next decode
         # row.
         self._offered = np.zeros(config.max_num_seqs, np.int32)
         self._row_tokens = np.ones(config.max_num_seqs, np.int32)
+        self._pace = DraftPace(config.max_num_seqs)
+        self.drafted_tokens = self.accepted_tokens = 0
         # Blocks that a decode row can need.
         self._blocks_per_decode = -(-(1 + drafts) // config.tokens_per_block)
         # Blocks that were registered since the last plan was begun.
@@ -167,7 +174,8 @@ class Scheduler:
         if not self.drafts or not len(slots):
             return
         planned = table.planned_outputs[slots]
-        drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1)
+        most = self._most_drafts(len(slots))
+        drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1).clip(max=most)
         drafts[planned < table.min_tokens[slots]] = 0
         if prompts:
             drafts[:] = 0
@@ -285,6 +293,7 @@ class Scheduler:
         new = min(needed, pool.available - pool.cached)
         self.queue.pop()
         slot = self.table.occupy(request, columns, found * size)
+        self._pace.begin(slot)
         updates += self.kv_manager.take(request, reusable[:found], slot)
         if self._history and found:
             cached = request.known_tokens[: found * size]
@@ -419,7 +428,11 @@ class Scheduler:
         new, self._new = self._new, []
         freed, self._freed = self._freed, []
         recalled, self._recalled = self._recalled, []
-        self._offered[rows] = self.drafts
+        # None for a step that has prompts, as the next one is about to.
+        wanted = 0
+        if self.drafts and len(rows) and not self.prefilling and self._pace.offers(rows):
+            wanted = self._most_drafts(len(rows))
+        self._offered[rows] = wanted
         return StepPlan(
             slots=slots,
             starts=starts,
@@ -435,7 +448,7 @@ class Scheduler:
             stateful=table.stateful[rows].nonzero()[0].astype(np.int32),
             new=new,
             freed=freed,
-            drafts=self.drafts,
+            drafts=wanted,
             following=following,
             recalled=recalled,
         )
@@ -445,6 +458,18 @@ class Scheduler:
         rows], tokens of each; 0 of those whose slot has another owner."""
         table = self.table
         short = plan.samples - kept
+        checked = ((kept > 0) & (plan.samples > 1)).nonzero()[0]
+        own, accepted = plan.sample_slots[checked], kept[checked] - 1
+        self._pace.checked(own, accepted)
+        for slot, drafted, right in zip(
+            own.tolist(), (plan.samples[checked] - 1).tolist(), accepted.tolist(), strict=True
+        ):
+            request = table.requests[slot]
+            assert request is not None
+            request.drafted_tokens += drafted
+            request.accepted_tokens += right
+            self.drafted_tokens += drafted
+            self.accepted_tokens += right
         rows = ((kept > 0) & (short > 0)).nonzero()[0]
         slots, short = plan.sample_slots[rows], short[rows]
         waiting = table.planned_outputs[slots] == table.max_new[slots]

@@ -123,7 +123,8 @@ class Perf(msgspec.Struct):
 
     Blocks are those of its prompt, and added up where it was computed again, then with what it had generated:
     allocated ones, of these the ones for which nothing had to leave the cache (new), and reused ones.
-    cached_tokens: of its prompt, found in the cache when it was first computed.
+    cached_tokens: of its prompt, found in the cache when it was first computed. drafted_tokens: guesses that
+    its steps checked; accepted_tokens: of these.
     """
 
     arrival_ns: int
@@ -134,6 +135,8 @@ class Perf(msgspec.Struct):
     allocated_blocks: int
     reused_blocks: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class RowReport(msgspec.Struct, omit_defaults=True):
@@ -177,6 +180,8 @@ class Status(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     blocks_reused: int = 0
     logits_bytes: int = 0
     logits_waiting: int = 0

@@ -94,6 +94,11 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "prompt_tokens_reused",
     ),
     "flashinfer_backend_generated_tokens_total": ("Tokens generated", "generated_tokens"),
+    "flashinfer_backend_drafted_tokens_total": ("Guessed tokens that were checked", "drafted_tokens"),
+    "flashinfer_backend_accepted_draft_tokens_total": (
+        "Guessed tokens that were right, and so came without a step of their own",
+        "accepted_tokens",
+    ),
     "flashinfer_backend_preemptions_total": (
         "Sequences put back into the queue because blocks ran out",
         "preemptions",

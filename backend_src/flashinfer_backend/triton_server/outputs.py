@@ -128,9 +128,9 @@ def _add_reports(
 
 
 def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
-    """Times and KV block counts of a sequence: until its first token, or all of it. The counts are those that
-    TensorRT-LLM's backend means: what a sequence is given when it is admitted, added up where that happens
-    again; reused blocks are not among the total."""
+    """Times, KV block counts and drafts of a sequence: until its first token, or all of it. The counts are
+    those that TensorRT-LLM's backend means: what a sequence is given when it is admitted, added up where that
+    happens again; reused blocks are not among the total."""
     return {
         "kv_cache_alloc_new_blocks": _integer(perf.new_blocks),
         "kv_cache_reused_blocks": _integer(perf.reused_blocks),
@@ -139,10 +139,9 @@ def perf_outputs(perf: protocol.Perf) -> dict[str, np.ndarray]:
         "first_scheduled_time_ns": np.array([[perf.first_scheduled_ns]], dtype=np.int64),
         "first_token_time_ns": np.array([[perf.first_token_ns]], dtype=np.int64),
         "last_token_time_ns": np.array([[perf.last_token_ns]], dtype=np.int64),
-        # No speculative decoding: nothing is drafted, nothing accepted.
-        "acceptance_rate": np.zeros((1, 1), dtype=np.float32),
-        "total_accepted_draft_tokens": _integer(0),
-        "total_draft_tokens": _integer(0),
+        "acceptance_rate": np.array([[perf.accepted_tokens / max(1, perf.drafted_tokens)]], dtype=np.float32),
+        "total_accepted_draft_tokens": _integer(perf.accepted_tokens),
+        "total_draft_tokens": _integer(perf.drafted_tokens),
     }
 
 

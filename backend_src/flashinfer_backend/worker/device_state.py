@@ -7,6 +7,7 @@ dummy that padding uses, whose only block is block 0 and whose length is 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Taps, Transformer
+from flashinfer_backend.ops import device
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.speculate.proposer import Proposer
 
@@ -63,15 +65,20 @@ class DeviceState:
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         drafts = proposer.count if proposer is not None else 0
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
+        # Those of a step with all of its drafts, for attention of layers that run once some are rejected.
+        own = proposer is not None and proposer.cache_layers
+        self.fed_lengths = torch.zeros_like(self.lengths) if own else self.lengths
+        # What attention reads where the host has upper bounds.
+        self.attended_lengths = self.fed_lengths if proposer is not None else None
         self._tapped = proposer.layers if proposer is not None else ()
         columns = config.max_seq_len + 1 if proposer is not None and proposer.history else 0
         self.tokens = torch.zeros((rows, columns), dtype=torch.int32, device=self.device)
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
-        self.attention = self._make_attention(config)
+        self.attention = self._make_attention(config, proposer)
 
-    def _make_attention(self, config: EngineConfig) -> Mixer:
+    def _make_attention(self, config: EngineConfig, proposer: Proposer | None = None) -> Mixer:
         plain = config.attention_backend == "torch" or self.device.type == "cpu"
-        chosen = self._plain_attention() if plain else self._flashinfer_attention(config)
+        chosen = self._plain_attention() if plain else self._flashinfer_attention(config, proposer)
         if not config.compare_attention:
             return chosen
         return ComparedAttention(chosen, self._plain_attention(), len(self.model.layers))
@@ -87,10 +94,13 @@ class DeviceState:
             ]
         )
 
-    def _flashinfer_attention(self, config: EngineConfig) -> Mixer:
+    def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None) -> Mixer:
         from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
+        most_drafts = None
+        if proposer is not None:
+            most_drafts = functools.partial(device.active().most_drafts, count=proposer.count)
         lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
         attentions: list[FlashInferAttention] = []
         for group, cache in zip(self.groups, self.caches, strict=True):
@@ -102,6 +112,7 @@ class DeviceState:
                 decode_backend=config.attention_backend,
                 dtype=dtype,
                 copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
+                most_drafts=most_drafts,
                 window=group.window,
                 scores=scores_of(self.model, group.layers),
                 like=attentions[0] if attentions else None,
@@ -163,7 +174,13 @@ class DeviceState:
             self.block_size,
             given=(tokens, positions, plan.num_last),
         )
+        self.note_fed_lengths()
         return self._of_all_groups(inputs, slots), slots, uploaded[3 * size :]
+
+    def note_fed_lengths(self) -> None:
+        """Once a step has moved lengths on, and before its drafts are checked."""
+        if self.fed_lengths is not self.lengths:
+            self.fed_lengths.copy_(self.lengths)
 
     def decode_inputs(
         self, slots: torch.Tensor, new_blocks: torch.Tensor
@@ -173,7 +190,17 @@ class DeviceState:
         inputs = self.ops.step_inputs(
             slots, self.last_token, self.lengths, self.block_table, self.block_size, new_blocks[0]
         )
+        self.note_fed_lengths()
         return self._of_all_groups(inputs, slots, new_blocks)
+
+    def draft_inputs(
+        self, slots: torch.Tensor, fed: torch.Tensor, feeds: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What decode rows with drafts feed; see ops.draft_inputs."""
+        by_slot = self.last_token, self.drafts, self.lengths
+        inputs = self.ops.draft_inputs(slots, fed, feeds, *by_slot, self.block_table, self.block_size)
+        self.note_fed_lengths()
+        return inputs
 
     def _of_all_groups(
         self,

@@ -34,6 +34,7 @@ from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.models.spec import Experts
 from flashinfer_backend.models.transformer import Taps
 from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.drafting import Drafting, Fed
 
 T = TypeVar("T")
 
@@ -77,21 +78,42 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
 
 
+class Replayed(NamedTuple):
+    """A step that was replayed: the graph's tokens int32 [rows and padding, feeds] (flat) and rank 0's logits
+    [as many, V], valid until the next replay; and which of these are the plan's sampled tokens, int32 [n],
+    where they are not the first ones."""
+
+    step: DecodeStep
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    places: torch.Tensor | None
+
+
 class DecodeStep(NamedTuple):
-    """A graph, what it reads (int32: attention's words, then COLUMNS a row) and what it writes."""
+    """A graph, what it reads (int32: attention's words, then those of `_upload`) and what it writes. feeds:
+    tokens of a row. fed, slots: for drafts; `tails` are the graphs that follow it, by the number of drafts
+    proposed, and give how many tokens each row comes to."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     attention: Captured
+    feeds: int
     tokens: torch.Tensor
     logits: torch.Tensor
+    tails: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
 
 
 class DecodeGraphs:
-    """Captured decode steps; `replay` runs the smallest that fits."""
+    """Captured decode steps; `replay` runs the smallest that fits.
 
-    def __init__(self, state: DeviceState, sizes: list[int], capture: GraphCapture) -> None:
-        self._state = state
+    With `drafting`, the end of a step is a second graph, so that rows whose sampling has a state can be
+    sampled between the two; and few rows have a step for as many drafts as they may check.
+    """
+
+    def __init__(
+        self, state: DeviceState, sizes: list[int], capture: GraphCapture, drafting: Drafting | None = None
+    ) -> None:
+        self._state, self._drafting = state, drafting
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
         groups = len(state.groups)
@@ -99,56 +121,120 @@ class DecodeGraphs:
         # Inert rows: dummy slot, no new blocks, temperature 0, nothing suppressed.
         self._padding = np.array([[state.dummy_slot], *[[-1]] * groups, [0], [-1]], np.int32)
         self._opened = np.full((groups, state.dummy_slot + 1), -1, np.int32)  # scratch of _upload
+        drafted = drafting.sizes(state.dummy_slot) if drafting is not None else {}
+        self._drafted, self._drafted_sizes = drafted, sorted(drafted)
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model = state.model
-        shape = (0 if model.collectives.shard.rank else self._sizes[-1], model.spec.vocab_size)
+        most = max([self._sizes[-1], *(size * (1 + count) for size, count in drafted.items())])
+        shape = (0 if model.collectives.shard.rank else most, model.spec.vocab_size)
         self._logits = torch.empty(shape, dtype=model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
-        self._captured = {size: self._capture(size, capture) for size in reversed(self._sizes)}
+        shapes = [(size, 1) for size in self._sizes]
+        shapes += [(size, 1 + count) for size, count in drafted.items()]
+        shapes.sort(key=lambda shape: shape[0] * shape[1], reverse=True)
+        self._captured = {shape: self._capture(*shape, capture) for shape in shapes}
 
     @property
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the step: tokens int32 [rows] and rank 0's logits [rows and padding, V], valid until the
-        next replay."""
-        size = self._size(plan.num_rows)
-        captured = self._captured[size]
-        if not captured.attention.reads_block_table:  # else the graph's own entry is early enough
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a graph runs the step: of decode rows alone, not too many of them, nor of drafts."""
+        if plan.num_decodes < plan.num_rows:
+            return False
+        if not len(plan.drafted_rows):
+            return plan.num_rows <= self._sizes[-1]
+        if not self._drafted_sizes or plan.num_rows > self._drafted_sizes[-1]:
+            return False
+        return int(plan.lengths.max()) <= self._shape(plan)[1]
+
+    def replay(self, plan: StepPlan) -> Replayed:
+        """Launch the step, up to its sampled tokens."""
+        captured, rows = self._captured[self._shape(plan)], plan.num_rows
+        # Else the graph's own entry is early enough. Where drafts may have been rejected, the device does not
+        # know which column the host has opened.
+        if self._drafting is not None or not captured.attention.reads_block_table:
             self._state.update_block_table(plan)
-        self._upload(plan, size, captured.inputs, captured.attention)
+        places = None
+        size = len(captured.tokens) // captured.feeds
+        self._upload(plan, size, captured.feeds, captured.inputs, captured.attention)
+        if captured.feeds > 1 and plan.num_tokens < rows * captured.feeds:
+            first = np.cumsum(plan.lengths) - plan.lengths
+            each = np.arange(rows, dtype=np.int32) * captured.feeds - first
+            index = np.arange(plan.num_tokens) + np.repeat(each, plan.lengths)
+            places = self._state.staging.upload([index.astype(np.int32)])
         captured.graph.replay()
-        return captured.tokens[: plan.num_rows], captured.logits
+        if places is None:
+            return Replayed(captured, captured.tokens[: plan.num_tokens], captured.logits, None)
+        return Replayed(captured, captured.tokens[places], captured.logits, places)
+
+    def finish(self, plan: StepPlan, replayed: Replayed) -> torch.Tensor | None:
+        """Check drafts and have new ones proposed, once all rows are sampled: as Drafting.finish."""
+        step = replayed.step
+        if replayed.places is not None and len(plan.stateful):
+            step.tokens[replayed.places] = replayed.tokens
+        if not step.tails:
+            return None
+        graph, counts = step.tails[max(step.tails) if plan.drafts else 0]
+        graph.replay()
+        return counts[: plan.num_rows] if len(plan.drafted_rows) else None
 
     def graph(self, rows: int) -> torch.cuda.CUDAGraph:
-        """The graph that runs steps of so many rows."""
-        return self._captured[self._size(rows)].graph
+        """The graph that runs steps of so many rows without drafts."""
+        return self._captured[self._sizes[bisect_left(self._sizes, rows)], 1].graph
 
-    def _size(self, rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, rows)]
+    def _shape(self, plan: StepPlan) -> tuple[int, int]:
+        """Rows and feeds of the graph that has room for the plan's rows."""
+        if not len(plan.drafted_rows):
+            return self._sizes[bisect_left(self._sizes, plan.num_rows)], 1
+        size = self._drafted_sizes[bisect_left(self._drafted_sizes, plan.num_rows)]
+        return size, 1 + self._drafted[size]
 
-    def _upload(self, plan: StepPlan, size: int, inputs: torch.Tensor, attention: Captured) -> None:
-        """Give a graph its step: attention's words, seeds [2 size], then the other columns [size]."""
-        rows = plan.num_rows
+    def _words(self, size: int, feeds: int) -> int:
+        """Of an upload, beside attention's."""
+        return self._columns * size if feeds == 1 else 4 * size * feeds + 2 * size
+
+    def _upload(
+        self, plan: StepPlan, size: int, feeds: int, inputs: torch.Tensor, attention: Captured
+    ) -> None:
+        """Give a graph its step: attention's words, seeds [2 T], then [T] each, T the tokens of all rows:
+        slots, blocks, temperature, suppressed. With drafts temperature and suppressed alone, then [size]
+        each: slots and how many tokens they feed."""
+        rows, tokens, given = plan.num_rows, size * feeds, plan.num_rows * feeds
         words = self._state.staging.begin(len(inputs))
-        own = len(words) - self._columns * size
-        seed = words[own : own + 2 * size].view(np.uint64)
-        seed[:rows], seed[rows:] = plan.seed, 0
-        columns = words[own + 2 * size :].reshape(self._columns - 2, size)
-        slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
-        slots[:rows] = plan.slots
-        (group, slot, _, block), opened = plan.block_updates.T, self._opened
-        opened[group, slot] = block
-        columns[1:-2, :rows] = opened[:, plan.slots]
-        opened[group, slot] = -1
-        temperature[:rows] = plan.temperature.view(np.int32)
-        suppressed[:rows] = plan.suppressed
-        columns[:, rows:] = self._padding
-        kv_lens = self._ones[:size].copy()
+        own = len(words) - self._words(size, feeds)
+        seed = words[own : own + 2 * tokens].view(np.uint64)
+        seed[:given], seed[given:] = np.repeat(plan.seed, feeds) if feeds > 1 else plan.seed, 0
+        rest = words[own + 2 * tokens :]
+        q_lens = self._ones[:size]
+        if feeds == 1:
+            columns = rest.reshape(self._columns - 2, size)
+            slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
+            slots[:rows] = plan.slots
+            if self._drafting is None:
+                (group, slot, _, block), opened = plan.block_updates.T, self._opened
+                opened[group, slot] = block
+                columns[1:-2, :rows] = opened[:, plan.slots]
+                opened[group, slot] = -1
+            else:
+                columns[1:-2, :rows] = -1
+            temperature[:rows] = plan.temperature.view(np.int32)
+            suppressed[:rows] = plan.suppressed
+            columns[:, rows:] = self._padding
+        else:
+            temperature, suppressed = rest[: 2 * tokens].reshape(2, tokens)
+            slots, q_lens = rest[2 * tokens :].reshape(2, size)
+            temperature[:given] = np.repeat(plan.temperature.view(np.int32), feeds)
+            suppressed[:given] = np.repeat(plan.suppressed, feeds)
+            temperature[given:], suppressed[given:] = 0, -1
+            slots[:rows], slots[rows:] = plan.slots, self._state.dummy_slot
+            q_lens[:rows], q_lens[rows:] = plan.lengths, 1
+        kv_lens = q_lens.copy()
         kv_lens[:rows] += plan.starts
+        if self._drafting is not None:
+            kv_lens[:rows] += self._drafting.ahead
         batch = AttentionBatch(
-            q_lens=self._ones[:size],
+            q_lens=q_lens,
             kv_lens=kv_lens,
             slots=slots,
             block_table=self._state.block_table,
@@ -157,7 +243,7 @@ class DecodeGraphs:
             raise RuntimeError(f"attention cannot run a step of {size} decode rows in its graph")
         self._state.staging.send(inputs)
 
-    def _capture(self, size: int, capture: GraphCapture) -> DecodeStep:
+    def _capture(self, size: int, feeds: int, capture: GraphCapture) -> DecodeStep:
         state, none = self._state, np.empty(0, np.int32)
         empty = StepPlan(
             slots=none,
@@ -171,42 +257,76 @@ class DecodeGraphs:
             seed=np.empty(0, np.uint64),
             suppressed=none,
         )
-        shape = StepShape(size, size, 1)
+        tokens = size * feeds
+        shape = StepShape(tokens, size, feeds)
         own = state.attention.graph_words(shape)
-        inputs = torch.empty(own + self._columns * size, dtype=torch.int32, device=state.device)
-        attention = state.attention.captured(shape, state.block_table, inputs[:own])
+        inputs = torch.empty(own + self._words(size, feeds), dtype=torch.int32, device=state.device)
+        attention = state.attention.captured(shape, state.block_table, inputs[:own], state.attended_lengths)
         if attention is None:
             raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
-        self._upload(empty, size, inputs, attention)
-        graph, tokens = capture(lambda: self._step(inputs[own:], attention, size))
+        self._upload(empty, size, feeds, inputs, attention)
+        data = inputs[own:]
+        graph, outputs = capture(lambda: self._step(data, attention, size, feeds))
+        step = DecodeStep(graph, inputs, attention, feeds, outputs[0], self._logits[:tokens], {})
+        if self._drafting is not None:
+            for count in sorted({0, self._drafting.most(size)}):
+                step.tails[count] = capture(functools.partial(self._tail, step, size, outputs, count))
         capture.sizes += 1
-        return DecodeStep(graph, inputs, attention, tokens, self._logits[:size])
+        return step
 
-    def _step(self, data: torch.Tensor, attention: Captured, size: int) -> torch.Tensor:
-        """What is captured: tokens int32 [size], their logits in self._logits. Reads only the static input
-        and device state."""
-        state = self._state
-        seed = data[: 2 * size].view(torch.int64)
-        columns = data[2 * size :].view(-1, size)
-        slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
-        input_ids, positions, locations = state.decode_inputs(slots, columns[1:-2])
-        cache_locations = state.by_layer(locations)
-        hidden = state.model(input_ids, positions, cache_locations, state.kv_layers, attention)
-        logits = state.model.logits(hidden, self._logits[:size])
+    def _step(
+        self, data: torch.Tensor, attention: Captured, size: int, feeds: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What is captured: tokens int32 [size * feeds], their logits in self._logits; and what a proposer of
+        drafts takes (Fed, without attention). Reads only the static input and device state."""
+        state, tokens = self._state, size * feeds
+        seed, rest = data[: 2 * tokens].view(torch.int64), data[2 * tokens :]
+        record = None
+        if feeds == 1:
+            columns = rest.view(-1, size)
+            slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
+            input_ids, positions, locations = state.decode_inputs(slots, columns[1:-2])
+            record, owners = (state.last_token, slots), slots
+        else:
+            temperature, suppressed, slots, fed = rest.split([tokens, tokens, size, size])
+            input_ids, owners, positions, locations = state.draft_inputs(slots, fed, feeds)
+        cache_locations, taps = state.by_layer(locations), state.taps(tokens)
+        hidden = state.model(input_ids, positions, cache_locations, state.kv_layers, attention, taps=taps)
+        logits = state.model.logits(hidden, self._logits[:tokens])
         collectives = state.model.collectives
         if collectives.shard.rank:
-            tokens = collectives.broadcast(torch.empty_like(slots))
-            state.last_token[slots] = tokens
-            return tokens
-        tokens = state.ops.sample(
-            logits,
-            temperature.view(torch.float32),
-            seed,
-            positions + 1,
-            suppressed,
-            (state.last_token, slots),
-        )
-        return collectives.broadcast(tokens)
+            sampled = collectives.broadcast(torch.empty_like(owners))
+            if record is not None:
+                state.last_token[slots] = sampled
+        else:
+            sampled = state.ops.sample(
+                logits, temperature.view(torch.float32), seed, positions + 1, suppressed, record
+            )
+            sampled = collectives.broadcast(sampled)
+        outputs = sampled, input_ids, owners, positions, locations
+        return outputs if taps is None else (*outputs, taps.out)
+
+    def _tail(
+        self, step: DecodeStep, size: int, outputs: tuple[torch.Tensor, ...], count: int
+    ) -> torch.Tensor:
+        """The end of a step with drafts, and of any where there can be some, which is captured by itself: how
+        many tokens each row comes to, int32 [size]. outputs: of _step."""
+        assert self._drafting is not None
+        state = self._state
+        sampled, input_ids, owners, positions, cache_locations, *tapped = outputs
+        ends = torch.arange(size, dtype=torch.int32, device=state.device)
+        if step.feeds == 1:
+            slots, counts = owners, torch.ones_like(ends)
+        else:
+            slots, fed = step.inputs[-2 * size :].split(size)
+            counts, ends = state.ops.accept(
+                sampled, ends * step.feeds, fed, slots, state.drafts, state.lengths, state.last_token
+            )
+        hidden = tapped[0] if tapped else None
+        own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)
+        ahead = functools.partial(step.attention.ahead, lengths=state.lengths)
+        self._drafting.propose(own, sampled, slots, ends, ahead, count)
+        return counts
 
 
 class FullStep(NamedTuple):
@@ -246,7 +366,8 @@ class MixedGraphs:
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
                     steps = StepShape(size, rows, None)
-                    self._capture_full(size, attention.captured(steps, block_table, self._no_words), rows)
+                    own = block_table, self._no_words, state.attended_lengths
+                    self._capture_full(size, attention.captured(steps, *own), rows)
                 capture.sizes += 1
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in MIXED_SIZES])

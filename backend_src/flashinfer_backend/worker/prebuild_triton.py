@@ -180,16 +180,44 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     if stored == E4M3:
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)
+    drafts = 0 if config.speculative_method == "none" else config.max_draft_len
     if config.attention_backend in ("auto", "triton"):
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         entries = device.active().decode_entries(fp8_cache)
         for rows in sorted({min(entry.rows or most, most) for entry in entries}):
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
-            q = empty(rows, heads, dim)
-            given = q, cache, q, words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
-            for cap in {layer.mixer.soft_cap for layer in model.layers}:
-                triton_decode.decode(*given, soft_cap=cap)
+            given = words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
+            lengths: list[split.Lengths | None] = [None]
+            if drafts:  # of each row alone, and of those that are checked with drafts
+                fed = {1, 1 + device.active().most_drafts(rows, drafts)}
+                lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
+            for ends, cap in itertools.product(lengths, {layer.mixer.soft_cap for layer in model.layers}):
+                q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
+                triton_decode.decode(q, cache, q, *given, soft_cap=cap, rows=rows, lengths=ends)
+    if drafts:
+        _call_drafts(config, words, table, last_token)
+
+
+def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tensor, by_slot: Tensor) -> None:
+    """What checks and proposes drafts; by_slot: a tensor of a word for each slot."""
+    from flashinfer_backend.ops import triton_drafts
+
+    drafts = words(len(by_slot), config.max_draft_len)
+    most = {
+        device.active().most_drafts(rows, config.max_draft_len) for rows in range(1, config.max_num_seqs + 1)
+    }
+    for count in sorted(most - {0}):
+        own = words(4), words(4), 1 + count, by_slot, drafts, by_slot
+        triton_drafts.draft_inputs(*own, table, config.tokens_per_block)
+    tokens = words(4)
+    triton_drafts.accept(tokens, tokens, tokens, tokens, drafts, by_slot, by_slot)
+    if config.speculative_method == "ngram":
+        history = words(len(by_slot), config.max_seq_len + 1)
+        triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot, by_slot)
+        sizes = config.max_matching_ngram_size, config.min_matching_ngram_size
+        for count in sorted(most - {0}):
+            triton_drafts.ngram_drafts(history, tokens, by_slot, count, *sizes)
 
 
 def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:

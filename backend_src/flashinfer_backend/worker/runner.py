@@ -16,7 +16,6 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
-from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
@@ -29,7 +28,7 @@ from flashinfer_backend.sampling.sampler import Sampled, Sampler
 from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
-from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs
+from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
 from flashinfer_backend.worker.ranks import OtherRanks
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,12 @@ class Launched:
 
 
 class _Computed(NamedTuple):
-    """logits [n or more, V] (rank 0's), tokens int32 [n], what was fed (None of a decode graph), and
-    Launched's context_logits and failed."""
+    """logits [n or more, V] (rank 0's), tokens int32 [n], what was fed or replayed, and Launched's
+    context_logits and failed."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
-    fed: Fed | None
+    fed: Fed | Replayed
     context: list[tuple[int, np.ndarray]]
     failed: list[tuple[int, str]]
 
@@ -86,10 +85,6 @@ class Runner:
         self.state = DeviceState(config, model, ops, groups, caches, proposer)
         self.device = self.state.device
         self.drafting = Drafting(proposer, self.state) if proposer is not None else None
-        if drafts and not isinstance(self.state.attention, TorchPagedAttention):
-            raise ValueError(
-                "other attention than plain torch takes lengths from the host: use attention_backend torch"
-            )
         # Tokens and log probabilities of each; with drafts, how many tokens a row comes to, and new drafts.
         self._readback = ReadbackRing((3 + 3 * drafts) * config.max_num_seqs, self.device)
         vocab, state = model.spec.vocab_size, self.state
@@ -108,7 +103,7 @@ class Runner:
         total = len(set(sizes)) + len(MIXED_SIZES)
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
-                self.graphs = DecodeGraphs(state, sizes, capture)
+                self.graphs = DecodeGraphs(state, sizes, capture, self.drafting)
                 self.mixed_graphs = MixedGraphs(state, capture)
         finally:
             gc.enable()
@@ -176,13 +171,12 @@ class Runner:
         """All but what rows sample that ask for more than a temperature."""
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
-        fed: Fed | None = None
-        if (
-            self.graphs is not None
-            and plan.num_last == plan.num_rows
-            and plan.num_rows <= self.graphs.largest
-        ):
-            tokens, logits = self.graphs.replay(plan)  # rows of padding behind the logits
+        fed: Fed | Replayed
+        if self.graphs is not None and self.graphs.takes(plan):
+            fed = self.graphs.replay(plan)
+            tokens, logits = fed.tokens, fed.logits  # rows of padding behind the logits
+            if fed.places is not None and len(plan.stateful):
+                logits = logits[fed.places]
             started()  # the device begins when all of the graph is there
         else:
             hidden, sampling, fed = self._forward(plan, started, between_layers)
@@ -196,8 +190,11 @@ class Runner:
     def _finish(self, plan: StepPlan, computed: _Computed) -> torch.Tensor | None:
         """What is left once all rows are sampled: int32 [s], how many tokens each of them comes to; None
         where there were no drafts."""
-        if self.drafting is None or computed.fed is None:
+        if self.drafting is None:
             return None
+        if isinstance(computed.fed, Replayed):
+            assert self.graphs is not None
+            return self.graphs.finish(plan, computed.fed)
         return self.drafting.finish(plan, computed.fed, computed.tokens)
 
     def _sample(self, logits: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -260,10 +257,11 @@ class Runner:
             kv_lens=plan.starts + plan.lengths,
             slots=plan.slots,
             block_table=state.block_table,
-            lengths=state.lengths if self.drafting is not None else None,
+            lengths=state.attended_lengths,
+            drafted=int(plan.lengths.max()) if len(plan.drafted_rows) else 1,
         )
         rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
-        full = graphs.plan_full(size, batch) if graphs is not None else None
+        full = graphs.plan_full(size, batch) if graphs is not None and batch.drafted == 1 else None
         captured = graphs is not None and size <= graphs.largest
         taps = graphs.taps(size) if graphs is not None and captured else state.taps(size)
         attention: Prepared

@@ -26,6 +26,7 @@ from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
+from flashinfer_backend.speculate.methods import chosen
 from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.graphs import default_sizes
@@ -83,6 +84,7 @@ def start_runner(
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
     layers, proposer = spec.windows(config.max_seq_len), None
+    make_proposer = make_proposer or chosen(config)
     if make_proposer is not None:
         proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers

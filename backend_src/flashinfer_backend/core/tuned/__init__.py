@@ -9,6 +9,7 @@ devices that nobody has measured: it takes cuBLAS for all products.
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Mapping
@@ -341,6 +342,14 @@ class Scheduling(_Data, frozen=True):
     slow_rows: int = 16
 
 
+class Drafts(_Data, frozen=True, omit_defaults=True):
+    """The most drafts that each row checks in a step of up to `rows` decode rows, and beyond the entry
+    before; None: for all more, or as many as there are."""
+
+    rows: int | None
+    most: int | None
+
+
 class Tuned(_Data, frozen=True, omit_defaults=True):
     """What was measured on one device. measured: with what, as name -> version or remark, for readers.
 
@@ -374,11 +383,16 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
     experts: dict[Scales, tuple[ExpertTile, ...]] = {}
     int4: dict[Role, tuple[Int4Product, ...]] = {}
+    drafts: tuple[Drafts, ...] = (Drafts(4, None), Drafts(16, 3), Drafts(32, 1), Drafts(None, 0))
 
     def __post_init__(self) -> None:
         _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
         if self.fp8_decode_attention is not None:
             _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
+        _upwards("drafts", "rows", [entry.rows for entry in self.drafts])
+        drafts = [math.inf if entry.most is None else entry.most for entry in self.drafts]
+        if drafts != sorted(drafts, reverse=True):
+            raise ValueError(f"most of drafts should fall with the rows, not be {drafts}")
         for scales, entries in self.experts.items():
             _upwards(f"experts.{scales}", "pairs", [entry.pairs for entry in entries])
             most = max(block.rows for entry in entries for block in (entry.gate_up, entry.down))
@@ -457,6 +471,11 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         """The one of them for so many rows."""
         entries = self.decode_entries(fp8)
         return next(entry for entry in entries if entry.rows is None or rows <= entry.rows)
+
+    def most_drafts(self, rows: int, count: int) -> int:
+        """How many of `count` drafts each row checks in a step of so many decode rows."""
+        entry = next(entry for entry in self.drafts if entry.rows is None or rows <= entry.rows)
+        return count if entry.most is None else min(count, entry.most)
 
 
 def _upwards(name: str, key: str, limits: list[int | None]) -> None:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which proposer an engine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.ngram import make_ngram
+from flashinfer_backend.speculate.proposer import MakeProposer
+
+
+def chosen(config: EngineConfig) -> MakeProposer | None:
+    """What makes the proposer of speculative_method; None for none."""
+    return {"none": None, "ngram": make_ngram, "eagle3": _make_eagle3}[config.speculative_method]
+
+
+def _make_eagle3(config: EngineConfig, target: Transformer) -> Eagle3:
+    return load_eagle3(Path(config.draft_model), target, config.max_draft_len, config.max_seq_len)

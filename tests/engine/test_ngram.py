@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts from a sequence's own tokens, in a real engine: which ones, and that answers stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
+from flashinfer_backend.core.sampling_params import SamplingParams
+
+REPEATS = [5 + i % 7 for i in range(40)]
+PROMPTS = [[0, *range(40 + 5 * i, 80 + 5 * i), *REPEATS, 40 + 5 * i, 41 + 5 * i] for i in range(8)]
+NGRAM = {"speculative_method": "ngram", "max_draft_len": 3}
+
+
+def parameters() -> list[SamplingParams]:
+    params = [
+        SamplingParams(max_tokens=30 + 3 * i, temperature=0.3 * (i % 2), seed=i, end_id=-1) for i in range(8)
+    ]
+    params[2].repetition_penalty, params[5].log_probs = 1.2, True
+    params[6].perf_metrics = params[7].perf_metrics = True
+    return params
+
+
+def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
+    with serve(core, tmp_path) as client:
+        tokens = client.generate(PROMPTS, parameters())
+        # What the prefix cache has of these is not fed, and looked up all the same.
+        again = [prompt + found[:24] for prompt, found in zip(PROMPTS, tokens, strict=True)]
+        tokens += client.generate(again, parameters())
+        assert core.scheduler.prompt_tokens_reused or core.scheduler.preemptions
+    core.close()
+    return tokens, core.scheduler
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_tokens_in_paged_kv_cache": 512, "max_num_tokens": 32, "max_num_tokens_while_decoding": 32},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "fp8"},
+    ],
+    ids=["plain", "preemption and chunks", "FP8 cache", "FP8"],
+)
+def test_answers_stay_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+    options = {"max_num_seqs": 4, "check_invariants": True, "max_seq_len": 256, **settings}
+    expected, plain = run(start_core(Path("bundled"), **options), tmp_path / "without")
+    found, drafted = run(start_core(Path("bundled"), **options, **NGRAM), tmp_path / "with")
+    assert found == expected
+    assert plain.drafted_tokens == 0 < drafted.accepted_tokens < drafted.drafted_tokens
+    assert "max_num_tokens" not in settings or drafted.preemptions
+
+
+def test_ranks_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    expected, _ = run(start_core(Path("bundled"), max_num_seqs=4), tmp_path / "without")
+    core = start_ranks(Path("bundled"), 2, monkeypatch, max_num_seqs=4, **NGRAM)
+    found, drafted = run(core, tmp_path / "with")
+    assert found == expected
+    assert drafted.accepted_tokens

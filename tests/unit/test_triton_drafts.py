@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of drafts in Triton's interpreter, without a GPU; tests/gpu/test_drafts.py runs the real
+ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashinfer_backend.ops import torch_ops
+
+BLOCK = 16
+
+
+def check_step(rows: int, feeds: int, where: str) -> None:
+    """What rows with drafts feed, which drafts are accepted, and what is noted of them."""
+    from flashinfer_backend.ops import triton_drafts
+
+    slots_count, columns = 50, 20
+    generator = torch.Generator().manual_seed(rows + feeds)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.int32, generator=generator)
+
+    slots = torch.randperm(slots_count, generator=generator)[:rows].int()
+    slots[-1] = slots_count  # padding
+    fed = 1 + integers(feeds, rows)
+    fed[-1] = 1
+    lengths = integers(200, slots_count + 1)
+    lengths[-1] = 0
+    drafts, last = integers(3, slots_count + 1, feeds - 1), integers(9, slots_count + 1)
+    given = [slots, fed, last, drafts, lengths, integers(99, slots_count + 1, columns)]
+    given += [integers(3, rows * feeds), torch.arange(rows, dtype=torch.int32) * feeds]
+    results = []
+    for ops, device in ((torch_ops, "cpu"), (triton_drafts, where)):
+        slots, fed, last, drafts, lengths, table, sampled, first = (t.clone().to(device) for t in given)
+        inputs = ops.draft_inputs(slots, fed, feeds, last, drafts, lengths, table, BLOCK)
+        moved = lengths.clone()
+        counts, ends = ops.accept(sampled, first, fed, slots, drafts, lengths, last)
+        history = torch.zeros(slots_count + 1, 400, dtype=torch.int32, device=device)
+        ops.record_tokens(history, inputs[:3], slots, lengths, last)
+        results.append([*inputs, moved, counts, ends, lengths, last[:-1], history[:-1]])
+    assert results[0][5].max() > 1 or rows == 1
+    for plain, kernel in zip(*results, strict=True):
+        assert torch.equal(plain, kernel.cpu())
+
+
+def check_ngrams(where: str) -> None:
+    from flashinfer_backend.ops import triton_drafts
+
+    generator = torch.Generator().manual_seed(3)
+    history = torch.randint(0, 4, (9, 9000), dtype=torch.int32, generator=generator)
+    history[5, :3000] = torch.arange(3000)  # nothing stands twice
+    history[6, :40] = torch.tensor([7, 8] * 20)  # ends amid what repeats
+    history[7, 4090:4100] = history[7, 8000:8010] = torch.arange(10) + 50  # across two programs
+    slots = torch.tensor([3, 0, 8, 5, 6, 7, 1], dtype=torch.int32)
+    lengths = torch.tensor([0, 1, 9, 4000, 9, 2999, 39, 8006, 0], dtype=torch.int32)
+    for most, least in ((4, 2), (3, 3), (6, 1)):
+        plain = torch_ops.ngram_drafts(history, slots, lengths, 5, most, least)
+        own = (t.to(where) for t in (history, slots, lengths))
+        assert torch.equal(triton_drafts.ngram_drafts(*own, 5, most, least).cpu(), plain)
+
+
+def test_what_followed_the_longest_match_is_drafted() -> None:
+    def drafts(tokens: list[int], most: int = 3, least: int = 2, count: int = 4) -> list[int]:
+        history = torch.tensor([tokens, tokens], dtype=torch.int32)
+        lengths = torch.tensor([len(tokens) - 1, 0], dtype=torch.int32)
+        slots = torch.zeros(1, dtype=torch.int32)
+        return torch_ops.ngram_drafts(history, slots, lengths, count, most, least)[0].tolist()
+
+    assert drafts([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1]
+    assert drafts([1, 2, 3, 4, 9, 2, 3, 5, 7, 8, 1, 2, 3]) == [4, 9, 2, 3]  # the longest, not the latest
+    assert drafts([2, 3, 4, 9, 2, 3, 5, 7, 8, 6, 2, 3]) == [5, 7, 8, 6]  # the latest of equally long ones
+    assert drafts([1, 2, 3, 4, 5, 9, 3]) == [3, 3, 3, 3]  # one token is too little
+    assert drafts([1, 2, 3, 4, 5, 9, 3], least=1) == [4, 5, 9, 3]
+    assert drafts([5, 1, 2, 1, 2]) == [1, 2, 1, 2]  # goes on as it repeats
+    assert drafts([4]) == [4, 4, 4, 4]
+
+
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own: what is interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    for shape in ((1, 4), (7, 2), (40, 4), (20, 6)):
+        check_step(*shape, "cpu")
+    check_ngrams("cpu")
