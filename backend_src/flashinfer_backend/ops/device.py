@@ -26,8 +26,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def active() -> Tuned:
-    """What was measured on this device; with a warning, where nobody has measured it, an H200's numbers on a
-    GPU with the same processor (an H100 takes at most 1.3 % longer by them), or the fallback."""
+    """The numbers of this device. Without any, and with a warning, those of an H200 on a GPU with the same
+    processor (an H100 takes at most 1.3 % longer by them), otherwise the fallback."""
     if not _active:
         _active.append(_of_device())
     return _active[-1]
@@ -74,8 +74,8 @@ def _of_device() -> Tuned:
         return numbers
     same = torch.cuda.get_device_capability() == HOPPER and sms() == SMS_OF_HOPPER
     logger.warning(
-        "nobody has measured %s: %s; python -m flashinfer_backend.tune measures it",
+        "no tuned values for %s: %s; python -m flashinfer_backend.tune measures it",
         name,
-        f"it takes the numbers of {LIKE}, whose processor it has" if same else "products take cuBLAS",
+        f"using those of the {LIKE} (same chip)" if same else "using cuBLAS for products",
     )
     return (tuned.load(LIKE) if same else None) or tuned.fallback()
