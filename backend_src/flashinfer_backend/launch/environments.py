@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tritonserver leaves in /tmp when it is killed: for each start its Python backend makes a folder for
-environments that models bring along, and removes it only where the server ends by itself."""
+environments that models bring along, and removes it only if the server ends without a signal."""
 
 from __future__ import annotations
 

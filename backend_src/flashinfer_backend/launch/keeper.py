@@ -2,7 +2,7 @@
 """The parent of a model's engines: `python -m flashinfer_backend.launch.keeper`, one process a model.
 
 Whoever needs the engines first starts it (transport/keeper.py): a stub of the model, with serve or without,
-or the OpenAI API with engines of its own. It starts the engines, passes on what they say, starts those that
+or the OpenAI API with its own engines. It starts the engines, passes on what they say, starts those that
 end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by tritonserver it also ends
 when no stub is left. It alone writes the engines' records, from which all others know them.
 """

@@ -41,8 +41,8 @@ from flashinfer_backend.transport.restarts import RESTARTS
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
 # machine. The server refuses them to everybody, unless they are opened by name.
 CLOSED = ("shared-memory", "trace", "logging")
-# The server opens an API to whoever sends a header, and every local user can read its name and value off the
-# command line. This one nobody can send: HTTP's names end at the colon, gRPC's have no capitals.
+# The server opens an API to clients that send a header, and every local user can read its name and value on
+# the command line. No client can send this one: HTTP's names end at the colon, gRPC's have no capitals.
 UNSENDABLE = "Closed:to-everybody=no"
 
 
@@ -65,7 +65,7 @@ def command(
     args = [
         str(server.binary),
         *("--model-repository", str(repository)),
-        *("--model-control-mode", "none"),  # nobody loads models, everybody may list them
+        *("--model-control-mode", "none"),  # no client loads models, all can list them
         *("--disable-auto-complete-config",),  # a process more for each model, only to learn nothing new
         *("--reuse-http-port", "true"),  # with the stand-in
         *("--exit-timeout-secs", str(math.ceil(drain_s) + 1)),
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         metavar="N",
         default=RESTARTS,
-        help="give up after tritonserver was started again so many times in a row without living for a"
+        help="give up after tritonserver was restarted N times in a row without living for a"
         " minute; 0: never (default: %(default)s)",
     )
     parser.add_argument(
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=quarter_of_memory(),
         metavar="MIB",
-        help="start tritonserver again, which takes some seconds, when its memory has grown by so many MiB"
+        help="start tritonserver again, which takes some seconds, when its memory has grown by MIB"
         " since it was ready; 0: never (default: a quarter of this machine's memory, %(default)s MiB;"
         " docs/reliability.md tells why it grows)",
     )
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         type=whole_seconds,
         metavar="S",
         default=STALLED_S,
-        help="cut a client of either API that has read nothing of its answer for so many seconds; 0: never"
+        help="cut a client of either API that has read nothing of its answer for S seconds; 0: never"
         " (default: %(default)s)",
     )
     parser.add_argument(

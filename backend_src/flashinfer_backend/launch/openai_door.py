@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API beside tritonserver: its processes use the same engine (openai/parent.py)."""
+"""The OpenAI API with tritonserver: its processes use the same engine (openai/parent.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class OpenAiDoor:
-    """The API's processes, which a thread of its own keeps running whatever tritonserver does, or none."""
+    """The API's processes, which a separate thread keeps running independently of tritonserver, or none."""
 
     def __init__(self, options: argparse.Namespace, address: Address) -> None:
         """options: the launcher's. Raises ServeError."""

@@ -2,7 +2,7 @@
 """Whether postprocessing still answers.
 
 tritonserver 2.51 never answers a request without rows to a model with a dynamic batcher (`"shape": [0, 0]`).
-postprocessing keeps the order of its answers, so all that come later wait behind it for ever: one request
+postprocessing keeps the order of its answers, so all later ones wait behind it indefinitely: one request
 ends every stream, and the server says that it is live and ready.
 """
 
@@ -49,7 +49,7 @@ class PostprocessingWatch:
             except TimeoutError:
                 return  # it stays stuck
             except OSError:
-                pass  # the server ends, and whoever watches its process sees that
+                pass  # the server ends, and its process is watched elsewhere
             self._asked_at = None
 
     def _ask(self) -> None:

@@ -32,7 +32,7 @@ MALLOC = ":".join(
         "tcache_count": 127,
         "top_pad": 16 << 20,
         "trim_threshold": 32 << 20,
-        "mmap_threshold": 32 << 20,  # what it would grow to by itself, but does not beside the others
+        "mmap_threshold": 32 << 20,  # it would grow to this, but not once the others are set
     }.items()
 )
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -68,7 +68,7 @@ class Installation:
 def find_server(backends_copy: Path | None) -> Installation:
     """The server of NVIDIA's image when there is one, else the wheel's.
 
-    The wheel has a stub for each Python, and the backend uses the one beside its library: the
+    The wheel has a stub for each Python, and the backend uses the one next to its library: the
     backend is copied to a folder in `backends_copy` (None: in ~/.cache) with the right stub. Raises
     ServeError.
     """
@@ -126,7 +126,7 @@ def _first(error: Exception) -> str:
 
 
 def image_version(root: Path) -> Version | None:
-    """Version of the server in NVIDIA's image: a file beside it has it, or the environment."""
+    """Version of the server in NVIDIA's image: a file next to it has it, or the environment."""
     text = os.environ.get("TRITON_SERVER_VERSION", "")
     with contextlib.suppress(OSError):
         text = (root / "TRITON_VERSION").read_text()
@@ -160,7 +160,7 @@ def environment(server: Installation) -> dict[str, str]:
 
 
 def missing_libraries(program: Path, env: dict[str, str]) -> list[str]:
-    """Shared libraries that the loader does not find for a program. A process of its own is asked, since this
+    """Shared libraries that the loader does not find for a program. A separate process is asked, since this
     one's libraries are found by their names whatever their folder."""
     answer = subprocess.run(
         [program], env={**env, "LD_TRACE_LOADED_OBJECTS": "1"}, capture_output=True, text=True, check=False
@@ -179,7 +179,7 @@ def check_numpy(server: Installation, numpy_version: str) -> None:
 
 
 def check_open_files() -> None:
-    """Raises ServeError where the server would accept connections for ever, and never be ready."""
+    """Raises ServeError where the server would accept connections without ever being ready."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FEWEST_FILES:
         raise ServeError(

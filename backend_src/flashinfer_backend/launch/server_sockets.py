@@ -63,9 +63,9 @@ def close_silent_clients(server_pid: int) -> int:
     """Closes connections of a server that has used 15 of 16 of its descriptors, until a quarter of them is
     free, as far as this process may; how many were closed.
 
-    The server has no time limits of its own, and without a free descriptor it answers nobody, asks the kernel
-    for connections without a pause and logs each failure. First go connections whose clients have sent less
-    than a request has, and of the others those that have been silent for longest.
+    The server has no time limits, and without a free descriptor it answers no client, asks the kernel for
+    connections without a pause and logs each failure. Connections whose clients have sent less than a request
+    are closed first, then those that have been silent for longest.
     """
     try:
         most, _ = resource.prlimit(server_pid, resource.RLIMIT_NOFILE)

@@ -58,7 +58,7 @@ TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
 END_S = 5.0  # how long the server may take to end after that
 ERRORS_S = 0.5  # how long clients have to be given their errors before the server is ended
-START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end by itself in that time
+START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end in that time
 HANGS_S = 20.0  # without an answer for so long the server is taken for dead
 LOOK_EVERY_S = 1.0
 SAY_AFTER_S = 1.0  # of waiting for an engine's end
@@ -74,8 +74,8 @@ STOPPING = "The server is shutting down."
 
 @dataclass(frozen=True)
 class Policy:
-    """drain_s: seconds that open requests have after SIGTERM. restarts: after so many starts of tritonserver
-    in a row that did not live for a minute, give up; 0 never does. growth_mib: how much its memory may grow
+    """drain_s: seconds that open requests have after SIGTERM. restarts: give up after this many starts of
+    tritonserver in a row that did not live for a minute; 0: never. growth_mib: how much its memory may grow
     before it is started again; 0: as it likes. shm_prefix: what the names of this server's shared memory
     begin with, and no others: what has such a name is removed when the server has ended. stalled_s: seconds
     until a client that does not read is cut; 0: never."""
@@ -201,7 +201,7 @@ class _Run:
     """One tritonserver, from its start to its end."""
 
     def __init__(self, args: list[str], env: dict[str, str], url: str, policy: Policy) -> None:
-        # A group of its own: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
+        # A separate group: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
         # server leave everything as it is). Whatever ends us ends the server.
         self._url, self._policy = url, policy
         self._log = ServerLog()
@@ -351,7 +351,7 @@ class _Run:
 
     def gave_up(self) -> str:
         """Why a server that was never ready would not be the next time either: a model that does not load,
-        or an end of its own accord. Empty where it died or lost a process. Ends the server."""
+        or an exit. Empty where it died or lost a process. Ends the server."""
         ended_itself = self._child.poll() is not None and self._child.returncode >= 0
         status = self.end()
         said = self._log.summary()

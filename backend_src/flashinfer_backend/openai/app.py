@@ -123,7 +123,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         return answer
 
     async def left(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=499)  # the client has left
 
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)

@@ -230,7 +230,7 @@ class Answer:
             events += self._followed(self._reader.feed(text))
         if chunk.last and not self._cut:
             events += self._followed(self._reader.finish())
-            self._cut = False  # the text had ended by itself
+            self._cut = False  # the text had ended without it
         if chunk.last:
             self.finish = self._finish(chunk.code)
         return merged(events)

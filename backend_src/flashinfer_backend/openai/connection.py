@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
 
-MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, beside what came with their first byte
+MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, in addition to the first read
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05

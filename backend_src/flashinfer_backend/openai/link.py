@@ -49,7 +49,7 @@ class EngineLink:
         self.engines = engines
         self.loop = loop
         self.gate = Gate(logits_room, on_logits, MOST_WAITING)
-        # A thread reduces some 2000 tokens of 128 256 logits a second; the loop and the link need cores, too.
+        # A thread reduces some 2000 tokens of 128 256 logits a second; the loop and the link also need cores.
         threads = max(1, min(MOST_REDUCERS, len(os.sched_getaffinity(0)) // 4))
         self.reducer = ThreadPoolExecutor(threads, "prompt logits")
         self._due: deque[Stream] = deque()

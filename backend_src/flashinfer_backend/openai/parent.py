@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the door's processes running: they share a port, and each connects to the engine by itself. One that
+"""Keeps the door's processes running: they share a port, and each connects to the engine. One that
 ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down a
-stand-in says so. One that ends by itself before any has served would do so the next time, and ends the door.
+stand-in says so. One that exits before any has served would do so again, and ends the door.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    # Of the engine's queue: the smallest number goes first, and for how many seconds it may wait.
+    # Of the engine's queue: the smallest number comes first, and how many seconds it may wait.
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
     queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
-    # They are about whose request it is; the prefix cache works by itself.
+    # They say whose request it is; the prefix cache needs no key.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """json_schema: with name, schema and strict beside it."""
+    """json_schema: with name, schema and strict next to it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None

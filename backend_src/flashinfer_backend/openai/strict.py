@@ -39,7 +39,7 @@ from flashinfer_backend.structured.regex import escaped
 Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None: any object
 CALLS_OR_JSON = ("hermes", "mistral", "llama3_json", "qwen3_coder")  # formats that go with such a schema
 _MARKS = {"mistral": MISTRAL_MARKS, "llama3_json": LLAMA_MARKS}  # special tokens of calls
-# Keywords of a function's parameters, beside those that are said with a tag for each property.
+# Keywords of a function's parameters that are not written with a tag for each property.
 _NOT_IN_XML = (
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "enum", "const", "allOf", "anyOf", "oneOf",
@@ -233,7 +233,7 @@ class _Grammar:
                 value = self._json({"function": function, "at": f"#/properties/{quote(pointer)}"})
                 part = f"{begin} {value} {end} {BLANKS}"
             elif plain.values is None:
-                part = f"{self._terminal(begin, text)} {BLANKS}"  # null, too
+                part = f"{self._terminal(begin, text)} {BLANKS}"  # or null
             else:
                 values = (*plain.values, *(("null",) if plain.null else ()))
                 part = f"{self._terminal(begin, '(' + ' | '.join(map(_literal, values)) + ')', end)} {BLANKS}"

@@ -202,7 +202,7 @@ def _value_of(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):  # ValueError: of half a surrogate pair, too
+    except (ValueError, RecursionError):  # ValueError: also for half a surrogate pair
         return arguments
     return value
 

@@ -15,7 +15,7 @@ from flashinfer_backend.openai.link import log_probs
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
-LOWEST = -9999.0  # JSON has no infinity; other servers write this, too
+LOWEST = -9999.0  # JSON has no infinity; other servers also write this
 GROUPS = 512  # of a vocabulary, for finding its largest logits
 
 encode = msgspec.json.encode
@@ -55,7 +55,7 @@ class TokenLists:
         self._context = [*self._context[1 - CONTEXT_IDS :], token]
 
     def add_chunk(self, chunk: Chunk, top: int) -> None:
-        """A chunk's tokens, with so many of the likeliest."""
+        """A chunk's tokens, each with its likeliest alternatives."""
         for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
             self.add(token, report.log_prob, (report.top_logprobs or [])[:top])
 

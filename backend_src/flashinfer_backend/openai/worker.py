@@ -149,7 +149,7 @@ async def _run(options: WorkerOptions) -> int:
     )
 
     def end(*_: object) -> None:
-        """uvicorn has handlers of its own while it serves, and raises their signals again at its end."""
+        """uvicorn has its own handlers while it serves, and raises their signals again at its end."""
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -69,7 +69,7 @@ class Endpoint:
         self._run_dir, self._ensure = run_dir, ensure
         self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _up, _sinks, _prompts and, beside the thread, _closing
+        self._lock = threading.Lock()  # guards _up, _sinks, _prompts and, outside the thread, _closing
         self._up = False
         self._sinks: dict[int, Sink] = {}
         self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id

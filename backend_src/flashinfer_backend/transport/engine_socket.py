@@ -107,7 +107,7 @@ class EngineSocket:
 
     def _is_here(self, submit: protocol.Submit) -> bool:
         """Whether the stub that wants it can hear of it. What it sent may come after its end was seen, and
-        then nobody would end the sequence or give its room for logits back."""
+        then the sequence would never end nor give its room for logits back."""
         pid, local_id = protocol.split_handle(submit.handle)
         if pid not in self._identity:
             log.warning("request %d of stub %d, which has left, is dropped", local_id, pid)

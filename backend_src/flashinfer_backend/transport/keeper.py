@@ -82,7 +82,7 @@ class Keeper:
         if (status := self._reap()) and not ever:
             raise EngineStartError(f"the engines' keeper ended with status {status}; what it said is above")
         (self._run_dir / CONFIG).write_bytes(self._config)
-        # In a session of its own it is spared the terminal's Ctrl-C.
+        # In a separate session it does not get the terminal's Ctrl-C.
         self._child = subprocess.Popen(
             [*self._command, "--lock", str(lock), *self._engine],
             stdin=subprocess.DEVNULL,

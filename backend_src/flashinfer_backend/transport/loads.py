@@ -5,7 +5,7 @@
 tokens of those that have had no token yet. The process alone writes its file, and reads all. Engines report
 their load every 100 ms: by these reports alone all processes would send to the same engine for so long.
 <start>: when the process started, in clock ticks since boot. Else a killed process's load would count again
-for whoever gets its pid next.
+for the next process with its pid.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def locked(run_dir: Path) -> Iterator[int]:
     """Holds the run directory's lock, creating the directory when it is not there. A process that inherits
     the lock's descriptor, which this yields, holds it on.
 
-    The last stub removes the directory while it holds the lock, so whoever waited for the lock may
+    The last stub removes the directory while it holds the lock, so a process that waited for the lock may
     get that of a removed file and must look again.
     """
     path = run_dir / "lock"

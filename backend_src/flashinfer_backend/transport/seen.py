@@ -33,7 +33,7 @@ class SeenTable:
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
-        # What a killed stub left: whoever has it mapped sees that this is another file.
+        # A killed stub's leftover: processes that map it see that this is another file.
         self._file.unlink(missing_ok=True)
         self._times = rundir.shared_array(self._file, np.int64, (2, ENTRIES))
 

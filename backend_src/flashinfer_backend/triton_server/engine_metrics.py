@@ -173,7 +173,7 @@ class EngineMetrics:
 
 
 class _Engine:
-    """Writes what an engine reports, in one of the instances: whoever holds the lock of a file in the run
+    """Writes what an engine reports, in one of the instances: the one with the lock of a file in the run
     directory, which passes on when its holder ends. The file holds the totals that have been added to
     Triton's counters, so that the next writer neither loses nor repeats any.
     """

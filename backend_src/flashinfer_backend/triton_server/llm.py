@@ -59,7 +59,7 @@ class TritonPythonModel:
         self._tokenizer_folder = resolve_model_dir(config.tokenizer_dir or config.model_dir)
         model_config = json.loads(args["model_config"])
         server, owner = server_pid(), owner_pid()
-        # Without serve nobody has the server forward the headers that say which answers are JSON.
+        # Without serve the server does not forward the headers that say which answers are JSON.
         by_serve = owner != server
         json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
         folder = run_dir(owner, self._name)

@@ -22,7 +22,7 @@ from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton_server.engine_metrics import EngineMetrics, HeldUp
 from flashinfer_backend.triton_server.sequence import Sequence
 
-CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
+CLOSE_S = 1.0  # the thread may wait indefinitely for a killed server
 
 INPUT, OUTPUT = "nv_llm_input_token_len", "nv_llm_output_token_len"
 TTFT = "flashinfer_backend_time_to_first_token_seconds"
@@ -32,7 +32,7 @@ E2E = "flashinfer_backend_e2e_latency_seconds"
 QUEUE = "flashinfer_backend_queue_time_seconds"
 FINISHED = "flashinfer_backend_sequences_finished_total"
 
-# Histogram: (description, buckets, labels beside those that all metrics have).
+# Histogram: (description, buckets, labels in addition to those of all metrics).
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], dict[str, str]]] = {
     INPUT: ("Tokens of the prompt", LENGTHS, {"response_metric_type": "total_input_tokens"}),
     OUTPUT: ("Tokens of the completion", LENGTHS, {"response_metric_type": "total_output_tokens"}),

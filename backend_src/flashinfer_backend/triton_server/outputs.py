@@ -16,7 +16,7 @@ from flashinfer_backend.triton_server.requests import Row
 
 @dataclass
 class Reported:
-    """What the chunks of a stream so far had beside their tokens, for those that have it again."""
+    """Further values of a stream's chunks so far, for chunks that repeat them."""
 
     log_probs: list[float] = field(default_factory=list)  # only where each chunk has all so far
     context_logits: memoryview | None = None  # the last chunk has them once more
@@ -76,7 +76,7 @@ def chunk_outputs(
         if not row.exclude_input:
             ids = [*row.prompt.tolist(), *ids]
     outputs = {}
-    # Benchmarks of the model by itself count the ids of whatever comes first.
+    # Benchmarks of the model alone count the ids of the first output.
     if "output_ids" in wanted:
         outputs["output_ids"] = np.array([[ids]], dtype=np.int32)
     if "sequence_length" in wanted:

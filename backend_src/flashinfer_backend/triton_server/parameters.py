@@ -13,7 +13,7 @@ from flashinfer_backend.core.values import Values
 
 def read_parameters(model_config: str, model: str) -> dict[str, str]:
     """Parameters of a model configuration (JSON, as Triton hands it to initialize()) that are set. model: one
-    of MODELS. Raises ValueError for those that nobody would look at."""
+    of MODELS. Raises ValueError for unused ones."""
     parameters = json.loads(model_config).get("parameters", {})
     found = set_parameters({name: value["string_value"] for name, value in parameters.items()})
     check_parameters(found, model)

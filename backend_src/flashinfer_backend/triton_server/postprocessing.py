@@ -25,7 +25,7 @@ DEFAULT_LLM_MODEL = "llm"
 def chunks(inputs: Tensors) -> list[PackedChunk]:
     """CHUNK, int64 [B, 6 + n], row by row; none where the input is absent.
 
-    Raises ValueError for a malformed one, or one beside other ids.
+    Raises ValueError for a malformed one, or one with other ids.
     """
     values = inputs.get("CHUNK")
     if values is None:
@@ -42,7 +42,7 @@ def chunks(inputs: Tensors) -> list[PackedChunk]:
 def whole_texts(decoder: DeltaDecoder, inputs: Tensors) -> list[str]:
     """A text for each sequence of a request, each decoded on its own: [B * beams].
 
-    TOKENS_BATCH int32 [B, beams, n], SEQUENCE_LENGTH int32 [B, beams]: so many ids of each count.
+    TOKENS_BATCH int32 [B, beams, n], SEQUENCE_LENGTH int32 [B, beams]: how many ids of each count.
     Raises ValueError saying what is wrong.
     """
     for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
@@ -73,7 +73,7 @@ def chunk_text(decoder: DeltaDecoder, chunk: PackedChunk) -> str:
         if chunk.whole:
             return decoder.decode(chunk.ids)
         return decoder.delta(chunk.context_ids, chunk.ids, chunk.last)
-    # The limit counts the characters of deltas, which whoever matched the stop word went by.
+    # The limit counts the characters of deltas, as the stop words' matcher does.
     text = decoder.delta(chunk.context_ids, chunk.ids, chunk.whole or chunk.last)
     return text[: chunk.max_chars]
 

@@ -132,7 +132,7 @@ class Preprocessor:
         if places:
             encoded = self._encode([word for _, _, word in places], add_special_tokens=False)
             for (row, position, _), ids in zip(places, encoded, strict=True):
-                if ids:  # TensorRT-LLM leaves the others out, too
+                if ids:  # TensorRT-LLM also leaves the others out
                     found[row].append((position, ids))
         return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Triton request says beside its tensors: its parameters, and its timeout.
+"""Parameters and timeout of a Triton request.
 
 HTTP generate passes every name that is no input on as a parameter, through the ensemble as well. With gRPC
 and HTTP infer some names are the server's: `timeout` arrives as the request's own, and `priority` is never
@@ -15,7 +15,7 @@ from flashinfer_backend.core.bounds import FIELDS, check
 from flashinfer_backend.core.values import shown
 
 REQUEST_TYPES = ("context_and_generation",)
-# Priorities are Triton's: 1 goes first, 0 stands for the default. The engine's default is 0.
+# Priorities are Triton's: 1 comes first, 0 is the default. The engine's default is 0.
 LAST_PRIORITY, DEFAULT_PRIORITY = 9, 5
 PRIORITIES = ("priority", "queue_priority")
 MOST_TIMEOUT_US = 2**63 - 1

@@ -163,7 +163,7 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
         raise ValueError("request_output_len (max_tokens) is missing; it should be INT32 [batch, 1]")
     temperature = reader.number(row, "temperature", 1.0, at_least=0.0)
     top_k = reader.integer(row, "runtime_top_k", 0, at_least=0)
-    top_p = max(0.0, reader.number(row, "runtime_top_p", 0.0))  # less than 0 is unset there, too
+    top_p = max(0.0, reader.number(row, "runtime_top_p", 0.0))  # less than 0 is also unset there
     if top_p > 1.0:
         raise ValueError(f"runtime_top_p (top_p) is {top_p:g}; it should lie in (0, 1], or be 0 for unset")
     # TensorRT-LLM's default is the likeliest token; a request samples when something in it asks for that.

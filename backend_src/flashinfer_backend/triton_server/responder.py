@@ -57,7 +57,7 @@ class Responder:
         self._queues: list[queue.SimpleQueue[Sequence | None]] = []
         self._threads: list[threading.Thread] = []
         # The last one is for requests for logits: the server may take seconds for a response of theirs, and
-        # whoever is behind it waits.
+        # those behind it wait.
         for _ in range(SENDER_THREADS + 1):
             waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
             self._queues.append(waiting)
@@ -158,7 +158,7 @@ class Responder:
             if sequence.failure is not None and not sequence.ended:
                 code = "UNAVAILABLE" if sequence.crowded_out else "INTERNAL"
                 self.drop(sequence.request, sequence.failure, getattr(self._pb.TritonError, code))
-        except Exception as error:  # a thread that ends would leave its requests open for ever
+        except Exception as error:  # a thread that ends would leave its requests open
             traceback.print_exc()
             self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
 
@@ -233,7 +233,7 @@ class Responder:
 
 
 def _check_fits(size: int) -> None:
-    """Raises ValueError if a response of so many bytes cannot fit into the shared memory through which the
+    """Raises ValueError if a response of this size cannot fit into the shared memory through which the
     server gets it: what this stub has of it, most of which is free, and what it can get.
 
     Trying would say so as well, but not to a client of a model that is not decoupled (`fail`).

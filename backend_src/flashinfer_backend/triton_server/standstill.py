@@ -29,7 +29,7 @@ BEAT_S = 0.1
 # A process says that it lives every 0.3 s, and has to within 1 s of being handed a request.
 STOOD_S = 0.7
 OTHERS_BEATS = 3  # of another process meanwhile: on a machine that stood still it has one, or two
-BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has one of its own
+BUSY_S = 0.1  # CPU time: with more, Python was held up by a thread, and the sign of life has another one
 RECENT_S = 1.0  # requests that waited are taken within this time after it
 CLOSE_S = 1.0
 LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
@@ -76,7 +76,7 @@ class Standstill:
     def close(self) -> None:
         """Removes the file, and the folder after the last one."""
         self._closed.set()
-        locked = self._lock.acquire(timeout=CLOSE_S)  # held_up may wait for ever for a server that was killed
+        locked = self._lock.acquire(timeout=CLOSE_S)  # held_up may wait indefinitely for a killed server
         self._file.unlink(missing_ok=True)
         for folder in (self._folder, self._folder.parent):
             with contextlib.suppress(OSError):  # others have files in it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for clients that left, so that the engine does not go on for nobody."""
+"""Looks for clients that left, so that their sequences end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashinfer_backend.triton_server.sequence import OpenRequest
 # Sequences that one check looks at. More would keep the interpreter from the sender threads for too long, and
 # asking about a direct client takes a round trip to the server.
 MOST_LOOKS = 1024
-CLOSE_S = 1.0  # the thread may wait for a server that has been killed, for ever
+CLOSE_S = 1.0  # the thread may wait indefinitely for a killed server
 
 
 class ClientWatch:
