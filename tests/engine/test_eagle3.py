@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, Reference, make_head
 from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
@@ -143,3 +146,32 @@ def test_drafts_behind_a_cached_prefix_and_after_preemption(target: Path, tmp_pa
     longer = [prompt + tokens for prompt, tokens in zip(again, answers(core, tmp_path, again), strict=True)]
     assert core.scheduler.blocks_reused > 2
     assert check(recorded, longer, expected, most=1) > 20
+
+
+def test_the_bundled_head_is_accepted(tmp_path: Path):
+    """Tokens of a step, its own included, on texts of the bundled model; and the tokens are those of steps
+    without drafts."""
+    folder = named_folder("bundled")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = tokenizer.encode("Once upon a time").ids
+    params = [
+        SamplingParams(max_tokens=150, temperature=temperature, seed=5, end_id=-1)
+        for temperature in (0.0, 0.8)
+    ]
+
+    def answers(core: Core, run_dir: Path) -> tuple[list[list[int]], list[float]]:
+        found, kept = [], []
+        with serve(core, run_dir) as client:
+            for each in params:
+                before = client.loop.iteration
+                found += client.generate([prompt], each)
+                kept.append(len(found[-1]) / (client.loop.iteration - before))
+        return found, kept
+
+    def make(config: EngineConfig, model: Transformer) -> Eagle3:
+        return load_eagle3(folder / "eagle3", model, 3, config.max_seq_len)
+
+    plain, _ = answers(start_core(Path("bundled")), tmp_path / "plain")
+    found, kept = answers(start_core(Path("bundled"), make_proposer=make), tmp_path / "with")
+    assert found == plain
+    assert kept[0] > 2.0 and kept[1] > 1.5, kept
