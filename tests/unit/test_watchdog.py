@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from flashinfer_backend.launch import watchdog
-from flashinfer_backend.transport import rundir
+from flashinfer_backend.core.paths import run_dir
+from flashinfer_backend.launch import server_run
+from flashinfer_backend.launch.watchdog import GROWN
+from flashinfer_backend.transport import records, restarts, rundir
 from flashinfer_backend.transport.orphans import Stub
 from flashinfer_backend.transport.records import EngineRecord
 
@@ -85,7 +87,7 @@ def test_a_server_without_one_of_its_processes_is_never_ready(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # that nobody listens at
     monkeypatch.delenv("no_proxy", raising=False)
-    run = watchdog._Run(SLEEP, {}, url, watchdog.Policy())
+    run = server_run.ServerRun(SLEEP, {}, url, server_run.Policy())
     processes = [stub(tmp_path, run._child.pid)]
     try:
         assert [run.look_ready() for _ in range(3)] == [False] * 3
@@ -106,10 +108,11 @@ def test_a_server_without_one_of_its_processes_is_never_ready(
 def test_a_pid_that_is_used_again_is_another_process(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, same: bool
 ) -> None:
-    """The process that has the pid now is stopped, which would be a reason to start the server again."""
-    monkeypatch.setattr(watchdog, "STOPPED_S", -1.0)
-    monkeypatch.setattr(watchdog, "_answers", lambda *_: True)
-    run = watchdog._Run(SLEEP, {}, url, watchdog.Policy())
+    """The process that has the pid now is stopped: a reason to start the server again, or to kill it."""
+    monkeypatch.setattr(restarts, "STOPPED_S", -1.0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(server_run, "_answers", lambda *_: True)
+    run = server_run.ServerRun(SLEEP, {}, url, server_run.Policy())
     other = stub(tmp_path, 4194305)
     try:
         ticks = rundir.start_ticks(other.pid)
@@ -117,17 +120,19 @@ def test_a_pid_that_is_used_again_is_another_process(
         other.send_signal(signal.SIGSTOP)
         while not rundir.is_stopped(other.pid):
             time.sleep(0.01)
-        next_engine = EngineRecord(other.pid, ticks, ready=True)
-        (tmp_path / "engine.json").write_bytes(msgspec.json.encode(next_engine))
         ticks -= not same
         run.ready_at = run._answered_at = time.monotonic()
         if what == "stub":
             run._seen.add(Stub(other.pid, "4194305", "region-of-no-stub", "llm", ticks))
+            assert ("stopped" in run.problem()) is same
         else:
-            run._engines[tmp_path] = EngineRecord(other.pid, ticks, ready=True)
-        found = {(True, "engine"): "stopped", (True, "stub"): "stopped", (False, "engine"): "ended"}
-        problem = run.problem()
-        assert found[same, what] in problem if (same, what) in found else problem == ""
+            folder = run_dir(os.getpid(), "llm")
+            folder.mkdir(parents=True)
+            records.write(folder / records.ENGINE, EngineRecord(other.pid, ticks, ready=True))
+            assert run._engines.begin() is same
+            assert run.problem() == ("" if same else "the last engine of llm ended")
+            assert not same or other.wait(10) == -signal.SIGKILL, "what is taken for dead has to be"
+            assert same or rundir.is_stopped(other.pid)
     finally:
         run.end()
         other.kill()
@@ -141,8 +146,8 @@ def test_a_server_that_grows_to_twice_the_limit_is_ended_at_once(
     """Beyond the limit what is open has its time, here without end, unless the memory grows on meanwhile."""
     monkeypatch.setitem(TABLE, "/v2/repository/index", "[]")
     begun = tmp_path / "begun"
-    policy = watchdog.Policy(growth_mib=MIB * 4 // 5, drain_s=1e6)
-    run = watchdog._Run([sys.executable, "-c", GROWS, str(begun)], {}, url, policy)
+    policy = server_run.Policy(growth_mib=MIB * 4 // 5, drain_s=1e6)
+    run = server_run.ServerRun([sys.executable, "-c", GROWS, str(begun)], {}, url, policy)
     try:
         while not begun.exists():
             time.sleep(0.01)
@@ -157,7 +162,7 @@ def test_a_server_that_grows_to_twice_the_limit_is_ended_at_once(
             (True, False) if times == 1 else (False, True)
         )
         if run.grown:
-            run.stop(time.monotonic(), watchdog.GROWN)
+            run.stop(time.monotonic(), GROWN)
             assert run._child.returncode == -signal.SIGKILL
     finally:
         run.end()

@@ -34,7 +34,8 @@ from flashinfer_backend.launch.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.launch.watchdog import DRAIN_S, MIB, Policy, Watchdog
+from flashinfer_backend.launch.server_run import DRAIN_S, MIB, Policy
+from flashinfer_backend.launch.watchdog import Watchdog
 from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressError, check_ports, resolve
 from flashinfer_backend.transport.restarts import RESTARTS
 

@@ -4,6 +4,10 @@ processes of the OpenAI API."""
 
 from __future__ import annotations
 
+import time
+
+from flashinfer_backend.transport import rundir
+
 LONGEST_DELAY_S = 8.0
 STABLE_AFTER_S = 60.0  # what has lived so long does not count as a failed attempt
 STOPPED_S = 5.0  # a process that is stopped (SIGSTOP) for so long is taken for dead
@@ -28,3 +32,19 @@ class Restarts:
         None where it is not started again."""
         self._failures = 1 if lived_s > STABLE_AFTER_S else self._failures + 1
         return restart_delay(self._failures) if not self._most or self._failures <= self._most else None
+
+
+class Stopped:
+    """Since when processes have been stopped by a signal. To be asked again and again."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, int | None], float] = {}
+
+    def for_long(self, pid: int, start_ticks: int | None) -> bool:
+        """Whether this process has been for STOPPED_S. start_ticks: pids are used again."""
+        process = pid, start_ticks
+        if not rundir.is_stopped(pid) or rundir.start_ticks(pid) != start_ticks:
+            self._since.pop(process, None)
+            return False
+        now = time.monotonic()
+        return now > self._since.setdefault(process, now) + STOPPED_S
