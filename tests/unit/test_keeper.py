@@ -98,10 +98,23 @@ def test_the_first_restart_comes_at_once_and_the_next_ones_later_and_later(
     before = time.monotonic()
     wait_for(lambda: engine.look() or engine.record.alive)
     assert time.monotonic() - before > 0.3
-    assert "[engine] its process ended with signal 9; the next one is started\n" in (
-        said := capfd.readouterr().err
-    )
-    assert "; the next one is started in 0.5 s" in said
+    said = capfd.readouterr().err
+    assert f"engine (process {first.pid}) ended with signal 9; the next one is started\n" in said
+    assert f"engine (process {second.pid}) ended with signal 9; the next one is started in 0.5 s" in said
+
+
+def test_an_engine_that_has_lived_long_is_started_again_at_once(
+    run_dir: Path, kept: Callable[..., KeptEngine], capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = kept()
+    for lived_s in (0.0, STABLE_AFTER_S + 5.0):
+        kill(becomes_ready(engine, run_dir))
+        engine._ready_at -= lived_s
+        engine.look()
+        engine.look()
+        assert engine.record.alive
+    said = capfd.readouterr().err
+    assert said.count("the next one is started\n") == 2 and "engine is ready again" in said
 
 
 def test_what_dies_young_again_and_again_waits_longer_and_longer_or_is_given_up() -> None:
@@ -126,8 +139,10 @@ def test_an_engine_that_was_never_ready_is_not_tried_again(
 def test_what_was_ever_ready_is_tried_again_by_the_next_keeper(
     run_dir: Path, kept: Callable[..., KeptEngine]
 ) -> None:
-    becomes_ready(kept(), run_dir)
+    """Which ends what is left of it first."""
+    left = becomes_ready(kept(), run_dir)
     engine = kept("raise SystemExit(3)")
+    assert not left.alive
     engine.look()
     first = engine.record
     wait_for(lambda: engine.look() or engine.record.pid != first.pid)

@@ -55,7 +55,9 @@ class KeptEngine:
         self._name, self._folder, self._command, self._stall_s = name, folder, command, stall_s
         self._env = None if devices is None else {**os.environ, DEVICES_VARIABLE: devices}
         rundir.create(folder)
-        before = records.read_engine(folder)  # of a keeper that was killed
+        before = records.read_engine(folder)
+        if before is not None:  # of a keeper that was killed: it may have the GPU still
+            records.stop(before)
         self.record = EngineRecord(ever_ready=before is not None and before.ever_ready)
         self._written: EngineRecord | None = None
         self._restarts = Restarts()
@@ -74,6 +76,8 @@ class KeptEngine:
             self._ended(now, self._process.returncode)
         elif not self.record.ready:
             if (self._folder / SOCKET).exists():
+                if self.record.ever_ready:
+                    say(f"{self._name} is ready again")
                 self.record = msgspec.structs.replace(self.record, ready=True, ever_ready=True)
                 self._ready_at = now
             elif self._stall_s:
@@ -93,7 +97,10 @@ class KeptEngine:
                 start_new_session=True,
             )
         except OSError as error:  # there is no room for another process
-            self._start_again(now, 0.0, f"cannot be started ({error})")
+            if self.record.ever_ready:
+                self._wait(now, 0.0, f"cannot be started ({error})")
+            else:
+                self._give_up(f"the engine process cannot be started ({error})")
             return
         assert self._process.stdout is not None
         self._tail.clear()
@@ -126,20 +133,23 @@ class KeptEngine:
     def _ended(self, now: float, status: int) -> None:
         self._reader.join(1.0)  # its ranks may hold the pipe for a little longer
         self._process = None
-        lived_s = now - self._ready_at if self.record.ready else 0.0
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        self._start_again(now, lived_s, f"ended with {how}")
+        how = f"ended with signal {-status}" if status < 0 else f"ended with status {status}"
+        if self.record.ever_ready:
+            lived_s = now - self._ready_at if self.record.ready else 0.0
+            self._wait(now, lived_s, f"(process {self.record.pid}) {how}")
+        else:
+            self._give_up("\n".join([f"the engine process {how} before it was ready", *self._tail]))
 
-    def _start_again(self, now: float, lived_s: float, reason: str) -> None:
-        """Notes when the next one is due, or, where none was ever ready, why there is none."""
-        if not self.record.ever_ready:
-            lines = [f"the engine process {reason} before it was ready", *self._tail]
-            self.record = msgspec.structs.replace(self.record, error="\n".join(lines))
-            return
+    def _wait(self, now: float, lived_s: float, reason: str) -> None:
+        """Notes when the next one is due."""
         delay = self._restarts.after(lived_s) or 0.0
         self._due = now + delay
         when = f" in {delay:g} s" if delay else ""
-        say(f"[{self._name}] its process {reason}; the next one is started{when}")
+        say(f"{self._name} {reason}; the next one is started{when}")
+
+    def _give_up(self, reason: str) -> None:
+        """There is no next one, as none was ever ready."""
+        self.record = msgspec.structs.replace(self.record, error=reason)
 
     def _write(self) -> None:
         if self.record != self._written:
