@@ -14,6 +14,7 @@ import pytest
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import parent
 from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.transport import restarts as restarting
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 # A process that notes its start, says that it is ready or does not, and ends.
@@ -99,7 +100,7 @@ def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_stand_in_answers(
     """The first and the second; then one is waited for, and connections are answered meanwhile."""
     monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=True, end=end)])
     monkeypatch.setattr(parent, "POLL_S", 0.01)
-    monkeypatch.setattr(parent, "STOPPED_S", 0.1)
+    monkeypatch.setattr(restarting, "STOPPED_S", 0.1)
     monkeypatch.setattr(parent, "SILENT_S", 0.1 if end == HANGS else 60.0)
     running = parent.Parent(options(tmp_path), LOOPBACK, 0, 2, stalled_s=0)
     seen: list[tuple[bool, int]] = []

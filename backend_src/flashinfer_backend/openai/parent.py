@@ -25,7 +25,7 @@ from flashinfer_backend.openai.worker import NO_MODEL, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
 from flashinfer_backend.transport.keeper import EngineStartError, Keeper, end_engines
-from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts
+from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts, Stopped
 from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 POLL_S = 0.2
@@ -63,7 +63,7 @@ class Parent:
         # By pid, of processes that run:
         self._ready_at: dict[int, float] = {}
         self._beat_at: dict[int, float] = {}  # when the event loop last turned
-        self._stopped: dict[int, float] = {}  # since when
+        self._stopped = Stopped()
         self._looked_at = time.monotonic()
         self._stand_in = contextlib.ExitStack()  # open while no process runs
         self._stopping = self._failed = False
@@ -150,7 +150,7 @@ class Parent:
         now = time.monotonic()
         if now - self._looked_at > STOOD_S:
             self._beat_at = dict.fromkeys(self._beat_at, now)
-            self._stopped.clear()
+            self._stopped = Stopped()
         self._looked_at = now
         for number, process in list(self._running.items()):
             if process.poll() is not None:
@@ -162,9 +162,7 @@ class Parent:
                 process.kill()
 
     def _hangs(self, pid: int, now: float) -> str:
-        if not rundir.is_stopped(pid):
-            self._stopped.pop(pid, None)
-        elif now > self._stopped.setdefault(pid, now) + STOPPED_S:
+        if self._stopped.for_long(pid, rundir.start_ticks(pid)):
             return f"has been stopped for {STOPPED_S:g} s"
         if now > self._beat_at.get(pid, now) + SILENT_S:
             return f"has not come to its event loop for {SILENT_S:g} s"
@@ -194,7 +192,6 @@ class Parent:
         """Says so, and when another takes the place."""
         ready_at = self._ready_at.pop(process.pid, None)
         self._beat_at.pop(process.pid, None)
-        self._stopped.pop(process.pid, None)
         for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
             file.unlink()  # what it held it holds no more
         if self._stopping:

@@ -75,12 +75,6 @@ def tell_all(run_dir: Path, message: bytes) -> None:
 
 
 def living_stubs(run_dir: Path) -> list[int]:
-    """pids of the stubs that take part; entries of dead ones are removed."""
-    pids = []
-    for path in (run_dir / "stubs").glob("*.sock"):
-        pid = int(path.stem)
-        if process_alive(pid):
-            pids.append(pid)
-        else:
-            path.unlink(missing_ok=True)
-    return pids
+    """pids of the stubs that take part."""
+    pids = [int(path.stem) for path in (run_dir / "stubs").glob("*.sock")]
+    return [pid for pid in pids if process_alive(pid)]
