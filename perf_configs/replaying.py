@@ -57,9 +57,14 @@ class Replaying:
         for _ in range(count - 1):
             steps.append(follows[steps[-1].long()])
         self._drafts = torch.stack(steps, 1).to(model.device)  # int32 [V, count]
-        kept = share_kept(count, accepted)
-        self._spoilt = (torch.rand(ROUNDS, count, generator=generator) >= kept).to(model.device)
+        self._chance = torch.rand(ROUNDS, count, generator=generator).to(model.device)
+        self._spoilt = torch.empty_like(self._chance, dtype=torch.bool)
         self._vocab = len(follows)
+        self.accept(accepted)
+
+    def accept(self, accepted: float) -> None:
+        """Have steps keep so many tokens on average from now on."""
+        self._spoilt.copy_(self._chance >= share_kept(self.count, accepted))
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
         if self._head is not None:
