@@ -273,6 +273,38 @@ def test_what_the_model_thinks_is_free(
     assert not follows(compiled(name, "think", False), tokenizer, f"<tool_call>{call}".replace("Ulm", "Bonn"))
 
 
+@pytest.mark.parametrize("name, begin, end", OPENINGS)
+def test_calls_behind_reasoning_are_read_alike_between_any_two_tokens(
+    compiled: Any, tokenizer: TextTokenizer, name: str, begin: str, end: str
+) -> None:
+    """And the grammar admits each token, with its masks those of the matcher."""
+    thought, reasoning = "<think>\nI could [call] {}.</think>\n", "think"
+    if name == "harmony":
+        thought, reasoning = "<|channel|>analysis<|message|>Hm {}.<|end|><|start|>assistant", "harmony"
+    good = XML[GOOD] if name == "qwen3_coder" else GOOD
+    text = thought + begin.format("get.weather") + good + end.format()
+    tokens = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    pieces = [tokenizer.backend.decode([token], skip_special_tokens=False) for token in tokens]
+    assert "".join(pieces) == text
+    grammar, rng = compiled(name, reasoning, False), random.Random(text)
+    for token in tokens:
+        for each in (token, *rng.choices(range(2, tokenizer.vocab_size), k=20)):
+            assert each == tokenizer.eos_id or allowed(grammar, each) == grammar.matcher.validate_tokens(
+                [each]
+            )
+        assert allowed(grammar, token)
+        accept(grammar, token)
+    assert allowed(grammar, tokenizer.eos_id or 0)
+
+    def told(*parts: str) -> Any:
+        return gathered(make_reader(name, reasoning, SCHEMAS, False, FUNCTIONS), parts)
+
+    whole = told(text)
+    assert whole[1].strip() and whole[2][0] == ["get.weather", GOOD] and told(*pieces) == whole
+    for cut in range(len(pieces)):
+        assert told("".join(pieces[:cut]), "".join(pieces[cut:])) == whole, pieces[:cut]
+
+
 ANIMAL = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "legs": {"enum": [2, 4]}},

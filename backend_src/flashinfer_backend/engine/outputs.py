@@ -57,7 +57,7 @@ def _accept(
     ended = tokens == table.end_id[slots]
     if len(table.end_ids):
         others = (tokens[:, None] == table.end_ids).any(axis=1)
-        # Before min_tokens there is one only where a guide allows nothing else.
+        # Before min_tokens there is one only where a grammar allows nothing else.
         ended |= table.any_end[slots] & others & (outputs > table.min_tokens[slots])
     codes = np.full(len(slots), protocol.RUNNING, np.int32)
     codes[outputs >= table.max_new[slots]] = protocol.FINISHED_LENGTH

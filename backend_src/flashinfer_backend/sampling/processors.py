@@ -93,7 +93,7 @@ def suppress_tokens(logits: Tensor, suppressed: Tensor) -> None:
 def allow_only(logits: Tensor, rows: Tensor, mask: Tensor, fallback: Tensor) -> None:
     """Keep the tokens whose bit is set in mask (int32 [n, ceil(V / 32)], token t is bit t % 32 of word
     t // 32). Where every one of them has been suppressed, the row is taken from fallback (float32 [n, V])
-    instead: a guide outranks what would leave it without a token."""
+    instead: a grammar outranks what would leave it without a token."""
     allowed = allowed_tokens(mask, logits.shape[1])
     kept = logits[rows].masked_fill(~allowed, NEVER)
     stuck = (kept == NEVER).all(dim=1, keepdim=True)

@@ -273,7 +273,7 @@ class Sampler:
 
     def _before_bad_words(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
         """Logits of guided rows before words are suppressed: `model`, the model's own if they were changed,
-        where the changes leave nothing that the guide allows."""
+        where the changes leave nothing that the grammar allows."""
         if model is None:
             return own[index]
         before_bad_words = own[index]
