@@ -12,10 +12,12 @@ import pytest
 import small_tokenizers
 import torch
 import transformers
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import KINDS, make_checkpoint
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Part, Shard
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import ARCHITECTURES, read_spec
@@ -25,6 +27,7 @@ from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.worker.start import check_cuda_formats
 
 # As Llama 3.1 8B was published, with the keys of transformers 4.
 LLAMA31 = {
@@ -436,6 +439,20 @@ def test_a_window_is_that_of_all_layers_with_experts(tmp_path):
         found = parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True)
         assert windows(found) == [40] * 2
     assert windows(parse_moe(tmp_path, sliding_window=40, use_sliding_window=False)) == [None] * 2
+
+
+@pytest.mark.parametrize("backend", ["fa2", "xqa"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("mistral-window", "windows"), ("gemma2-capped", "soft caps"), ("granite", "scales")]
+)
+def test_decode_backends_that_do_not_compute_a_checkpoint_are_refused(tmp_path, backend, kind, name):
+    spec = read_spec(make_checkpoint(kind, tmp_path))
+    config = EngineConfig(model_dir="", max_seq_len=21 if name == "soft caps" else 100)
+    check_cuda_formats(config, spec, torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=f"attention_backend {backend} has no {name}.* set attention_backend"
+    ):
+        check_cuda_formats(replace(config, attention_backend=backend), spec, torch.bfloat16)
 
 
 def test_experts_are_cut_by_their_width(tmp_path):

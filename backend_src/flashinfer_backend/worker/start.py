@@ -184,6 +184,8 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
             f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
             f"{config.kv_cache_dtype} set attention_backend=auto"
         )
+    if config.attention_backend in ("fa2", "xqa"):
+        _check_scores(config, spec)
     if isinstance(spec.mlp, Experts):
         _check_experts(spec)
     for product in spec.products:
@@ -205,6 +207,20 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
                 f"the {product.name} weights [{rows}, {inner}] in FP8 should have rows in multiples of"
                 f" 16 and columns in multiples of {grain} on a GPU; {slow}"
             )
+
+
+def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
+    mixers = [layer.mixer for layer in spec.layers]
+    found = {
+        "windows": any(spec.windows(config.max_seq_len)),
+        "soft caps": any(mixer.soft_cap for mixer in mixers),
+        "scales of scores": any(mixer.scale for mixer in mixers),
+    }
+    for name in (name for name, there in found.items() if there):
+        raise ValueError(
+            f"attention_backend {config.attention_backend} has no {name} as this checkpoint has them: set"
+            " attention_backend=auto"
+        )
 
 
 def _check_experts(spec: ModelSpec) -> None:
