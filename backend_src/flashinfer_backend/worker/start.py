@@ -86,6 +86,11 @@ def start_runner(
     layers, proposer = spec.windows(config.max_seq_len), None
     make_proposer = make_proposer or chosen(config)
     if make_proposer is not None:
+        if window := min(filter(None, layers), default=None):
+            raise ValueError(
+                f"layers with a sliding window do not check drafts, and some have one of {window} tokens: set"
+                f" speculative_method=none, or max_seq_len to at most {window}"
+            )
         proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
