@@ -118,3 +118,26 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         assert sum(each.taken for each in planned)
     assert windows or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
+
+
+def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    """As many steps with graphs as without, so as many accepted drafts; and the tokens of no drafts."""
+    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
+    for module in (runner, graphs):
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
+    drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
+    produced, steps = [], []
+    for name in ("plain", "without", "graphs"):
+        options: dict[str, Any] = {} if name == "plain" else drafting
+        core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=4, **options)
+        if name == "graphs":
+            graphed(core.runner.state)
+            core.runner.capture_graphs([2, 4])
+        with serve(core, tmp_path / name) as client:
+            produced.append([client.generate([prompt], each)[0] for prompt, each in
+                             zip(PROMPTS, params, strict=False)])  # fmt: skip
+            steps.append(client.loop.iteration)
+    assert produced[1] == produced[2] == produced[0]
+    assert steps[1] < 0.8 * steps[0] and abs(steps[2] - steps[1]) <= 1

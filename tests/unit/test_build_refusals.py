@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from build_support import MODEL_REPO, ROOT, build, checkpoint, refused, snapshot, write_checkpoint
 
+from eagle3_heads import make_head
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 
 REFUSALS = [
@@ -322,3 +323,13 @@ def test_a_python_without_the_dependencies_is_told_what_to_do():
     assert isolated.returncode == 1
     assert "is missing in" in isolated.stderr and ".venv/bin/python build.py" in isolated.stderr
     assert "Traceback" not in isolated.stderr
+
+
+def test_drafters_that_do_not_fit_are_named_with_the_reason(refused, tmp_path):
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "known": 32}
+    head, other = make_head("speculators", tmp_path / "head", **sizes, vocab=32), tmp_path / "other"
+    eagle = "--set", "speculative_method=eagle3"
+    message = refused(*eagle, "--set", f"draft_model={head}")
+    assert f"draft_model={head}: the drafter has vocab_size 32, and the target 64" in message
+    message = refused(*eagle, "--set", f"draft_model={other}")
+    assert f"draft_model={other}: no folder {other}" in message

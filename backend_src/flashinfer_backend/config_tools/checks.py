@@ -9,10 +9,10 @@ from flashinfer_backend.core.config import (
     contradictions,
     resolve_lengths,
 )
-from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.checkpoint_kind import weight_files
-from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.spec import ModelSpec
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -26,6 +26,7 @@ def check(values: dict[str, str]) -> list[str]:
     """Problems of a complete set of values (settings.complete), each with what would be right."""
     problems: list[str] = []
     model = _check_checkpoint(values, problems)
+    _check_drafter(values, model, problems)
     _check_tokenizer(values, problems)
     _check_lengths(values, model, problems)
     _check_batches(values, problems)
@@ -56,6 +57,23 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
     return None
+
+
+def _check_drafter(values: dict[str, str], model: ModelSpec | None, problems: list[str]) -> None:
+    name = values["draft_model"]
+    if name == "none":
+        return
+    try:
+        folder = resolve_drafter_dir(name)
+        drafter = read_drafter(folder)
+        if values["load_format"] != "dummy":
+            weight_files(folder)
+        if model is not None:
+            max_seq_len, _ = resolve_lengths(EngineConfig.from_parameters(values), model.longest_seq_len)
+            drafter.check_fits(model, max_seq_len)
+            drafter.share(Shard(0, int(values["tensor_parallel_size"])))
+    except (OSError, ValueError) as error:
+        problems.append(f"draft_model={name}: {error}")
 
 
 def _check_tokenizer(values: dict[str, str], problems: list[str]) -> None:

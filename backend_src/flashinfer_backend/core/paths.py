@@ -37,6 +37,11 @@ def resolve_model_dir(name: str) -> Path:
     return folder
 
 
+def resolve_drafter_dir(name: str) -> Path:
+    """The same of a drafter: "bundled" is the bundled model's."""
+    return resolve_model_dir(name) / ("eagle3" if name == BUNDLED else "")
+
+
 def unservable(path: Path) -> str | None:
     """Why Triton's Python backend cannot start a model from `path`, or None. It puts the path into a shell
     command as it is, and reads it as ASCII."""

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_drafter_dir
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
 from flashinfer_backend.speculate.ngram import make_ngram
@@ -18,4 +17,11 @@ def chosen(config: EngineConfig) -> MakeProposer | None:
 
 
 def _make_eagle3(config: EngineConfig, target: Transformer) -> Eagle3:
-    return load_eagle3(Path(config.draft_model), target, config.max_draft_len, config.max_seq_len)
+    return load_eagle3(
+        resolve_drafter_dir(config.draft_model),
+        target,
+        config.max_draft_len,
+        config.max_seq_len,
+        config.load_format,
+        fp8=config.quantization == "fp8",
+    )

@@ -232,7 +232,7 @@ class DecodeGraphs:
         kv_lens = q_lens.copy()
         kv_lens[:rows] += plan.starts
         if self._drafting is not None:
-            kv_lens[:rows] += self._drafting.ahead
+            kv_lens += self._drafting.ahead
         batch = AttentionBatch(
             q_lens=q_lens,
             kv_lens=kv_lens,

@@ -16,11 +16,11 @@ from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
 from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
-from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
-from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
@@ -58,12 +58,17 @@ def start_runner(
         spec = spec.quantised_on_load()
     spec.check_max_seq_len(config.max_seq_len)
     config = resolve_limits(config, spec.longest_seq_len)
+    drafter = read_drafter(resolve_drafter_dir(config.draft_model)) if config.draft_model != "none" else None
+    if drafter is not None:
+        drafter.check_fits(spec, config.max_seq_len)
     spec = spec.share(shard)
     device = _device(config, shard)
     dtype = _dtype(config, spec, device)
     plain_torch = _plain_torch(config, device, dtype)
     if not plain_torch:
         check_cuda_formats(config, spec, dtype)
+        if drafter is not None:
+            check_cuda_formats(config, drafter.share(shard), dtype)
     if device.type == "cuda":
         prebuild.prepare(config, spec, dtype)
     if plain_torch:
