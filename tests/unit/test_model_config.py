@@ -98,6 +98,11 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; supported: Llama",
         ),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "GptOssForCausalLM is not supported, as such models have experts .* MXFP4: serve it with vLLM",
+        ),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "have latent attention .* another architecture: Lla"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),
         (
             {"rope_scaling": {"rope_type": "proportional"}},

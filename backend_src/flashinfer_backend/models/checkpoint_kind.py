@@ -24,6 +24,23 @@ OTHER_TASKS = {
     "ForMaskedLM": "an encoder",
     "Model": "an embedding model",
 }
+# Beginnings of architectures' names -> what such models have that is not computed.
+NOT_COMPUTED = {
+    "GptOss": "experts with biases and 4-bit weights in MXFP4",
+    "Llama4": "attention in chunks and a router of its own",
+    "Deepseek": "latent attention (MLA)",
+    "KimiK2": "latent attention (MLA)",
+    "Qwen3Next": "recurrent layers (gated delta net)",
+    "Qwen3_5": "recurrent layers (gated delta net)",
+    "Qwen2Moe": "shared experts",
+    "Glm4Moe": "shared experts",
+    "Ernie4_5_Moe": "shared experts",
+    "Mamba": "recurrent layers (Mamba)",
+    "FalconMamba": "recurrent layers (Mamba)",
+    "Nemotron": "recurrent layers (Mamba), or an MLP of its own",
+    "Jamba": "recurrent layers (Mamba)",
+    "Rwkv": "recurrent layers",
+}
 GENERATORS = ("LMHeadModel", "ChatGLMModel")
 
 
@@ -93,6 +110,12 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
             "quantize_config.json beside it says that the weights are quantised by GPTQ: copy its content"
             ' into config.json as "quantization_config", with "quant_method": "gptq"'
         )
+
+
+def lacking(architecture: str) -> str | None:
+    """What an architecture has that is not computed; None where that is not known."""
+    found = (what for beginning, what in NOT_COMPUTED.items() if architecture.startswith(beginning))
+    return next(found, None)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, read_object_if_there
-from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
+from flashinfer_backend.models.checkpoint_kind import check_config, check_folder, lacking
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.arcee import arcee
 from flashinfer_backend.models.hf.config import MULTIMODAL, Config
@@ -128,6 +128,11 @@ def _family(raw: dict[str, Any]) -> Callable[[Config], ModelSpec]:
     if not architectures and model_type in by_type:
         return by_type[model_type]
     named = ", ".join(architectures) or model_type or "none named"
+    if what := next(filter(None, map(lacking, architectures)), None):
+        raise UnsupportedModelError(
+            f"architecture {named} is not supported, as such models have {what}: serve it with vLLM or"
+            f" SGLang, or take a model of another architecture: {', '.join([*ARCHITECTURES, *MULTIMODAL])}"
+        )
     raise UnsupportedModelError(
         f"architecture {named} is not supported; supported: {', '.join([*ARCHITECTURES, *MULTIMODAL])}"
     )
