@@ -175,3 +175,20 @@ def test_the_bundled_head_is_accepted(tmp_path: Path):
     found, kept = answers(start_core(Path("bundled"), make_proposer=make), tmp_path / "with")
     assert found == plain
     assert kept[0] > 2.0 and kept[1] > 1.5, kept
+
+
+def test_two_ranks_draft_the_same(tmp_path: Path):
+    """Each has its share of the head's layers; the tokens are those of two ranks without drafts."""
+    prompts = [[0, *range(40, 60)], [0, *range(70, 75)]]
+    params = SamplingParams(max_tokens=40, temperature=0.0, end_id=-1)
+    found, steps = [], []
+    for options in ({}, {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}):
+        core = start_core(Path("bundled"), tensor_parallel_size=2, on_loss=lambda why: None, **options)
+        try:
+            with serve(core, tmp_path / str(len(found))) as client:
+                found.append(client.generate(prompts, params))
+                steps.append(client.loop.iteration)
+        finally:
+            core.close()
+    assert found[1] == found[0]
+    assert steps[1] < 0.8 * steps[0]
