@@ -192,3 +192,18 @@ def test_two_ranks_draft_the_same(tmp_path: Path):
             core.close()
     assert found[1] == found[0]
     assert steps[1] < 0.8 * steps[0]
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_heads_draft_in_fp8(options: dict[str, Any], tmp_path: Path):
+    """The head's layers are quantised as the target's are, and its keys and values stored as the target's."""
+    drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
+    params = [SamplingParams(max_tokens=40, temperature=0.8 * i, seed=3, end_id=-1) for i in range(2)]
+    found, steps = [], []
+    for name, chosen in (("plain", {}), ("with", drafting)):
+        core = start_core(Path("bundled"), **options, **chosen)
+        with serve(core, tmp_path / name) as client:
+            found.append([client.generate([[0, *range(40, 60)]], each) for each in params])
+            steps.append(client.loop.iteration)
+    assert found[1] == found[0]
+    assert steps[1] < 0.7 * steps[0]

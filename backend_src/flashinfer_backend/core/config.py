@@ -86,7 +86,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         ),
     ] = "none"
     draft_model: Annotated[
-        str, Setting("folder of the EAGLE-3 head of speculative_method=eagle3", words=("none",))
+        str,
+        Setting(
+            "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
+            words=("none",),
+        ),
     ] = "none"
     max_draft_len: Annotated[
         int,
