@@ -65,7 +65,7 @@ REFUSALS = [
     (["triton_backend=tensorrtllm"], "always runs on Triton's python backend; accepted: python"),
     (["max_beam_width=4"], "beam search is not supported"),
     (["decoding_mode=medusa"], "decoding is always by top-k and top-p sampling, or greedy"),
-    (["medusa_choices=1"], "speculative decoding is not supported"),
+    (["medusa_choices=1"], "drafts come from speculative_method=ngram or eagle3"),
     (["lora_cache_max_adapter_size=64"], "LoRA is not supported: merge the adapter"),
     (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
     (["gpu_device_ids=0;1"], "has the GPUs of 2 engines, and replicas=1: set replicas=2, or name 1 groups"),
