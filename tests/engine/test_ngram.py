@@ -22,7 +22,8 @@ def parameters() -> list[SamplingParams]:
         SamplingParams(max_tokens=30 + 3 * i, temperature=0.3 * (i % 2), seed=i, end_id=-1) for i in range(8)
     ]
     params[2].repetition_penalty, params[5].log_probs = 1.2, True
-    params[6].perf_metrics = params[7].perf_metrics = True
+    for each in params:
+        each.perf_metrics = True
     return params
 
 
@@ -33,6 +34,11 @@ def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
         again = [prompt + found[:24] for prompt, found in zip(PROMPTS, tokens, strict=True)]
         tokens += client.generate(again, parameters())
         assert core.scheduler.prompt_tokens_reused or core.scheduler.preemptions
+        # Each sequence's last report has all of its drafts.
+        ends = [[r.perf for r in each if r.perf is not None][-1] for each in client.reports.values()]
+        status = client.loop.status()
+        assert sum(perf.drafted_tokens for perf in ends) == status.drafted_tokens
+        assert sum(perf.accepted_tokens for perf in ends) == status.accepted_tokens
     core.close()
     return tokens, core.scheduler
 

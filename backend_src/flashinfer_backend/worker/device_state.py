@@ -94,7 +94,7 @@ class DeviceState:
             ]
         )
 
-    def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None) -> Mixer:
+    def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None = None) -> Mixer:
         from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
