@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/mutate.py finds what tests do not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.mutate import ROOT, TESTS, mutants, survivors
+
+SOURCE = '''"""A docstring of 3 words."""
+import logging
+
+log = logging.getLogger(__name__)
+
+
+def larger(left: int, right: int = 2) -> int:
+    """é: columns count bytes."""
+    assert right > 1
+    log.warning("%d", 1 + 1)
+    return left if left > right else right
+'''
+
+
+def test_what_tests_notice_and_what_they_do_not(tmp_path: Path) -> None:
+    """Among equals it does not matter which is the larger."""
+    path = Path("backend_src/tiny.py")
+    (tmp_path / "backend_src").mkdir()
+    (tmp_path / path).write_text(SOURCE)
+    test = (
+        "from tiny import larger\n\n\ndef test():\n    assert [larger(n) for n in (1, 2, 3)] == [2, 2, 3]\n"
+    )
+    (tmp_path / "test_tiny.py").write_text(test)
+    made = mutants(tmp_path, path)
+    assert [(mutant.line, mutant.before, mutant.after) for mutant in made] == [
+        (7, "2", "(3)"),
+        (11, "left > right", "(True)"),
+        (11, "left > right", "(False)"),
+        (11, "left > right", "(left >= right)"),
+    ]
+    assert survivors(tmp_path, made, {path: ["test_tiny.py"]}) == made[-1:]
+    assert (tmp_path / path).read_text() == SOURCE
+
+
+def test_every_test_that_it_runs_is_there() -> None:
+    for names in TESTS.values():
+        for name in names.split():
+            file, _, function = name.partition("::")
+            assert function in (ROOT / "tests" / file).read_text(), name
