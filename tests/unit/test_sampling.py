@@ -113,7 +113,10 @@ def bad_words(*words: list[list[int]], late: list[list[int]] | None = None) -> p
         params = SamplingParams(max_tokens=9, bad_words=each, late_ids=ids)
         state = SequenceState(slot + 1, params, 0, None, slot)
         rows.append(StatefulRow(slot, slot, slot, state, -1, bool(ids)))
-    plan = SimpleNamespace(temperature=np.zeros(len(rows), np.float32), seed=np.zeros(len(rows), np.uint64))
+    count = len(rows)
+    plan = SimpleNamespace(
+        temperature=np.zeros(count, np.float32), seed=np.zeros(count, np.uint64), samples=np.ones(count, bool)
+    )
     cpu = torch.device("cpu")
     found = ProcessedRows(rows, plan, VOCAB, StagingRing(64, cpu)).words
     assert found is not None
