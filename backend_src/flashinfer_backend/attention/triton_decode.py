@@ -231,7 +231,7 @@ def _decode(
         inside = (group < FEEDS * GROUP_SIZE)[:, None]
         if RAGGED:
             inside = (group < fed * GROUP_SIZE)[:, None]
-        seen = tl.minimum(tl.maximum(length - fed + 1 + group // GROUP_SIZE, 1), length)
+        sees = tl.minimum(tl.maximum(length - fed + 1 + group // GROUP_SIZE, 1), length)
     query = tl.load(q + q_offset, mask=inside, other=0.0)
     if BYTES == 1:
         query = (query.to(tl.float32) / SMALLER).to(tl.float16)
@@ -255,7 +255,7 @@ def _decode(
         if FEEDS == 1:
             score = tl.where(valid[None, :], score, float("-inf"))
         else:
-            score = tl.where(index[None, :] < tl.minimum(seen, end)[:, None], score, float("-inf"))
+            score = tl.where(index[None, :] < tl.minimum(sees, end)[:, None], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         highest = new_peak
         if FEEDS > 1:  # no NaN of a query that has seen no key yet
