@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from hopper_driver import use_hopper
+from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
@@ -97,6 +98,30 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
     assert found["_decode"] == len(numbers.decode_attention) and found["_block_best"] == 2
     assert (found["_linear"] > 15) == (model is LLAMA)  # the small model's products do not fit the tilings
     assert not list(tmp_path.iterdir())
+
+
+def test_drafts_have_kernels_of_their_own():
+    """Rows alone and rows with all of their drafts, by the numbers of rows that check as many; what is shared
+    with an engine without drafts is the same."""
+    config = replace(CONFIG, speculative_method="ngram", max_draft_len=4)
+    plain, drafted = (
+        prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
+        for c in (CONFIG, config)
+    )
+    kernels = {
+        "_accept": 1,
+        "_draft_inputs": 3,
+        "_record_tokens": 1,
+        "_longest_match": 1,
+        "_continue_match": 3,
+    }
+    found = names(drafted)
+    assert {name: found[name] for name in kernels} == kernels
+    assert not any(names(plain)[name] for name in kernels)
+    assert {v for v in drafted if v[0].__name__ != "_decode"} >= {
+        v for v in plain if v[0].__name__ != "_decode"
+    }
+    assert not {v for v in drafted if v[0].__name__ == "_decode"} & set(plain)
 
 
 def test_a_cache_in_fp8_has_kernels_of_its_own():
