@@ -12,6 +12,7 @@ steps came to, which stays below the set length where the engine checks fewer dr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plain[batch] = rate(core, batch, core.spec.vocab_size)["tokens_per_s"]
     core.close()
     del core
+    gc.collect()  # its parts know each other
     torch.cuda.empty_cache()
     made = make_replaying(options.drafts, lengths[-1], with_head=not options.no_head)
     core = start_on_gpu(parser, parameters, made)
