@@ -2,7 +2,7 @@
 """What other numbers of `scheduling` would make of a measured row, without a GPU.
 
     python -m perf_configs.play_row --result perf_configs/results/2026-11-23-h200x2-70b.json \\
-        --row tp2-70b-sharegpt --times perf_configs/times/h200x2-70b.json --set slow_steps=1
+        --row tp2-70b-sharegpt --times perf_configs/times/h200x2-70b.json --set slow_step_ms=1000
 
 The real scheduler and the real pacer, with the row's arrivals and lengths; only the clock and the times of
 steps are played. FILE of --times has them as they were measured: milliseconds without what the KV cache of
@@ -17,9 +17,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -34,7 +32,6 @@ from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.core.tuned import Scheduling
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.engine.pacing import Pacer
-from flashinfer_backend.scheduler import budget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import RUNNING
@@ -93,10 +90,9 @@ class Engine:
 
     def play(self) -> tuple[np.ndarray, np.ndarray]:
         """TTFT of each request, and TPOT of those with two tokens or more; milliseconds."""
-        with mock.patch.object(budget, "time", SimpleNamespace(time_ns=lambda: _ns(self.now))):
-            while self.came < len(self.row.arrivals) or self.scheduler.requests:
-                self._wait()
-                self._step()
+        while self.came < len(self.row.arrivals) or self.scheduler.requests:
+            self._wait()
+            self._step()
         several = self.row.outputs > 1
         decoding = (self.last - self.first)[several] / (self.row.outputs[several] - 1)
         return (self.first - self.row.arrivals) * 1e3 + self.times.answer_ms, decoding * 1e3

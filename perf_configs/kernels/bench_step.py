@@ -217,9 +217,7 @@ def main() -> None:
     batches, contexts = options.batches, options.contexts
     spec = read_spec(options.model_dir)
     if isinstance(spec.mlp, Experts):
-        parser.error(
-            "a mixture of experts is measured by bench_experts.py; its steps by perf_configs.bench_engine"
-        )
+        parser.error("steps of a mixture of experts are measured by perf_configs.bench_engine")
     longest = max([*contexts, *options.prefill])
     bench = Bench(spec, cuda_ops, max(max(batches) * max(contexts), longest), max(batches), longest)
     results = []

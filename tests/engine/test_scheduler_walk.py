@@ -46,10 +46,10 @@ def test_ten_thousand_random_steps() -> None:
 
 
 def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
-    """It spreads prompts beside slow ones only."""
+    """It cuts prompts beside slow ones only."""
     sizes = {"slots": 8, "block": 4, "blocks": 200, "longest": 90, "step_tokens": 90, "busy_step_tokens": 90}
-    world = World(Settings(**sizes, reuse=False, slow_steps=3), seed=0)
-    for decode_s, prompt_tokens in ((None, 60), (0.02, 20)):
+    world = World(Settings(**sizes, reuse=False, slow=True), seed=0)
+    for decode_s, prompt_tokens in ((None, 60), (0.02, 30)):
         world.submit(STUBS[0], [1, 2], SamplingParams(max_tokens=40))
         for _ in range(4):
             world.step()

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.tuned import EXPERT_TILES
 from flashinfer_backend.ops import device, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from quantised import make_quantised
+from tables import entries
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +93,8 @@ def test_products(shape, format):
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
 
 
-TILES = [(scales, tile) for scales, tiles in EXPERT_TILES.items() for tile in tiles]
+TABLE = tuned.fallback().experts
+TILES = [(scales, tile) for scales in TABLE for _, tile in tuned.steps(TABLE, scales)]
 OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block"}
 
 
@@ -107,8 +109,8 @@ def test_every_tile_gives_the_same(scales, tile):
     down = make_weight("down", experts, hidden, inner, format)
     x = torch.randn(500, hidden, device="cuda").bfloat16()
     logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
-    numbers = replace(device.active(), experts={scales: (replace(tile, pairs=None),)})
-    with device.use(numbers):
+    experts_of = device.active().experts | {scales: entries((None, tile))}
+    with device.use(replace(device.active(), experts=experts_of)):
         found = cuda_experts.weighted_sum(x, logits, gate_up, down, per_token, True, None)
     chosen, weights = torch_ops.route(logits, per_token, True)
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])

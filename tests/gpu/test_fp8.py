@@ -22,10 +22,11 @@ from msgspec.structs import replace
 from engine.harness import serve, start_core
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.tuned import BlockTile, Product, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import BlockTile, Entry, Tiling, Tuned
 from flashinfer_backend.ops import device, fp8, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from quantised import Quantised, make_quantised
+from tables import entries
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,14 +106,19 @@ def bound(weight: Weight, tokens: int) -> float:
 def quantising(tiling: Tiling) -> Tuned:
     """The device's numbers with this tiling in all products of few tokens."""
     rules = {role: tiling if role != "gate_up" else replace(tiling, split=1) for role in SHAPES}
-    steps = {role: (Step(16, replace(each, quantise=True)),) for role, each in rules.items()}
-    products = {role: (Product(None, each),) for role, each in steps.items()}
-    return replace(device.active(), fp8_products=products)
+    products = {role: entries((16, replace(each, quantise=True))) for role, each in rules.items()}
+    return replace(device.active(), linear_fp8=products)
 
 
 def blocks_by_cublas(fewest: int = 1) -> AbstractContextManager[None]:
     """The device's numbers, but cuBLAS multiplies with blocks from so many tokens on."""
-    return device.use(replace(device.active(), fp8_blocks_by_cublas=dict.fromkeys(SHAPES, fewest)))
+    tile = BlockTile(64, 64)
+    return device.use(with_blocks(dict.fromkeys(SHAPES, entries((fewest - 1, tile), (None, None)))))
+
+
+def with_blocks(tiles: dict[str, tuple[Entry[BlockTile], ...]]) -> Tuned:
+    """The device's numbers with other tiles of blocks for some roles."""
+    return replace(device.active(), blocks_fp8=device.active().blocks_fp8 | tiles)
 
 
 def make_uneven_blocks(role: str, shape: tuple[int, int]) -> Weight:
@@ -216,7 +222,7 @@ def test_blocks_by_cublas_are_those_of_the_format(role, shape, tokens):
         if residual is not None:
             assert_close(cuda_fp8.product(x, weight, residual=residual), expected + residual, 1e-2)
     if shape == SHAPES[role]:
-        with device.use(replace(device.active(), fp8_blocks_by_cublas={})):
+        with device.use(with_blocks({role: entries((None, BlockTile(64, 64)))})):
             assert_close(cuda_fp8.product(x, weight, bias), plain, 1e-2)
 
 
@@ -347,8 +353,8 @@ def test_blocks_in_tiles_of_other_sizes(split, role, tokens):
     expected = weight.format.product(x.float(), weight)
     residual = randn(tokens, SHAPES[role][0])
     for size, rows, stages, warps in ((16, 128, 4, 4), (64, 64, 3, 8)):
-        tile = BlockTile(None, size, rows, split, stages, warps)
-        with device.use(replace(device.active(), fp8_blocks={role: (tile,)}, fp8_blocks_by_cublas={})):
+        tile = BlockTile(size, rows, split, stages, warps)
+        with device.use(with_blocks({role: entries((None, tile))})):
             assert_close(cuda_fp8.product(x, weight), expected, 1e-2)
             added = cuda_fp8.product(x, weight, residual=residual)
             assert_close(added, expected + residual, 1e-2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights of 4 bits on a GPU against the format's own in plain torch, and an engine with them.
 
-perf_configs/kernels/bench_int4.py measures them.
+`python -m flashinfer_backend.tune` measures them.
 """
 
 from __future__ import annotations

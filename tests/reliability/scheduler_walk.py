@@ -80,10 +80,7 @@ class Settings:
     queue: int = 0
     prompts_together: int = 40
     filled_step: int = 8
-    short_steps: int = 1
-    slow_steps: int = 1
-    pause_tokens: int = 12
-    pause_rows: int = 3
+    slow: bool = False  # steps take so long that streams take precedence
     drafts: int = 0
     right_drafts: float = 0.5  # how many of them are
 
@@ -123,13 +120,10 @@ class Settings:
             reserves=rng.random() < 0.3,
             longest_first=rng.random() < 0.3,
             queue=rng.choice([0, 0, 0, 1, 4]),
-            prompts_together=rng.choice([10, 40]),
-            filled_step=rng.choice([2, 8]),
-            short_steps=rng.choice([1, 4]),
-            pause_tokens=rng.choice([4, 12]),
-            pause_rows=rng.choice([1, 3]),
+            prompts_together=rng.choice([10, 40]) + rng.choice([0, 5]),
+            filled_step=rng.choice([2, 8]) + rng.choice([0, 3]),
+            slow=rng.choice([False, True]),
         )
-        settings.slow_steps = 3 if settings.short_steps == 1 else 1
         settings.full = rng.random() < 0.8
         for _ in range(rng.choice([0, 0, 1, 1, 2]) if settings.full else 1):
             window = rng.choice([1, 2, 3, 5, 8, 9, 17, 33])
@@ -195,15 +189,7 @@ class World:
         numbers = Scheduling(
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
-            short_steps=settings.short_steps,
-            slow_step_ms=0,  # all are
-            slow_steps=settings.slow_steps,
-            slow_tokens=settings.slots + 2,
-            slow_rows=1,
-            pause_tokens=settings.pause_tokens,
-            pause_rows=settings.pause_rows,
-            pauses=2,
-            rest=3,
+            slow_step_ms=0 if settings.slow else None,
         )
         self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
         model_config = SimpleNamespace(

@@ -11,11 +11,12 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import Int4Product, Int4Step, Int4Tile, Tuned
+from flashinfer_backend.core.tuned import Int4Tile, Tuned
 from flashinfer_backend.ops import cuda_module, device, int4_linear
 from flashinfer_backend.ops.tilings import MOST_UNTUNED, choose_int4, untuned_int4
 from flashinfer_backend.ops.weight import FORMATS, Int4, Weight
-from perf_configs.kernels import bench_int4
+from flashinfer_backend.tune import cases
+from tables import entries
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
@@ -33,8 +34,7 @@ def test_the_lists_of_tiles_agree():
 
 
 def test_numbers_of_a_device_name_tiles():
-    steps = (Int4Step(8, SMALL), Int4Step(32, None), Int4Step(64, LARGE))
-    numbers = replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)})
+    numbers = replace(tuned.fallback(), int4={"o": entries((8, SMALL), (32, None), (64, LARGE))})
     read = msgspec.json.decode(msgspec.json.encode(numbers), type=Tuned)
     assert read == numbers
     with device.use(read):
@@ -49,10 +49,10 @@ def test_numbers_of_a_device_name_tiles():
 def test_the_tiles_of_a_devices_numbers_exist(path):
     """One that does not would have the weight written out without a word. With the most that groups bring: of
     32 columns, with zero points; in the memory that a block on Hopper may have."""
-    for products in tuned.read(path).int4.values():
-        for product in products:
-            for tile in [step.tile for step in product.steps if step.tile]:
-                assert kind(tile) in int4_linear.TILES and tile.fits(product.shape)
+    for of_role in tuned.read(path).int4.values():
+        for entry in of_role:
+            for tile in [tile for _, tile in entry.steps if tile]:
+                assert kind(tile) in int4_linear.TILES and tile.fits(entry.shape)
                 assert 2 <= tile.stages <= 5 and 1 <= tile.teams * tile.row_warps <= 8
                 rows = tile.warp_rows * tile.row_warps
                 stage = rows * (64 + 4 * 3) + tile.tokens * 256
@@ -86,8 +86,8 @@ def test_the_rules_tiles_have_no_more_tokens_than_they_need():
 
 def test_what_is_measured_exists_and_divides_the_weight():
     for shape in LLAMA_8B.values():
-        for tokens in bench_int4.TOKENS:
-            tiles = bench_int4.candidates(tokens, shape)
+        for tokens in cases.FULL["int4"]:
+            tiles = cases.int4_tiles(shape, tokens)
             assert tiles and len(tiles) == len(set(tiles)) < 100
             for tile in tiles:
                 assert kind(tile) in int4_linear.TILES and tile.fits(shape)
@@ -104,13 +104,12 @@ def test_no_tile_that_is_measured_has_many_more_tokens_than_it_needs():
             (49, {64}),
             (256, {64}),
         ):
-            tiles = bench_int4.candidates(tokens, shape)
+            tiles = cases.int4_tiles(shape, tokens)
             assert {tile.tokens for tile in tiles} == expected
 
 
 def test_a_tile_of_more_blocks_than_a_cluster_has_is_refused():
-    steps = (Int4Step(8, SMALL),)
-    text = msgspec.json.encode(replace(tuned.fallback(), int4={"o": (Int4Product(None, steps),)}))
+    text = msgspec.json.encode(replace(tuned.fallback(), int4={"o": entries((8, SMALL))}))
     with pytest.raises(msgspec.ValidationError, match="split of a tile should be 1 to 8, not 9"):
         msgspec.json.decode(text.replace(b'"split":4', b'"split":9'), type=Tuned)
 

@@ -54,7 +54,7 @@ def test_what_arrives_meanwhile_waits_for_the_next_step():
 def test_numbers_of_the_device_decide(capsys: pytest.CaptureFixture[str]):
     """The row on which prompts beside slow steps were tuned."""
     shown = []
-    for more in ([], ["--set", "slow_steps=1"]):
+    for more in ([], ["--set", "slow_step_ms=1000"]):
         play_row.main([*ROW, *TIMES, "--until", "12", "--runs", "1", *more])
         text = capsys.readouterr().out
         shown.append([float(word) for word in text.replace(",", "").split() if word[0].isdigit()])
@@ -69,7 +69,7 @@ def test_numbers_of_the_device_decide(capsys: pytest.CaptureFixture[str]):
         (["--server", "sglang"], "has no requests of the row tp2-70b-sharegpt by sglang"),
         (["--until", "0.01"], "no request of tp2-70b-sharegpt arrives before 0.01 s"),
         (["--set", "slow_step=1"], "should be NAME=NUMBER with a name of prompts_together"),
-        (["--set", "slow_steps=x"], "--set slow_steps=x: should be NAME=NUMBER"),
+        (["--set", "filled_step=x"], "--set filled_step=x: should be NAME=NUMBER"),
         (["--times", "nowhere.json"], "nowhere.json"),
         (["--times", str(RESULT)], "Object contains unknown field"),
     ],

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.tuned import BlockTile, Step, Tiling
+from flashinfer_backend.core.tuned import BlockTile, Tiling
 from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
 from specs import EXPERTS, bundled
+from tables import entries
 
 pytest.importorskip("triton")
 
@@ -95,7 +96,10 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
         )
     found = names(variants)
     assert {"_rope_and_store", "_step_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
-    assert found["_decode"] == len(numbers.decode_attention) and found["_block_best"] == 2
+    assert (
+        found["_decode"] == len(tuned.steps(numbers.decode_attention, "16 bits"))
+        and found["_block_best"] == 2
+    )
     assert (found["_linear"] > 15) == (model is LLAMA)  # the small model's products do not fit the tilings
     assert not list(tmp_path.iterdir())
 
@@ -165,12 +169,9 @@ def test_each_cache_takes_its_own_tiles():
     """In a call as in what is compiled ahead."""
     from flashinfer_backend.attention import triton_decode
 
-    plain = tuned.DecodeAttention(None, 16, 3, 2, 16, 8, 2)
-    few = msgspec.structs.replace(plain, rows=16, block=64)
-    more = msgspec.structs.replace(plain, block=128)
-    numbers = msgspec.structs.replace(
-        tuned.fallback(), decode_attention=(plain,), fp8_decode_attention=(few, more)
-    )
+    plain, few, more = (tuned.DecodeAttention(block, 3, 2, 16, 8, 2) for block in (16, 64, 128))
+    forms = {"16 bits": entries((None, plain)), "e4m3": entries((16, few), (None, more))}
+    numbers = msgspec.structs.replace(tuned.fallback(), decode_attention=forms)
 
     def blocks(calls: Any) -> list[int]:
         found = []
@@ -342,9 +343,10 @@ def test_blocks_that_cublas_multiplies_compile_no_tiles():
     """Of gate and up never, of down from 17 tokens on. torch looks at the layouts of scales without memory,
     too."""
     model = LLAMA.with_format("fp8_block")
-    split = dict.fromkeys(("qkv", "o", "down"), (BlockTile(16, 16, 64, 4), BlockTile(None, 64, 128, 4)))
-    by_cublas = {"gate_up": 1, "down": 17}
-    numbers = msgspec.structs.replace(tuned.fallback(), fp8_blocks=split, fp8_blocks_by_cublas=by_cublas)
+    few, many = BlockTile(16, 64, 4), BlockTile(64, 128, 4)
+    blocks = dict.fromkeys(("qkv", "o"), entries((16, few), (None, many)))
+    blocks |= {"gate_up": entries((0, few), (None, None)), "down": entries((16, few), (None, None))}
+    numbers = msgspec.structs.replace(tuned.fallback(), blocks_fp8=blocks)
     with device.use(numbers):
         variants = prebuild_triton.collect(
             lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
@@ -360,16 +362,14 @@ def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format, quantise):
     """Those that quantise do so where scales of activations are computed; stored ones keep their kernel."""
     model = LLAMA.with_format(format)
 
-    def make(split: int) -> tuple[Step, ...]:
+    def make(split: int) -> tuple[tuned.Entry[Tiling], ...]:
         few = [Tiling(tokens, 64, 256, split, 3, quantise=quantise) for tokens in (1, 16)]
-        return *(Step(tiling.tokens, tiling) for tiling in few), Step(64, Tiling(64, 64, 256, split, 3))
+        return entries(*((tiling.tokens, tiling) for tiling in few), (64, Tiling(64, 64, 256, split, 3)))
 
-    steps, gated = make(2), make(1)
-    few = {"qkv": steps, "o": steps, "gate_up": gated, "down": steps}
-    products = {role: (tuned.Product(None, each),) for role, each in few.items()}
+    products = {role: make(1 if role == "gate_up" else 2) for role in ("qkv", "o", "gate_up", "down")}
     h200 = tuned.load("NVIDIA H200")
     assert h200 is not None
-    with device.use(msgspec.structs.replace(h200, fp8_products=products)):
+    with device.use(msgspec.structs.replace(h200, linear_fp8=products)):
         variants = prebuild_triton.collect(
             lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
         )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -191,172 +190,28 @@ def test_steady_arrivals_are_not_spread_but_take_every_slot():
     assert all(result.schedule(in_flight=False).num_tokens < limit / 2 for _ in range(3))
 
 
-def test_streams_sit_out_two_steps_at_most_for_long_prompts():
-    result = scheduler(*[10] * 40)
-
-    def submit(*lengths: int) -> None:
-        for length in lengths:
-            result.submit(of_length(length, 1000 + len(result.requests)))
-
-    def shape() -> tuple[int, list[int]]:
-        plan = result.schedule(in_flight=False)
-        return plan.num_decodes, prompt_lengths(plan)
-
-    assert shape() == (0, [10] * 40)
-    submit(600)
-    assert shape() == (40, [600])  # does not fill a step
-    submit(900, 1000, 50)
-    assert [shape() for _ in range(3)] == [(0, [900]), (0, [1000]), (43, [50])]
-    submit(900, 1000, 1000)  # more than a step of streams may have, which is how long they may wait
-    assert shape() == (44, [900])
-
-
-def test_streams_do_not_sit_out_while_more_than_a_step_of_a_prompt_is_left():
-    result = scheduler(*[10] * 40)
-    result.schedule(in_flight=False)
-    result.submit(of_length(4090, 99))
-    rows = [result.schedule(in_flight=False).num_decodes for _ in range(2)]
-    assert rows == [40, 40]
-
-
-def test_streams_that_sat_out_run_for_a_while_before_they_do_so_again():
-    result = scheduler()
-    for handle in range(1, 41):
-        result.submit(of_length(10, handle, max_new=100))
-    result.schedule(in_flight=False)
-    rows = []
-    for handle in range(1000, 1020):
-        result.submit(of_length(1000, handle))
-        rows.append(result.schedule(in_flight=False).num_decodes > 0)
-    assert rows == ([False, False] + [True] * 4 + ([False] + [True] * 4) * 4)[:20]
-
-
-def test_prompts_that_the_prefix_cache_has_are_no_reason_to_sit_out():
-    result = scheduler(*[1000] + [10] * 40, reuse=True)
-    while result.prefilling or result.queue:
-        result.schedule(in_flight=False)
-    result.submit(of_length(1000, 100))
-    plan = result.schedule(in_flight=False)
-    assert (plan.num_decodes > 0, prompt_lengths(plan)) == (True, [8])
-
-
-def test_few_streams_and_backlogs_do_not_wait_for_prompts():
-    few = scheduler(*[10] * 31)
-    few.schedule(in_flight=False)
-    few.submit(of_length(1000, 99))
-    assert few.schedule(in_flight=False).num_decodes == 31
-    full = scheduler(*[10] * 64)
-    full.schedule(in_flight=False)
-    full.submit(of_length(1000, 99))
-    assert full.schedule(in_flight=False).num_decodes == 64
-
-
-@pytest.mark.parametrize(
-    ("streams", "lengths", "steps"),
-    [
-        (40, [200], [[200]]),
-        (40, [500], [[216], [216], [68]]),
-        (40, [100, 200, 564], [[100, 116], [84, 131], [214], [214], [5]]),  # the first ones stream by then
-        (40, [865], [[865]]),  # would take a fifth step
-        (40, [500, 400], [[500, 400]]),
-        (31, [500], [[500]]),  # few streams lose little
-    ],
-)
-def test_prompts_beside_many_streams_are_spread_over_a_few_steps(
-    streams: int, lengths: list[int], steps: list[list[int]]
-):
-    result = scheduler(*[10] * streams, short_steps=4)
-    result.schedule(in_flight=False)
-    for handle, length in enumerate(lengths, 1000):
-        result.submit(of_length(length, handle))
-    assert prompts_of_steps(result) == steps
-
-
-def test_a_prompt_that_has_begun_is_computed_at_once_when_too_many_follow_it():
-    result = scheduler(*[10] * 40, short_steps=4)
-    result.schedule(in_flight=False)
-    result.submit(of_length(500, 1000))
-    assert prompt_lengths(result.schedule(in_flight=False)) == [216]
-    result.submit(of_length(700, 1001))
-    assert prompt_lengths(result.schedule(in_flight=False)) == [284, 700]
-
-
-@pytest.mark.parametrize(("waits", "steps"), [(0, [[50, 50], [99]]), (2, [[50, 150], []])])
-def test_prompts_are_spread_until_the_first_of_them_has_waited_for_long(waits: int, steps: list[list[int]]):
-    result = scheduler(*[10] * 40, short_steps=4, short_tokens=140, short_wait_ms=1000)
-    result.schedule(in_flight=False)
-    first, second = of_length(150, 1000), of_length(150, 1001)
-    first.arrival_ns = second.arrival_ns = time.time_ns()
-    result.submit(first)
-    result.submit(second)
-    assert prompt_lengths(result.schedule(in_flight=False)) == [100]
-    first.arrival_ns -= waits * 1_000_000_000
-    # In the last step the first one streams.
-    assert [prompt_lengths(result.schedule(in_flight=False)) for _ in steps] == steps
-
-
-SLOW = {"slow_step_ms": 10, "slow_steps": 3, "slow_tokens": 100, "slow_rows": 16}
-
-
 @pytest.mark.parametrize(
     ("streams", "decode_s", "lengths", "steps"),
     [
-        (40, 0.01, [50], [[50]]),
-        (40, 0.01, [150], [[60], [60], [30]]),  # no fewer than slow_tokens with the streams
-        (40, 0.02, [865], [[289], [289], [287]]),
-        (40, 0.02, [300, 90], [[130], [130], [40, 90]]),
-        (16, 0.02, [300], [[100], [100], [100]]),
-        (15, 0.02, [300], [[300]]),  # few streams lose little
-        (40, 0.0099, [300], [[300]]),
-        (40, None, [300], [[300]]),
+        (40, 0.02, [200], [[200]]),
+        (40, 0.02, [300], [[216], [84]]),  # no fewer than fill the device, with the streams
+        (40, 0.02, [2000], [[1000], [500], [250], [216], [34]]),
+        (40, 0.02, [300, 900], [[300], [450], [225], [215], [10]]),  # the first one streams by then
+        (1, 0.01, [1000], [[500], [255], [245]]),
+        (40, 0.0099, [2000], [[2000]]),
+        (40, None, [2000], [[2000]]),
+        (0, 0.02, [2000], [[2000]]),
     ],
 )
-def test_prompts_beside_slow_steps_are_cut_into_equal_parts(
+def test_half_of_what_waits_is_computed_beside_slow_steps(
     streams: int, decode_s: float | None, lengths: list[int], steps: list[list[int]]
 ):
-    result = scheduler(*[10] * streams, **SLOW)
-    result.schedule(in_flight=False)
+    result = scheduler(*[10] * streams, slow_step_ms=10)
+    if streams:
+        result.schedule(in_flight=False)
     for handle, length in enumerate(lengths, 1000):
         result.submit(of_length(length, handle))
     assert prompts_of_steps(result, decode_s) == steps
-
-
-@pytest.mark.parametrize(("length", "waited_s"), [(2100, 0.0), (1500, 1.0)])
-def test_streams_do_not_sit_out_parts_that_were_cut_for_them(length: int, waited_s: float):
-    result = scheduler(*[10] * 40, **SLOW)
-    result.schedule(in_flight=False)
-    prompt = of_length(length, 1000)
-    prompt.arrival_ns = time.time_ns() - int(waited_s * 1e9)
-    result.submit(prompt)
-    parts = 2 if waited_s else 3
-    plans = [result.schedule(False, 0.02) for _ in range(parts)]
-    assert [(plan.num_decodes, prompt_lengths(plan)) for plan in plans] == [(40, [length // parts])] * parts
-
-
-def test_full_slow_steps_have_no_room_for_parts_of_prompts():
-    result = scheduler(*[10] * 40, **SLOW | {"slow_tokens": 40})
-    result.schedule(in_flight=False)
-    result.submit(of_length(300, 1000))
-    assert prompts_of_steps(result, 0.02) == [[300]]
-
-
-def test_prompts_that_come_meanwhile_make_the_parts_larger():
-    result = scheduler(*[10] * 40, **SLOW)
-    result.schedule(in_flight=False)
-    result.submit(of_length(300, 1000))
-    assert prompt_lengths(result.schedule(False, 0.02)) == [100]
-    result.submit(of_length(430, 1001))
-    assert prompts_of_steps(result, 0.02) == [[200, 10], [210], [210]]
-
-
-@pytest.mark.parametrize(("waited_s", "steps"), [(0.0, [[100]] * 3), (1.0, [[150]] * 2)])
-def test_what_has_waited_for_as_long_as_the_parts_take_has_one_less(waited_s: float, steps: list[list[int]]):
-    result = scheduler(*[10] * 40, **SLOW)
-    result.schedule(in_flight=False)
-    prompt = of_length(300, 1000)
-    prompt.arrival_ns = time.time_ns() - int(waited_s * 1e9)
-    result.submit(prompt)
-    assert prompts_of_steps(result, 0.1) == steps
 
 
 def prompt_of(prefix: int, own: int, handle: int) -> Request:
@@ -366,25 +221,14 @@ def prompt_of(prefix: int, own: int, handle: int) -> Request:
     return result
 
 
-@pytest.mark.parametrize(
-    ("numbers", "decode_s", "own", "steps"),
-    [
-        ({"short_steps": 4}, None, [500], [[216], [216], [68]]),
-        ({"short_steps": 4}, None, [100, 200], [[100, 116], [84]]),
-        ({"short_steps": 4}, None, [865], [[865]]),  # would take a fifth step
-        (SLOW, 0.02, [500, 400], [[300], [200, 100], [300]]),
-    ],
-)
-def test_what_the_prefix_cache_has_of_prompts_does_not_count_when_they_are_spread(
-    numbers: dict[str, int], decode_s: float | None, own: list[int], steps: list[list[int]]
-):
-    result = scheduler(*[10] * 40, reuse=True, **numbers)
+def test_what_the_prefix_cache_has_of_prompts_does_not_count_beside_slow_steps():
+    result = scheduler(*[10] * 40, reuse=True, slow_step_ms=10)
     result.submit(of_length(1600, 99, max_new=1))
     while result.queue or result.prefilling:
         result.schedule(in_flight=False)
-    for handle, length in enumerate(own, 1000):
+    for handle, length in enumerate((500, 700), 1000):
         result.submit(prompt_of(1600, length, handle))
-    assert prompts_of_steps(result, decode_s) == steps
+    assert prompts_of_steps(result, 0.02) == [[500], [350], [215], [135]]
 
 
 def test_a_prompt_whose_logits_are_wanted_is_computed_whole_and_serves_others():

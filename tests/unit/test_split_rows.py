@@ -17,6 +17,7 @@ from flashinfer_backend.attention.split import (
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device
+from tables import entries
 
 
 def slots_of(kv_lens):
@@ -92,9 +93,9 @@ def test_a_graph_of_more_rows_has_room_for_fewer():
 
 def test_items_by_the_cache_and_room_for_all_numbers_of_rows():
     """Fewer rows may be split for so many more programs that they have more items."""
-    plain = (DecodeAttention(None, 64, 3, 2, 16, 8, 2),)
-    fp8 = (DecodeAttention(16, 64, 3, 2, 16, 8, 16), DecodeAttention(None, 64, 3, 2, 16, 8, 4))
-    with device.use(replace(tuned.fallback(), decode_attention=plain, fp8_decode_attention=fp8)):
+    few, many, plain = (DecodeAttention(64, 3, 2, 16, 8, programs) for programs in (16, 4, 2))
+    forms = {"16 bits": entries((None, plain)), "e4m3": entries((16, few), (None, many))}
+    with device.use(replace(tuned.fallback(), decode_attention=forms)):
         sms = device.sms()
         for rows, programs in ((16, 16), (17, 4)):
             assert max_items(rows, 8, fp8=False) == rows + -(-2 * sms // 8)

@@ -25,6 +25,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker.device_state import DeviceState
+from tables import entries
 
 DECODE_ROWS = 40
 NO_WORDS = np.empty(0, np.int32)
@@ -341,15 +342,15 @@ def test_room_for_decode_work_is_that_of_the_cache(
 ) -> None:
     """Graphs and eager steps split rows as the tiles of this cache want, in buffers that hold what any number
     of rows is split into."""
-    few, many = DecodeAttention(16, 64, 3, 2, 16, 8, 16), DecodeAttention(None, 64, 3, 2, 16, 8, 4)
-    plain = (DecodeAttention(None, 64, 3, 2, 16, 8, 2),)
+    few, many, plain = (DecodeAttention(64, 3, 2, 16, 8, count) for count in (16, 4, 2))
+    forms = {"16 bits": entries((None, plain)), "e4m3": entries((16, few), (None, many))}
     room: list[int] = []
 
     def workspace(rows: int, items: int, *_: Any) -> None:
         room.append(items)
 
     scales = ((1.0, 1.0),) if dtype != torch.bfloat16 else ()
-    numbers = replace(tuned.fallback(), decode_attention=plain, fp8_decode_attention=(few, many))
+    numbers = replace(tuned.fallback(), decode_attention=forms)
     with device.use(numbers):
         attention = make_attention(step_graph, monkeypatch, dtype, scales, workspace=workspace)
         counts = zip((16, 40), programs, strict=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton decode kernel in Triton's interpreter, without a GPU: over a cache of e4m3, what the tiles that
-perf_configs/kernels/bench_fp8_decode.py tries compute, and over one of 16 bits, windows, sinks and soft caps.
+the search of core.tuned tries compute, and over one of 16 bits, windows, sinks and soft caps.
 tests/gpu/test_fp8_cache.py and tests/gpu/test_windows.py run the real one.
 """
 
@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import DecodeAttention, Tuned
+from flashinfer_backend.core.tuned import DecodeAttention, Entry, Tuned
 
 BLOCK_SIZE = 16
 SCALES = (0.5, 0.25)
@@ -27,8 +27,8 @@ LENGTHS = [1, 64, 129, 500]
 
 def numbers(block: int, merge: int, programs: int) -> Tuned:
     """Without prefetching, which is a GPU's alone."""
-    ours = (DecodeAttention(None, block, 3, 1, 0, merge, programs),)
-    return replace(tuned.fallback(), fp8_decode_attention=ours, decode_attention=ours)
+    form = (Entry(None, ((None, DecodeAttention(block, 3, 1, 0, merge, programs)),)),)
+    return replace(tuned.fallback(), decode_attention={"16 bits": form, "e4m3": form})
 
 
 def check(

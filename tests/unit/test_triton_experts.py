@@ -24,8 +24,8 @@ from test_triton_linear import exact_conversions
 
 FORMATS = ("dense", "fp8_token", "fp8_block")
 TILES = [
-    ExpertTile(None, 16, ExpertBlock(32, 64, 2, 4), ExpertBlock(64, 128, 2, 4)),
-    ExpertTile(None, 32, ExpertBlock(64, 128, 2, 4), ExpertBlock(128, 64, 2, 4)),
+    ExpertTile(16, ExpertBlock(32, 64, 2, 4), ExpertBlock(64, 128, 2, 4)),
+    ExpertTile(32, ExpertBlock(64, 128, 2, 4), ExpertBlock(128, 64, 2, 4)),
 ]
 # Tokens, experts, of which a token has, hidden size, intermediate size, tile, whether there is a residual.
 CASES = [
@@ -35,7 +35,7 @@ CASES = [
     (70, 5, 1, 128, 128, TILES[1], True),
 ]
 ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits
-WIDE_TILE = ExpertTile(None, 16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))
+WIDE_TILE = ExpertTile(16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))
 WIDE = (3, 2, 1, 512, 384, WIDE_TILE, True)  # rows of several blocks of 128x128
 
 

@@ -79,7 +79,7 @@ def check_product(tokens, tile, tile_rows, split, rows, inner, gated, residual) 
     weight = Weight.empty("down", (rows, inner), "fp8_block", torch.bfloat16, torch.device("cpu"))
     weight.format.fill(weight, values)
     added = torch.randn(tokens, rows).bfloat16() if residual else None
-    block = BlockTile(None, tile, tile_rows, split, stages=2)
+    block = BlockTile(tile, tile_rows, split, stages=2)
     quantised = triton_fp8.quantise_groups(x, native=False)
     found = triton_fp8.block_product(*quantised, weight.data, weight.scale, block, tokens)
     assert found.shape == ((split, tokens, rows) if split > 1 else (tokens, rows))
@@ -118,6 +118,7 @@ def as_cublas_does(x, weight, x_scales, x_kind, scales, kind, output_dtype) -> t
 
 def check_cublas(tokens: int, role: str, rows: int, inner: int) -> None:
     from flashinfer_backend.core import tuned
+    from flashinfer_backend.core.tuned import BlockTile, Entry
     from flashinfer_backend.ops import cuda_fp8, device
     from flashinfer_backend.ops.weight import Weight
 
@@ -131,7 +132,9 @@ def check_cublas(tokens: int, role: str, rows: int, inner: int) -> None:
         expected = F.silu(gate) * up
     if residual is not None:
         expected = expected + residual
-    with device.use(replace(tuned.fallback(), fp8_blocks_by_cublas={role: tokens})):
+    numbers = tuned.fallback()
+    blocks = numbers.blocks_fp8 | {role: (Entry(None, ((tokens - 1, BlockTile(16, 64)), (None, None))),)}
+    with device.use(replace(numbers, blocks_fp8=blocks)):
         found = cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up")
     assert found.shape == expected.shape and found.is_contiguous()
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)

@@ -50,12 +50,11 @@ def every_tiling() -> list[tuple[str, str, Tiling]]:
     chosen = {}
     for path in sorted(tuned.FOLDER.glob("*.json")):
         numbers = tuned.read(path)
-        for fp8_weight, by_role in ((False, numbers.products), (True, numbers.fp8_products)):
-            for role, products in by_role.items():
-                for step in (step for product in products for step in product.steps):
-                    if step.tiling:
-                        kind = ("inside" if step.tiling.quantise else "before") if fp8_weight else "dense"
-                        chosen[kind, role, step.tiling] = None
+        for fp8_weight, table in ((False, numbers.linear), (True, numbers.linear_fp8)):
+            for role, entries in table.items():
+                for tiling in (tiling for entry in entries for _, tiling in entry.steps if tiling):
+                    kind = ("inside" if tiling.quantise else "before") if fp8_weight else "dense"
+                    chosen[kind, role, tiling] = None
     return list(chosen)
 
 

@@ -16,253 +16,205 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.core.tuned import BlockTile, Product, Role, Step, Tiling, Tuned
+from flashinfer_backend.core.tuned import BlockTile, Role, Tiling, Tuned, find, steps
+from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.tune import __main__ as command
+from flashinfer_backend.tune import cases as c
+from flashinfer_backend.tune import measure
 from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
 from flashinfer_backend.worker import prebuild_triton
 from specs import EXPERTS, bundled
+from tables import entries
 
 BUNDLED = bundled()
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-LLAMA_8B: dict[Role, tuned.Shape] = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
-# Microseconds of one product on an H200: tokens -> with cuBLAS, with cublasLt
-# (docs/notes/performance-notes.md).
-RECORDED: dict[Role, dict[int, tuple[float, float]]] = {
-    "qkv": {80: (16.1, 16.2), 128: (16.7, 16.7), 208: (21.4, 20.6), 272: (28.1, 22.8), 512: (35.7, 35.7)},
-    "o": {80: (13.0, 12.7), 128: (14.3, 14.4), 208: (18.6, 16.8), 272: (21.8, 19.6), 512: (24.7, 24.6)},
-    "down": {80: (37.6, 33.0), 128: (37.5, 40.0), 208: (48.2, 48.2), 272: (53.9, 55.3), 512: (83.5, 83.6)},
-}
+LLAMA = bundled(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=128256, num_hidden_layers=1,
+)  # fmt: skip
+SHAPES: dict[Role, tuned.Shape] = {product.role: product.shape for product in LLAMA.products}
 CUBLAS: dict[Role, float] = {"qkv": 16.0, "o": 13.2, "gate_up": 66.4, "down": 31.7, "head": 250.0}
-PLAN = s.Plan((8, 64, 256), (80, 128, 208, 272, 512), rounds=3)
+SIZES: c.Sizes = {
+    "linear": (8, 64, 256), "linear_fp8": (8, 64, 256), "blocks_fp8": (16, 64, 1024), "int4": (8, 64),
+    "cublas": (64, 80, 208), "experts": (16, 256),
+}  # fmt: skip
 
 
 class Recorded:
-    """A Bench whose products take `tilings` microseconds by role and tiling, cuBLAS's time without one, and
-    do not run with any other; the gated kernel takes `gated` by tokens."""
+    """A Bench whose products take `times` microseconds by (role, fields), or without fields by (role,
+    cuBLAS's interface, tokens), else CUBLAS. With other fields they do not run. The gated kernel takes
+    `gated` by tokens."""
 
-    def __init__(self, tilings: dict[tuple[Role, Tiling], float], gated: dict[int, float]) -> None:
-        self.shapes = LLAMA_8B
-        self.kinds: dict[Role, s.Kind] = dict.fromkeys(tuned.ROLES, "dense")
-        self.tilings, self.gated = tilings, gated
-        self.asked: set[tuple[Role, Tiling]] = set()
+    def __init__(self, times: dict[tuple[Any, ...], float], gated: dict[int, float] | None = None) -> None:
+        self.times, self.gated = times, gated or {}
+        self.asked: set[tuple[Role, Any]] = set()
+        self.table = "linear"
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
-        return [sum(self._product(role, tokens, numbers) for role in tuned.ROLES) for numbers in candidates]
+        return [sum(self._product(role, tokens, numbers) for role in SHAPES) for numbers in candidates]
 
     def _product(self, role: Role, tokens: int, numbers: Tuned) -> float:
-        tiling = numbers.tiling(role, tokens, LLAMA_8B[role])
-        fewest = numbers.gated_linear.fewest_tokens
-        fused = tiling is not None and tiling.fuse_norm
+        table = "linear" if role == "head" else self.table
+        fields = find(getattr(numbers, table), role, tokens, SHAPES[role])
+        kernel = numbers.gated_linear if table == "linear" else numbers.fp8_gated_linear
+        fewest = kernel.fewest_tokens if kernel else None
+        fused = isinstance(fields, Tiling) and (fields.fuse_norm if table == "linear" else fields.quantise)
         if role == "gate_up" and fewest is not None and tokens >= fewest and not fused:
             return self.gated[tokens]
-        if tiling is None:
-            return CUBLAS[role]
-        self.asked.add((role, tiling))
-        return self.tilings.get((role, tiling), math.inf)
-
-    def interfaces(self, role: Role, tokens: int) -> tuple[float, float]:
-        return RECORDED[role][tokens]
+        lt = find(numbers.cublas, "16 bits", tokens, SHAPES[role])
+        if fields is None:
+            return self.times.get((role, lt, tokens), self.times.get((role, None, tokens), CUBLAS[role]))
+        self.asked.add((role, fields))
+        return self.times.get((role, fields), 50.0 if table == "blocks_fp8" else math.inf)
 
     def waves(self) -> dict[int, float]:
         return {64: 18.0, 256: 47.0} if self.gated else {}
 
 
-class RecordedFp8(Recorded):
-    """The same of a model whose layers are in FP8, of a kind; tiles of blocks take `tiles` microseconds, and
-    cuBLAS with blocks `by_cublas`."""
-
-    def __init__(self, kind: s.Kind, tilings: dict, tiles: dict[tuple[Role, BlockTile], float]) -> None:
-        super().__init__(tilings, {})
-        self.kinds = dict.fromkeys(tuned.ROLES, kind) | {"head": "dense"}
-        self.tiles = tiles
-        self.by_cublas: dict[tuple[Role, int], float] = {}
-
-    def _product(self, role: Role, tokens: int, numbers: Tuned) -> float:
-        if self.kinds[role] == "dense":
-            return super()._product(role, tokens, numbers)
-        if self.kinds[role] == "blocks":
-            tile = numbers.block_tile(role, tokens)
-            if tile is None:
-                return self.by_cublas.get((role, tokens), math.inf)
-            return self.tiles.get((role, replace(tile, tokens=None)), 50.0)
-        tiling = numbers.tiling(role, tokens, LLAMA_8B[role], fp8=True)
-        fewest = numbers.fp8_gated_linear.fewest_tokens if numbers.fp8_gated_linear else None
-        fused = tiling is not None and tiling.quantise
-        if role == "gate_up" and fewest is not None and tokens >= fewest and not fused:
-            return self.gated[tokens]
-        if tiling is not None:
-            self.asked.add((role, tiling))
-        return CUBLAS[role] if tiling is None else self.tilings.get((role, tiling), math.inf)
+def run(
+    bench: Recorded,
+    base: Tuned | None = None,
+    spec: ModelSpec = LLAMA,
+    lines: list[str] | None = None,
+    **options: Any,
+) -> Tuned:
+    """A search of a model's cases. options: of the plan, and sizes."""
+    base = base or tuned.fallback()
+    sizes = SIZES | options.pop("sizes", {})
+    plan = s.Plan(**({"rounds": 3, "gated": c.kind_of_gated(spec)} | options))
+    found = c.of_model(spec, sizes, base, gated=plan.gated is not None)
+    assert {case.table for case in found} <= {"linear", "cublas", bench.table}
+    return s.search(base, found, bench, plan, (lines if lines is not None else []).append)
 
 
-def quiet(line: str) -> None:
-    pass
+def of_kind(table: str, times: dict[tuple[Any, ...], float]) -> tuple[Recorded, ModelSpec]:
+    """The same for a model whose layers have another format."""
+    bench = Recorded(times)
+    bench.table = table
+    formats = {"linear_fp8": LLAMA.quantised_on_load, "blocks_fp8": lambda: LLAMA.with_format("fp8_block")}
+    return bench, formats[table]()
 
 
-def steps_of(numbers: Tuned, role: Role) -> dict[int, Tiling | None]:
-    return {step.tokens: step.tiling for step in numbers.steps(role, LLAMA_8B[role])}
+def steps_of(numbers: Tuned, role: Role, table: str = "linear") -> dict[int | None, Any]:
+    return dict(steps(getattr(numbers, table), role, SHAPES[role]))
 
 
 START, BETTER, BEST = Tiling(16, 64, 128), Tiling(16, 64, 256), Tiling(16, 64, 256, stages=3)
 
 
 def test_a_search_goes_from_neighbour_to_neighbour():
-    bench = Recorded({("qkv", START): 15.9, ("qkv", BETTER): 15.0, ("qkv", BEST): 14.0}, {})
+    bench = Recorded({("qkv", START): 15.9, ("qkv", BETTER): 15.0, ("qkv", BEST): 14.0})
     lines: list[str] = []
-    found = s.search(tuned.fallback(), bench, PLAN, lines.append)
-    (said,) = (line for line in lines if line.startswith("qkv [6144, 4096], 8 tokens: Tiling("))
+    found = run(bench, lines=lines)
+    (said,) = (line for line in lines if line.startswith("qkv [6144, 4096], 8 tokens: (16, 64, 256, 1, 3"))
     assert said.endswith("step 375.3 us, 377.3 us before")
     assert "down [4096, 14336], 8 tokens: cuBLAS, step 375.3 us, as before" in lines
     assert steps_of(found, "qkv") == {8: BEST, 64: None, 256: None}
     assert steps_of(found, "down") == {8: None, 64: None, 256: None}  # nothing else runs
     assert found.scheduling == tuned.fallback().scheduling
     assert found.decode_attention == tuned.fallback().decode_attention
-    without_rounds = s.search(tuned.fallback(), bench, s.Plan((8,), (80,), rounds=0), quiet)
-    assert steps_of(without_rounds, "qkv")[8] == BEST  # which an H200's file has for these tokens
+    assert steps_of(run(bench, rounds=0), "qkv")[8] == BEST  # which an H200's file has for these tokens
 
 
 def test_products_in_fp8_have_tilings_of_their_own():
     """What weights in 16 bits have stays, but for the head, which is in them."""
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
-    guess = Product(None, (Step(16, Tiling(16, 64, 256, 4)),))
-    base = replace(h200, products={}, fp8_products={"o": (guess,), "qkv": (guess,)})
-    start, better = Tiling(16, 64, 256, 4), Tiling(16, 64, 512, 4)
-    best = Tiling(16, 64, 512, 4, quantise=True)
-    times = {("o", start): 10.0, ("o", better): 9.0, ("o", best): 8.0}
-    bench = RecordedFp8("rows", times, {})
-    lines: list[str] = []
-    found = s.search(base, bench, PLAN, lines.append)
-    assert found.tiling("o", 8, LLAMA_8B["o"], fp8=True) == best
-    assert found.tiling("down", 8, LLAMA_8B["down"], fp8=True) is None  # nothing else runs
-    assert found.products.keys() == {"head"}
-    assert (found.interfaces, found.gated_linear) == (base.interfaces, base.gated_linear)
-    assert any("as the layers' weights are in FP8" in line for line in lines)
+    best = Tiling(16, 64, 256, 4, quantise=True)
+    bench, spec = of_kind("linear_fp8", {("o", best): 9.0, ("o", replace(best, quantise=False)): 11.0})
+    base = replace(tuned.fallback(), linear_fp8={"o": entries((16, replace(best, quantise=False)))})
+    found = run(bench, base, spec)
+    assert steps_of(found, "o", "linear_fp8")[8] == best
+    assert found.linear.keys() == {"head"} and found.cublas == base.cublas
+    assert found.gated_linear == base.gated_linear
     for role, tiling in bench.asked:
-        assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8) and (tiling.fuse_norm or role == "head")
+        assert tiling.fits(SHAPES[role], role == "gate_up", 8) and (tiling.fuse_norm or role == "head")
         assert tiling.split == 1 or role != "gate_up"
-    assert any(tiling.split > 1 for role, tiling in bench.asked if role == "qkv")
     assert {tiling.quantise for role, tiling in bench.asked if role == "down"} == {False, True}
-    assert not s.possible(best, "o", LLAMA_8B["o"], 64, fp8=True)
-    changed = s.changes(base, found, LLAMA_8B, bench.kinds)
-    assert any(line.startswith("o, 1..8 tokens: (16, 64, 256, 4") for line in changed)
+    assert not c.possible(best, "o", SHAPES["o"], 64, fp8=True)
 
 
 def test_one_token_in_fp8_has_a_tile_of_its_own():
     alone = Tiling(1, 64, 128, quantise=True)
-    bench = RecordedFp8("rows", {("down", alone): 20.0}, {})
-    found = s.search(tuned.fallback(), bench, replace_tokens(PLAN, (1, 8)), quiet)
-    assert found.tiling("down", 1, LLAMA_8B["down"], fp8=True) == alone
-    assert found.tiling("down", 2, LLAMA_8B["down"], fp8=True) is None
-
-
-def replace_tokens(plan: s.Plan, tokens: tuple[int, ...]) -> s.Plan:
-    return s.Plan(tokens, plan.interface_tokens, plan.rounds)
+    bench, spec = of_kind("linear_fp8", {("down", alone): 20.0})
+    found = run(bench, spec=spec, sizes={"linear_fp8": (1, 8)})
+    assert steps_of(found, "down", "linear_fp8") == {1: alone, 8: None}
 
 
 def test_blocks_have_tiles_by_role_and_tokens():
-    split, wide = BlockTile(None, 16, 64, 4, 4, 4), BlockTile(None, 128, 128, 1, 4, 8)
-    bench = RecordedFp8("blocks", {}, {("down", split): 20.0, ("gate_up", wide): 30.0})
-    found = s.search(tuned.fallback(), bench, PLAN, quiet)
-    down = {tile.tokens: tile for tile in found.block_tiles("down")}
-    assert down[16] == replace(split, tokens=16)
-    assert down[64] == replace(tuned.BLOCK_TILES[2], tokens=64)
-    gate_up = {tile.tokens: tile for tile in found.block_tiles("gate_up")}
-    assert gate_up[None] == wide and gate_up[16].tile == 16
-    assert found.products.keys() <= {"head"}
-    read = tuned.Tuned(**{name: getattr(found, name) for name in found.__struct_fields__})
-    assert read.block_tiles("qkv")[-1].tokens is None
-    with pytest.raises(ValueError, match=r"last entry of fp8_blocks\.qkv should have tokens null"):
-        replace(found, fp8_blocks={"qkv": (BlockTile(16, 16, 64),)})
-    changed = s.changes(tuned.fallback(), found, LLAMA_8B, bench.kinds)
+    """cuBLAS may take all sizes but the smallest: it cannot multiply by all weights."""
+    split, wide = BlockTile(16, 64, 4, 4, 4), BlockTile(128, 128, 1, 4, 8)
+    bench, spec = of_kind(
+        "blocks_fp8", {("down", split): 20.0, ("gate_up", wide): 30.0, ("o", None, 64): 40.0}
+    )
+    bench.times |= {(role, None, tokens): math.inf for role in tuned.ROLES[:4] for tokens in (16, 1024)}
+    bench.times |= {(role, None, 64): math.inf for role in ("qkv", "gate_up", "down")}
+    found = run(bench, spec=spec)
+    assert find(found.blocks_fp8, "down", 16) == split
+    assert (
+        find(found.blocks_fp8, "gate_up", 9999) == wide and find(found.blocks_fp8, "gate_up", 16).tile == 16
+    )
+    assert [find(found.blocks_fp8, "o", tokens) is None for tokens in (16, 64, 65)] == [False, True, False]
+    assert None not in c.block_tiles(SHAPES["o"], 16, 16) and None in c.block_tiles(SHAPES["o"], 64, 16)
+    changed = s.changes(tuned.fallback(), found, c.of_model(spec, SIZES, found, gated=True))
     assert any(
-        line.startswith("down, 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4, 4, 4)") for line in changed
+        line.startswith("down [4096, 14336], 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4")
+        for line in changed
     )
 
 
-@pytest.mark.parametrize(
-    ("us", "fewest"),
-    [
-        ({16: 60.0, 64: 60.0, 1024: 40.0}, 65),
-        ({16: 60.0, 64: 40.0, 1024: 40.0}, 17),
-        ({16: 40.0, 64: 40.0, 1024: 40.0}, 1),
-        ({16: 40.0, 64: 60.0, 1024: 40.0}, 65),
-        ({16: 40.0, 64: 40.0, 1024: 49.9}, None),  # within what repeats differ by
-        ({16: 40.0, 64: 40.0, 1024: math.inf}, None),  # no Hopper GPU
-    ],
-)
-def test_cublas_multiplies_blocks_above_the_last_size_at_which_it_is_slower(us, fewest):
-    bench = RecordedFp8("blocks", {}, {})
-    bench.by_cublas |= {("down", tokens): each for tokens, each in us.items()}
-    base = replace(tuned.fallback(), fp8_blocks_by_cublas={"down": 300, "o": 5})
+def test_without_time_everything_stays_as_it_was():
+    h200 = tuned.load("NVIDIA H200")
+    assert h200 is not None
     lines: list[str] = []
-    found = s.search(base, bench, PLAN, lines.append)
-    assert found.fp8_blocks_by_cublas == ({} if fewest is None else {"down": fewest})
-    assert "down, 1024 tokens: step" in "".join(line for line in lines if "with cuBLAS" in line)
-    assert [found.block_tile("down", tokens) is None for tokens in (1, 17, 65, 4096)] == [
-        fewest is not None and tokens >= fewest for tokens in (1, 17, 65, 4096)
-    ]
-    changed = s.changes(base, found, LLAMA_8B, bench.kinds)
-    assert any(line.startswith("o, 5..16 tokens: cuBLAS -> (16, 64, 1, 4, 4)") for line in changed)
-
-
-def test_without_time_blocks_stay_as_they_were():
-    base = replace(tuned.fallback(), fp8_blocks_by_cublas={"down": 300, "o": 5})
-    found = s.search(base, RecordedFp8("blocks", {}, {}), replace_seconds(PLAN), quiet)
-    assert found == base
+    assert run(Recorded({}), h200, seconds=-1.0, lines=lines, gated=None) == h200
+    assert sum("out of time" in line for line in lines) == 4 * 3 + 2 + 3 * 3  # gate up: without 256 tokens
 
 
 def test_tiles_that_are_tried_divide_the_work():
     for role in ("qkv", "o", "gate_up", "down"):
-        shape = LLAMA_8B[role]
+        shape = SHAPES[role]
         for tokens in (1, 16, 64, 128, 256, 1024, 4096):
-            tiles = s.block_tiles(shape, tokens, None)
+            tiles = [tile for tile in c.block_tiles(shape, tokens) if tile]
             assert len(tiles) == len(set(tiles)) >= 8
             for tile in tiles:
                 assert shape[1] // 128 % tile.split == 0 and (tile.split == 1 or tokens <= 256)
                 assert tile.tile <= 128 and (tokens > 64 or tile.tile < max(32, 2 * tokens))
-    assert any(tile.split == 8 for tile in s.block_tiles(LLAMA_8B["down"], 1, None))
+    assert any(tile.split == 8 for tile in c.block_tiles(SHAPES["down"], 1) if tile)
 
 
 def test_a_gain_within_what_repeats_differ_by_changes_nothing():
     total = sum(CUBLAS.values())
     for gain, expected in ((0.001 * total, None), (0.003 * total, BEST)):
-        bench = Recorded({("qkv", BEST): CUBLAS["qkv"] - gain}, {})
-        assert steps_of(s.search(tuned.fallback(), bench, PLAN, quiet), "qkv")[8] == expected
+        bench = Recorded({("qkv", BEST): CUBLAS["qkv"] - gain})
+        assert steps_of(run(bench), "qkv")[8] == expected
 
 
 def test_only_tilings_that_the_kernel_can_have_are_tried():
-    bench = Recorded({(role, START): 1.0 for role in tuned.ROLES}, {})
-    s.search(tuned.fallback(), bench, PLAN, quiet)
+    bench = Recorded({(role, START): 1.0 for role in tuned.ROLES})
+    run(bench, sizes={"linear": (8,)})
     assert len(bench.asked) > 50
     for role, tiling in bench.asked:
-        assert tiling.fits(LLAMA_8B[role], role == "gate_up", 8)
+        assert tiling.fits(SHAPES[role], role == "gate_up", 8)
         assert (tiling.split == 1 or role != "gate_up") and not tiling.quantise
     head = Tiling(64, 64, 128, split=4, fuse_norm=False)  # 33 million sums, and there is room for 17
-    assert not s.possible(head, "head", LLAMA_8B["head"], 64) and s.possible(head, "qkv", (6144, 4096), 64)
+    assert not c.possible(head, "head", SHAPES["head"], 64) and c.possible(head, "qkv", (6144, 4096), 64)
 
 
-def test_interfaces_follow_from_recorded_times():
-    found = s.search(tuned.fallback(), Recorded({}, {}), PLAN, quiet)
-    by_shape = {entry.shape: entry.lt for entry in found.interfaces}
-    assert by_shape == {(6144, 4096): (208, 272), (4096, 4096): (80, 208, 272), (4096, 14336): (80,)}
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
-    for entry in found.interfaces:  # as the whole measurement said of the same sizes
-        assert all(h200.takes_lt(entry.shape, t) == (t in entry.lt) for t in entry.tokens)
-    assert not found.takes_lt((4096, 4096), 64) and found.takes_lt((4096, 4096), 65)
+def test_interfaces_of_cublas_are_compared_above_the_first_size():
+    bench = Recorded(
+        {("o", "cublasLt", 64): 1.0, ("o", "cublasLt", 80): 12.0, ("down", "cublasLt", 208): 31.6}
+    )
+    found = run(bench)
+    by_shape = {entry.shape: entry.steps for entry in found.cublas["16 bits"]}
+    assert by_shape == {
+        SHAPES["qkv"]: ((64, None), (80, None), (208, None)),
+        SHAPES["o"]: ((64, None), (80, "cublasLt"), (208, None)),
+        SHAPES["down"]: ((64, None), (80, None), (208, None)),  # within what repeats differ by
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,7 +229,7 @@ def test_interfaces_follow_from_recorded_times():
     ],
 )
 def test_the_gated_kernel_is_used_above_the_last_size_at_which_it_is_slower(gated, fewest):
-    found = s.search(tuned.fallback(), Recorded({}, gated), PLAN, quiet)
+    found = run(Recorded({}, gated))
     assert found.gated_linear.fewest_tokens == fewest
     waves = {64: 18.0, 256: 47.0} if gated else tuned.fallback().gated_linear.wave_us
     assert found.gated_linear.wave_us == waves
@@ -285,66 +237,101 @@ def test_the_gated_kernel_is_used_above_the_last_size_at_which_it_is_slower(gate
 
 def test_a_tiling_with_the_norm_in_it_does_not_hide_the_gated_kernel():
     fused = Tiling(128, 64, 128)
-    bench = Recorded({("gate_up", fused): 65.0, ("gate_up", replace(fused, fuse_norm=False)): 66.0}, {})
-    assert steps_of(s.search(tuned.fallback(), bench, PLAN, quiet), "gate_up")[256] == fused
+    bench = Recorded({("gate_up", fused): 65.0, ("gate_up", replace(fused, fuse_norm=False)): 66.0})
+    assert steps_of(run(bench), "gate_up")[256] == fused
     bench.gated = {8: 70.0, 64: 70.0, 256: 60.0, 1024: 60.0}
-    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    found = run(bench)
     assert steps_of(found, "gate_up")[256] == replace(fused, fuse_norm=False)
     assert found.gated_linear.fewest_tokens == 65
 
 
 def test_the_gated_kernel_of_fp8_has_numbers_of_its_own():
-    bench = RecordedFp8("rows", {("gate_up", Tiling(64, 64, 128, quantise=True)): 50.0}, {})
-    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    bench, spec = of_kind("linear_fp8", {("gate_up", Tiling(64, 64, 128, quantise=True)): 50.0})
+    found = run(bench, spec=spec)
     assert found.fp8_gated_linear is not None and found.fp8_gated_linear.fewest_tokens is None
     bench.gated = {8: 70.0, 64: 70.0, 256: 48.0, 1024: 60.0}
-    found = s.search(tuned.fallback(), bench, PLAN, quiet)
+    found = run(bench, spec=spec)
     assert found.gated_linear == tuned.fallback().gated_linear
     assert found.fp8_gated_linear is not None and found.fp8_gated_linear.fewest_tokens == 65
     assert found.fp8_gated_linear.wave_us == {64: 18.0, 256: 47.0}
-    apart = found.tiling("gate_up", 256, LLAMA_8B["gate_up"], fp8=True)
+    apart = steps_of(found, "gate_up", "linear_fp8")[256]
     assert apart is None or not apart.quantise
 
 
-def test_when_time_is_up_the_rest_stays():
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
-    lines: list[str] = []
-    found = s.search(h200, Recorded({}, {}), replace_seconds(PLAN), lines.append)
-    assert (found.products, found.interfaces) == (h200.products, h200.interfaces)
-    assert sum("out of time" in line for line in lines) == 3 + 5 * len(PLAN.tokens)
-
-
-def replace_seconds(plan: s.Plan) -> s.Plan:
-    return s.Plan(plan.tokens, plan.interface_tokens, plan.rounds, seconds=-1.0)
-
-
 def test_a_shape_without_an_entry_begins_as_the_rule():
-    rule = Product(None, (Step(8, START), Step(64, BETTER)))
-    numbers = replace(tuned.fallback(), products={"o": (rule,)})
-    one = s.with_tiling(numbers, "o", (4096, 4096), 16, BEST)
+    rule = entries((8, START), (64, BETTER))
+    cases = c.of_model(LLAMA, SIZES, tuned.fallback(), gated=True)
+    (case,) = (case for case in cases if (case.table, case.key) == ("linear", "o"))
+    one = case.with_step(replace(tuned.fallback(), linear={"o": rule}), 16, BEST)
     assert steps_of(one, "o") == {8: START, 16: BEST, 64: BETTER}
-    assert one.steps("o", (2048, 2048)) == rule.steps
-    two = s.with_tiling(one, "o", (4096, 4096), 64, None)
+    assert steps(one.linear, "o", (2048, 2048)) == rule[0].steps
+    two = case.with_step(one, 64, None)
     assert steps_of(two, "o") == {8: START, 16: BEST, 64: None}
+    assert [entry.shape for entry in two.linear["o"]] == [None, SHAPES["o"]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "tables"),
+    [
+        (LLAMA, {"linear", "cublas"}),
+        (LLAMA.quantised_on_load(), {"linear", "linear_fp8"}),
+        (LLAMA.with_format("int4_awq_128"), {"linear", "int4"}),
+        (bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2), {"linear", "cublas", "experts"}),
+    ],
+)
+def test_every_format_has_cases(spec, tables):
+    """And each candidate can be put into the numbers."""
+    base = tuned.load("NVIDIA H200")
+    assert base is not None
+    found = c.of_model(spec, c.FULL, base, gated=True)
+    found.append(c.of_decode_attention("e4m3", c.FULL["decode_attention"]))
+    assert {case.table for case in found} == tables | {"decode_attention"}
+    for case in found:
+        for tokens in case.sizes:
+            for fields in case.candidates(tokens)[:3]:
+                assert case.now(case.with_step(base, tokens, fields), tokens) == fields
+        table = getattr(base, case.table) | {case.key: ()}
+        fresh = base
+        if case.table not in ("experts", "decode_attention"):
+            fresh = replace(base, **{case.table: table})
+        for tokens in case.sizes:
+            fresh = case.with_step(fresh, tokens, case.candidates(tokens)[0])
+        last = steps(getattr(fresh, case.table), case.key, case.shape)[-1][0]
+        assert last == (None if case.whole else case.limit(case.sizes[-1]))
+
+
+@pytest.mark.parametrize("scales", ["none", "rows", "blocks"])
+def test_experts_try_tiles_near_the_tokens_that_an_expert_has(scales):
+    format = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block"}[scales]
+    case = c.of_experts(format, 128, 8, c.FULL["experts"])
+    assert case.sizes == (1, 16, 64, 128, 256, 1024, 4096, 8192) and case.limit(64) == 4
+    for tokens, sizes in ((1, {16}), (256, {16, 32, 64}), (8192, {128})):
+        tiles = case.candidates(tokens)
+        assert {tile.tokens for tile in tiles} == sizes and len(set(tiles)) == len(tiles)
+        for tile in tiles:
+            downs = case.neighbours(tile, tokens)
+            assert len(downs) > 3 and {each.gate_up for each in downs} == {tile.gate_up}
+            assert scales != "blocks" or (tile.gate_up.inner == 128 and tile.gate_up.rows <= 128)
 
 
 def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
     output = tmp_path / "nvidia-x.json"
-    bench = Recorded({("qkv", BEST): 14.0}, {8: 60.0, 64: 70.0, 1024: 60.0})
-    bench.interfaces = lambda role, tokens: (20.0, 19.0 if tokens == 192 else 20.0)  # type: ignore[method-assign]
+    bench = Recorded({("qkv", BEST): 14.0, ("o", "cublasLt", 192): 10.0}, {8: 60.0, 64: 70.0, 1024: 60.0})
     base = command.starting_point(output, "NVIDIA X")
     assert base == replace(tuned.fallback(), device="NVIDIA X")
-    command.tune(base, bench, s.QUICK, output, measured={"shape": "a", "torch": "1"})
+    plan = s.Plan(0, gated="dense")
+    cases = c.of_model(LLAMA, c.QUICK, base, gated=True)
+    command.tune(base, cases, bench, plan, output, measured={"shape": "a", "torch": "1"})
     printed = capsys.readouterr().out
-    assert "qkv, 1..8 tokens: cuBLAS -> (16, 64, 256, 1, 3" in printed
-    assert "o, 129..192 tokens: cuBLAS -> cublasLt" in printed
+    assert "qkv [6144, 4096], 1..8 tokens: cuBLAS -> (16, 64, 256, 1, 3" in printed
+    assert "o [4096, 4096], cuBLAS, 129..192 tokens: PyTorch's default -> cublasLt" in printed
     found = command.starting_point(output, "NVIDIA X")
-    assert found.tiling("qkv", 8, LLAMA_8B["qkv"]) == BEST and found.gated_linear.fewest_tokens == 65
-    bench.shapes = LLAMA_8B | {"qkv": (5120, 4096)}
-    command.tune(found, bench, s.QUICK, output, measured={"shape": "b", "torch": "2"})
+    assert steps_of(found, "qkv")[8] == BEST and found.gated_linear.fewest_tokens == 65
+    qkv, *_ = cases
+    other = s.Case("qkv", "linear", "qkv", (5120, 4096), (8,), qkv.candidates)
+    command.tune(found, [other], bench, s.Plan(0), output, measured={"shape": "b", "torch": "2"})
     both = tuned.read(output)
-    assert [product.shape for product in both.products["qkv"]] == [(6144, 4096), (5120, 4096)]
+    assert [entry.shape for entry in both.linear["qkv"]] == [(6144, 4096), (5120, 4096)]
     assert both.measured == {"shape": "a; b", "torch": "2"}
     with pytest.raises(ValueError, match="has the numbers of NVIDIA X, and this is NVIDIA Y; name another"):
         command.starting_point(output, "NVIDIA Y")
@@ -356,14 +343,11 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
     assert h200 is not None and h200.gated_linear.fewest_tokens == 65
     base = replace(tuned.fallback(), gated_linear=h200.gated_linear)
     few, many = Tiling(64, 64, 128), Tiling(128, 64, 128)
-    bench = Recorded({("gate_up", few): 1.0, ("down", many): 1.0}, {256: 10.0})
-    lines: list[str] = []
-    found = s.search(base, bench, s.Plan((48, 256), (80,), rounds=0, gated=False), lines.append)
+    bench = Recorded({("gate_up", few): 1.0, ("down", many): 1.0}, {80: 10.0, 208: 10.0, 256: 10.0})
+    found = run(bench, base, rounds=0, gated=None, sizes={"linear": (48, 256)})
     assert found.gated_linear == h200.gated_linear
-    assert found.tiling("gate_up", 48, LLAMA_8B["gate_up"]) == few
-    assert found.tiling("gate_up", 256, LLAMA_8B["gate_up"]) is None
-    assert found.tiling("down", 256, LLAMA_8B["down"]) == many
-    assert "gate_up, 256 tokens: as before, as the gated kernel has them" in lines
+    assert steps_of(found, "gate_up") == {48: few}
+    assert steps_of(found, "down") == {48: None, 256: many}
 
 
 @pytest.mark.parametrize(
@@ -375,6 +359,7 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
             ["--fp8-blocks", "--tokens", "16"],
             r"is for weights without scales of 128x128 blocks; leave it out",
         ),
+        (["--decode-attention", "e4m3", "--tokens", "16"], r"--tokens is for products of whole weights"),
         (["--layers", "9"], r"--layers 9: the model has 2"),
         (["--tensor-parallel-size", "8"], "tensor_parallel_size=8 should divide num_attention_heads"),
         (["--tensor-parallel-size", "3"], "invalid choice: 3"),
@@ -388,26 +373,6 @@ def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path
         command.main(["--model", "bundled", "--output", str(tmp_path / "new.json"), *arguments])
     assert end.value.code == 2
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            BUNDLED.with_format("int4_awq_128"),
-            "weights of 4 bits are measured by perf_configs/kernels/bench_int4.py",
-        ),
-        (
-            bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2),
-            "mixtures of experts are measured by perf_configs/kernels/bench_experts.py",
-        ),
-    ],
-)
-def test_what_has_another_command_is_refused(other, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "read_spec", lambda _: other)
-    with pytest.raises(SystemExit):
-        command.main(["--model", "bundled", "--output", str(tmp_path / "new.json")])
-    assert message in capsys.readouterr().err
 
 
 def test_a_device_of_the_package_begins_with_its_numbers(tmp_path):
@@ -443,16 +408,30 @@ def test_what_is_measured_is_a_step_of_the_model(ranks):
     layer = model.layers[0]
     weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
     weights["head"] = model.lm_head
-    assert bench.kinds == dict.fromkeys(weights, "dense")
-    fp8 = Transformer(config.quantised_on_load(), torch_ops, "float32", "cpu", max_seq_len=64)
-    assert ModelBench(fp8).kinds == dict.fromkeys(weights, "rows") | {"head": "dense"}
-    assert {role: tuple(weight.data.shape) for role, weight in weights.items()} == bench.shapes
+    cases = c.of_model(config, c.FULL, tuned.fallback(), gated=True)
+    shapes = {case.key: case.shape for case in cases if case.table == "linear"}
+    assert {role: tuple(weight.data.shape) for role, weight in weights.items()} == shapes
     torch.manual_seed(0)
     body = bench.step(5)
     logits = body()
     assert logits.shape == (5, config.head.shape[0]) and logits.isfinite().all()
     assert torch.equal(body(), logits)  # a replay computes the same: nothing is added up
     assert not torch.equal(bench.step(5, layers=1)(), logits)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        bundled(hidden_size=128, intermediate_size=256, head_dim=32).with_format("int4_awq_128"),
+        bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2),
+    ],
+    ids=["int4", "experts"],
+)
+def test_a_step_of_other_formats(spec):
+    model = Transformer(spec, torch_ops, "float32", "cpu", max_seq_len=64)
+    load_weights(model, "", "dummy")
+    body = ModelBench(model).step(5)
+    assert body().isfinite().all() and torch.equal(body(), body())
 
 
 def test_candidates_are_compiled_together(monkeypatch, tmp_path):
@@ -479,13 +458,14 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}
     config = bundled(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, **sizes)
     bench = ModelBench(Transformer(config.share(Shard(0, 2)), ops, "bfloat16", "meta", max_seq_len=64))
-    shape = bench.shapes["down"]
-    one = h200.tiling("down", 8, shape)
+    cases = c.of_model(config.share(Shard(0, 2)), c.FULL, h200, gated=True)
+    (case,) = (case for case in cases if case.table == "linear" and case.key == "down")
+    one = case.now(h200, 8)
     assert one is not None
-    others = [s.with_tiling(h200, "down", shape, 8, replace(one, stages=stages)) for stages in (2, 4)]
+    others = [case.with_step(h200, 8, replace(one, stages=stages)) for stages in (2, 4)]
     variants: list = []
     monkeypatch.setattr(prebuild_triton, "compile_together", variants.extend)
-    bench._compile(8, [h200, *others])
+    measure.compile_all(bench.step(8, layers=1), [h200, *others])
     # Each role's, and two more of the down projection.
     assert len(variants) == 7 and {kernel for kernel, _ in variants} == {_linear}
     monkeypatch.undo()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from flashinfer_backend.core.tuned import DecodeAttention, Steps, find, steps
 from flashinfer_backend.ops import device
 
 # row, start, end, first item of the row, items of the row, slot, query tokens of the row, the first of them:
@@ -29,18 +30,30 @@ class Lengths(NamedTuple):
     ragged: bool = False
 
 
+def config_steps(fp8: bool) -> Steps[DecodeAttention]:
+    """The decode kernel's forms by rising rows, over a cache of 16 bits or of e4m3 (core/tuned)."""
+    return steps(device.active().decode_attention, "e4m3" if fp8 else "16 bits")
+
+
+@device.cached
+def choose_config(rows: int, fp8: bool) -> DecodeAttention:
+    """The one of them for so many rows."""
+    found = find(device.active().decode_attention, "e4m3" if fp8 else "16 bits", rows)
+    assert found is not None  # tuned.Tuned checks it
+    return found
+
+
 @device.cached
 def max_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
     """Work items that `rows` rows are split into at most: enough to give every SM a few programs.
     fp8: of a cache of e4m3."""
-    programs = device.active().decode(rows, fp8).programs_per_sm * device.sms()
+    programs = choose_config(rows, fp8).programs_per_sm * device.sms()
     return rows + -(programs // -num_kv_heads)
 
 
 def most_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
     """The most that max_items gives for 1 to `rows` rows: fewer may be split for more programs."""
-    limits = [entry.rows for entry in device.active().decode_entries(fp8)]
-    below = [limit for limit in limits if limit is not None and limit < rows]
+    below = [limit for limit, _ in config_steps(fp8) if limit is not None and limit < rows]
     return max(max_items(some, num_kv_heads, fp8) for some in (*below, rows))
 
 

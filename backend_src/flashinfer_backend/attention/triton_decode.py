@@ -26,18 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashinfer_backend.attention.split import Lengths
-from flashinfer_backend.core.tuned import DecodeAttention
-from flashinfer_backend.ops import device
+from flashinfer_backend.attention.split import Lengths, choose_config
 from flashinfer_backend.ops.fp8 import E4M3
 
 _SMALLER = 256
-
-
-@device.cached
-def choose_config(rows: int, fp8: bool) -> DecodeAttention:
-    """What measured fastest for so many rows, over a cache of 16 bits or of e4m3 (core/tuned)."""
-    return device.active().decode(rows, fp8)
 
 
 @triton.jit

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from flashinfer_backend.core.tuned import find
 from flashinfer_backend.ops import device
 
 
 @device.cached
 def takes_lt(rows: int, inner: int, tokens: int) -> bool:
     """Whether x[tokens, inner] @ weight[rows, inner].T is faster with cublasLt."""
-    return device.active().takes_lt((rows, inner), tokens)
+    return find(device.active().cublas, "16 bits", tokens, (rows, inner)) == "cublasLt"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import ExpertTile, Scales
+from flashinfer_backend.core.tuned import ExpertTile, Scales, find
 from flashinfer_backend.ops import device, triton_experts, triton_fp8
 from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.weight import DENSE, Fp8Block, Weight
@@ -54,4 +54,6 @@ def product_of(x: Tensor, weight: Weight, tiles: Tiles, tile: ExpertTile, gated:
 @device.cached
 def choose(pairs: int, scales: Scales) -> ExpertTile:
     """The tile for an average of `pairs` pairs an expert."""
-    return device.active().expert_tile(pairs, scales)
+    tile = find(device.active().experts, scales, pairs)
+    assert tile is not None  # tuned.Tuned checks it
+    return tile

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import BlockTile, Int4Tile, Role, Tiling
+from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tiling, find, steps
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
@@ -28,32 +30,35 @@ def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
 def choose_blocks(role: Role, tokens: int, rows: int) -> BlockTile | None:
     """The tile for a weight [rows, K] of 128x128 blocks, or None where cuBLAS is faster. It is not asked for
     rows that leave a block unfilled: its times for them are not measured."""
-    tile = device.active().block_tile(role, tokens)
-    return tile if tile or not rows % fp8.BLOCK else device.active().triton_block_tile(role, tokens)
+    table = device.active().blocks_fp8
+    tile = find(table, role, tokens)
+    if tile or not rows % fp8.BLOCK:
+        return tile
+    return [tile for _, tile in steps(table, role) if tile][-1]
 
 
 @device.cached
-def _most_tokens(by_rows: bool) -> int:
+def _most_tokens(by_rows: bool) -> float:
     """Beyond, every product is cuBLAS's: then this is all that the question costs."""
-    numbers = device.active()
-    by_role = numbers.fp8_products if by_rows else numbers.products
-    products = [product for of_role in by_role.values() for product in of_role]
-    return max((step.tokens for product in products for step in product.steps), default=0)
+    table = device.active().linear_fp8 if by_rows else device.active().linear
+    limits = [limit for of_role in table.values() for entry in of_role for limit, _ in entry.steps]
+    return max((math.inf if limit is None else limit for limit in limits), default=0)
 
 
 @device.cached
 def _choose(role: Role, tokens: int, rows: int, inner: int, by_rows: bool) -> Tiling | None:
-    return device.active().tiling(role, tokens, (rows, inner), by_rows)
+    table = device.active().linear_fp8 if by_rows else device.active().linear
+    tiling = find(table, role, tokens, (rows, inner))
+    return tiling if tiling and tiling.fits((rows, inner), role == GATED, tokens) else None
 
 
 @device.cached
 def choose_int4(role: Role, tokens: int, rows: int, inner: int) -> Int4Tile | None:
     """The CUDA kernel's tile for a weight [rows, inner], or None where it is written out in 16 bits."""
-    shape = (rows, inner)
-    steps = device.active().int4_steps(role, shape)
-    if not steps:
+    shape, table = (rows, inner), device.active().int4
+    if not steps(table, role, shape):
         return untuned_int4(tokens, rows, inner)
-    tile = next((step.tile for step in steps if tokens <= step.tokens), None)
+    tile = find(table, role, tokens, shape)
     return tile if tile and tile.fits(shape) else None
 
 

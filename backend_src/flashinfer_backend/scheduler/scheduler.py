@@ -146,15 +146,14 @@ class Scheduler:
         # decode rows need now: admission leaves one for each running sequence, or all that it can need.
         chunks = self._plan_prompts(limit - len(self.decoding), updates)
         self._size_decodes(limit, bool(chunks))
-        pause = self._budget.pauses(sum(chunk.length for chunk in chunks))
-        opened = self._grow_decodes(NONE if pause else self.decoding, in_flight, updates)
+        opened = self._grow_decodes(self.decoding, in_flight, updates)
         if opened is None:
             assert not updates, "a sequence was admitted although blocks had run out"
             for chunk in chunks:
                 self._leave_behind(chunk.request)  # nor keeps what it was promised
             return None
-        decoding = NONE if pause else self.decoding
-        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # not what was preempted just now
+        decoding = self.decoding  # without what was preempted just now, nor are its chunks
+        chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]
         if self.kv_manager.windows:
             for request, start, length in chunks:
                 updates += self.kv_manager.open_windows(request, start + length, request.slot)

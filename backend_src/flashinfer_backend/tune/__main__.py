@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
+Products of 16 bits, in FP8 and of 4 bits, mixtures of experts, or with --decode-attention that alone.
 DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
 there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
 package, or those for devices that nobody has measured, are where it begins.
@@ -9,9 +10,11 @@ package, or those for devices that nobody has measured, are where it begins.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import torch
@@ -22,10 +25,13 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.hf import read_spec
-from flashinfer_backend.models.spec import Experts, ModelSpec
-from flashinfer_backend.tune.search import FULL, QUICK, Bench, Plan, changes, search
+from flashinfer_backend.models.spec import ModelSpec
+from flashinfer_backend.tune import cases as kernels
+from flashinfer_backend.tune.search import Bench, Case, Plan, changes, search
 
 QUICK_LAYERS = 4  # enough for their weights not to fit the cache
+QUICK_SECONDS = 60.0
+ROUNDS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fp8-blocks", action="store_true", help="weights in FP8 with scales of 128x128 blocks, as Qwen's"
     )
     parser.add_argument(
+        "--decode-attention",
+        choices=get_args(tuned.Cache),
+        help="only the decode kernel, over a cache of such elements",
+    )
+    parser.add_argument(
         "--tensor-parallel-size",
         type=whole(1),
         choices=(1, 2, 4, 8),
@@ -63,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens",
         type=sizes,
         metavar="LIST",
-        help="sizes of steps, such as 16,32,64: tilings are chosen for these alone, and the gated kernel's"
+        help="sizes of steps, such as 16,32,64: fields are chosen for these alone, and the gated kernel's"
         " numbers stay",
     )
     parser.add_argument("--layers", type=whole(1), help="how many of the model's layers")
@@ -73,16 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         spec = share(options)
-        plan = make_plan(options, spec)
+        steps = sizes_of(options, spec)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     require_cuda(parser)
     try:
         base = starting_point(options.output, torch.cuda.get_device_name())
-        bench = make_bench(spec)
+        cases, plan = make_plan(options, spec, steps, base)
+        bench = make_bench(options, spec)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    tune(base, bench, plan, options.output, with_what(options.model, spec))
+    tune(base, cases, bench, plan, options.output, with_what(options.model, spec))
     return 0
 
 
@@ -101,10 +113,6 @@ def share(options: argparse.Namespace) -> ModelSpec:
         spec = spec.quantised_on_load()
     if options.fp8_blocks:
         spec = in_blocks(spec)
-    if isinstance(spec.mlp, Experts):
-        raise ValueError("mixtures of experts are measured by perf_configs/kernels/bench_experts.py")
-    if spec.format.startswith("int4"):
-        raise ValueError("weights of 4 bits are measured by perf_configs/kernels/bench_int4.py")
     layers = options.layers or (QUICK_LAYERS if options.quick else len(spec.layers))
     if options.layers and layers > len(spec.layers):
         raise ValueError(f"--layers {layers}: the model has {len(spec.layers)}")
@@ -112,14 +120,30 @@ def share(options: argparse.Namespace) -> ModelSpec:
     return spec.share(Shard(0, options.tensor_parallel_size))
 
 
-def make_plan(options: argparse.Namespace, spec: ModelSpec) -> Plan:
-    """How much is measured. Raises ValueError where sizes of steps are no choice."""
-    plan = QUICK if options.quick else FULL
-    if options.tokens:
-        if any(p.gated and p.format.startswith("fp8_block") for p in spec.products):
-            raise ValueError("--tokens is for weights without scales of 128x128 blocks; leave it out")
-        plan = replace(plan, tokens=options.tokens, gated=False)
-    return replace(plan, seconds=options.seconds) if options.seconds else plan
+def sizes_of(options: argparse.Namespace, spec: ModelSpec) -> kernels.Sizes:
+    """Of steps, by table. Raises ValueError where --tokens are no choice."""
+    sizes = kernels.QUICK if options.quick else kernels.FULL
+    if not options.tokens:
+        return sizes
+    if any(product.gated and product.format.startswith("fp8_block") for product in spec.products):
+        raise ValueError("--tokens is for weights without scales of 128x128 blocks; leave it out")
+    if options.decode_attention or any(product.experts for product in spec.products):
+        raise ValueError("--tokens is for products of whole weights: the last of these stands for all more")
+    return sizes | dict.fromkeys(("linear", "linear_fp8", "int4"), options.tokens)
+
+
+def make_plan(
+    options: argparse.Namespace, spec: ModelSpec, sizes: kernels.Sizes, base: Tuned
+) -> tuple[list[Case], Plan]:
+    """What is measured, and how much of it. Raises ValueError for what cannot be."""
+    kind = None if options.tokens or options.decode_attention else kernels.kind_of_gated(spec)
+    if options.decode_attention:
+        cases = [kernels.of_decode_attention(options.decode_attention, sizes["decode_attention"])]
+    else:
+        cases = kernels.of_model(spec, sizes, base, gated=kind is not None)
+    if options.quick:
+        return cases, Plan(0, options.seconds or QUICK_SECONDS, kind)
+    return cases, Plan(ROUNDS, options.seconds or math.inf, kind)
 
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:
@@ -146,14 +170,16 @@ def starting_point(output: Path, device: str) -> Tuned:
     return msgspec.structs.replace(numbers, device=device)
 
 
-def tune(base: Tuned, bench: Bench, plan: Plan, output: Path, measured: dict[str, str]) -> Tuned:
+def tune(
+    base: Tuned, cases: Sequence[Case], bench: Bench, plan: Plan, output: Path, measured: dict[str, str]
+) -> Tuned:
     """Measure, write, and print what is chosen otherwise now."""
-    found = search(base, bench, plan, say=lambda line: print(line, flush=True))
+    found = search(base, cases, bench, plan, say=lambda line: print(line, flush=True))
     shapes = dict.fromkeys([*filter(None, base.measured.get("shape", "").split("; ")), measured["shape"]])
     found = msgspec.structs.replace(found, measured=measured | {"shape": "; ".join(shapes)})
     tuned.write(output, found)
     assert tuned.read(output) == found
-    lines = changes(base, found, bench.shapes, bench.kinds)
+    lines = changes(base, found, cases)
     print("\n".join(["", "chosen otherwise than before:", *lines] if lines else ["", "chosen as before"]))
     print(f"{output}: the numbers of {found.device}")
     return found
@@ -170,13 +196,15 @@ def with_what(model: str, spec: ModelSpec) -> dict[str, str]:
     return {"shape": shape, **versions, "by": "python -m flashinfer_backend.tune"}
 
 
-def make_bench(spec: ModelSpec) -> Bench:
-    """The model, or a rank's share of it, on the GPU, with random weights."""
+def make_bench(options: argparse.Namespace, spec: ModelSpec) -> Bench:
+    """The model, or a rank's share of it, on the GPU, with random weights; of attention only a cache."""
     from flashinfer_backend.models.transformer import Transformer
     from flashinfer_backend.models.weights import load_weights
     from flashinfer_backend.ops import cuda_ops
-    from flashinfer_backend.tune.measure import ModelBench
+    from flashinfer_backend.tune.measure import DecodeBench, ModelBench
 
+    if options.decode_attention:
+        return DecodeBench(spec, options.decode_attention)
     dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
     model = Transformer(spec, cuda_ops, dtype, "cuda", max_seq_len=spec.longest_seq_len)
     load_weights(model, "", "dummy")

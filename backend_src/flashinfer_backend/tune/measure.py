@@ -7,23 +7,30 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import Role, Shape, Tuned
+from flashinfer_backend.attention import split
+from flashinfer_backend.core.tuned import Cache, Tuned
+from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device, gated_linear
 from flashinfer_backend.ops.collectives import Collectives
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.tune.search import Kind
 from flashinfer_backend.worker import prebuild_triton
 
-INTERFACES = ("cublas", "cublaslt")
-WEIGHTS = 10
+BLOCK_SIZE = 16  # tokens of a block of the cache
+BYTES = 160 << 20  # of a cache that a graph goes through: three times an H200's L2
+MOST_LOGITS = 256
 REPLAYS = 7  # of each graph
+# Of a result's norm: rounding, and tokens that choose other experts by it, are some hundredths; a wrong tile
+# gives something else altogether.
+AGREES = 0.5
 
 
 def capture(body: Callable[[], object], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
@@ -53,30 +60,51 @@ def microseconds(graphs: Sequence[torch.cuda.CUDAGraph], replays: int = REPLAYS)
     return [statistics.median(times[n :: len(graphs)]) for n in range(len(graphs))]
 
 
-def interface_times(weights: Sequence[Tensor], tokens: int) -> tuple[float, float]:
-    """Microseconds of x[tokens, K] @ weight.T with cuBLAS and with cublasLt, added to [tokens, N] in place
-    where N <= K. weights: several [N, K]."""
-    rows, inner = weights[0].shape
-    x = torch.randn(tokens, inner, dtype=weights[0].dtype, device=weights[0].device)
-    out = torch.zeros(tokens, rows, dtype=x.dtype, device=x.device) if rows <= inner else None
+def compile_all(body: Callable[[], object], candidates: Sequence[Tuned]) -> None:
+    """The Triton kernels of `body` by each candidate, in threads. What fails here fails again as it runs."""
+    variants: dict[tuple[Any, str], None] = {}
+    for candidate in candidates:
+        with device.use(candidate), suppress(Exception):
+            variants.update(dict.fromkeys(prebuild_triton.collect(body)))
+    prebuild_triton.compile_together(list(variants))
 
-    def products() -> None:
-        for weight in weights:
-            if out is None:
-                F.linear(x, weight)
-            else:
-                out.addmm_(x, weight.t())
 
-    graphs = []
-    before = torch.backends.cuda.preferred_blas_library()
-    try:
-        for interface in INTERFACES:
-            torch.backends.cuda.preferred_blas_library(interface)
-            graphs.append(capture(products))
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
-    older, newer = microseconds(graphs)
-    return older / len(weights), newer / len(weights)
+def compare(
+    body: Callable[[], Tensor],
+    candidates: Sequence[Tuned],
+    stream: torch.cuda.Stream | None = None,
+    part: Callable[[], Tensor] | None = None,
+) -> list[float]:
+    """Microseconds of a graph of `body` by the choices of each candidate; infinite where it cannot run, or
+    gives something else than the first that can, which is said. body: gives the same each time. part: what
+    takes all kernels of `body`, in less time."""
+    compile_all(part or body, candidates)
+    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    expected: Tensor | None = None
+    for index, candidate in enumerate(candidates):
+        with device.use(candidate):
+            try:
+                result = body().float()
+                torch.cuda.synchronize()
+                graph = capture(body, stream)
+            except Exception as error:  # too much shared memory, a cluster too large, nothing of cuBLAS's
+                if "CUDA error" in str(error):  # the device's state is gone, and with it what follows
+                    raise
+                said = str(error).splitlines()[0] if str(error) else ""
+                print(f"  left out: {type(error).__name__}: {said[:120]}", flush=True)
+                continue
+        expected = result if expected is None else expected
+        difference = float((result - expected).norm() / expected.norm())
+        if (
+            difference < AGREES or not expected.isfinite().all()
+        ):  # a deep model of random weights may overflow
+            graphs[index] = graph
+        else:
+            print(f"  WRONG by {difference:.2g}: candidate {index} of {len(candidates)}", flush=True)
+    times = [math.inf] * len(candidates)
+    for index, us in zip(graphs, microseconds(list(graphs.values())) if graphs else (), strict=True):
+        times[index] = us
+    return times
 
 
 class _Copies(Collectives):
@@ -94,21 +122,12 @@ class ModelBench:
         self.model = model
         if model.spec.shard.size > 1:
             model.collectives = _Copies()
-        products = model.spec.products
-        self.shapes: dict[Role, Shape] = {product.role: product.shape for product in products}
-        self.kinds: dict[Role, Kind] = {}
-        for role in self.shapes:
-            formats = sorted({product.format for product in products if product.role == role})
-            if len(formats) > 1:
-                raise ValueError(f"the {role} weights have several formats: {', '.join(formats)}")
-            (format,) = formats
-            blocks = format.startswith("fp8_block")
-            self.kinds[role] = "dense" if format == "dense" else "blocks" if blocks else "rows"
         self._stream = torch.cuda.Stream() if model.device.type == "cuda" else None
 
     def step(self, tokens: int, layers: int | None = None) -> Callable[[], Tensor]:
         """The products of a step of so many tokens, one after the other as in a step, without what is between
-        them: rotation and attention. layers: only the first ones."""
+        them: rotation and attention; logits of the last MOST_LOGITS tokens, as prompts want few. layers: only
+        the first ones."""
         model, spec = self.model, self.model.spec
         start = self._random(tokens, spec.hidden_size)
         attended = self._random(tokens, spec.attention.heads, spec.attention.head_dim)
@@ -118,50 +137,18 @@ class ModelBench:
             for layer in model.layers[:layers]:
                 model.ops.norm_linear(hidden, layer.input_norm, layer.eps, layer.qkv, layer.qkv.bias)
                 hidden = layer.after(attended, hidden, model.collectives)
-            return model.logits(hidden)
+            return model.logits(hidden[-MOST_LOGITS:])
 
         return body
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
         """See search.Bench."""
-        from triton.errors import TritonError
-
-        self._compile(tokens, candidates)
-        body = self.step(tokens)
-        times = [math.inf] * len(candidates)
-        graphs = {}
-        for index, candidate in enumerate(candidates):
-            with device.use(candidate):
-                try:
-                    graphs[index] = capture(body, self._stream)
-                except TritonError:  # too much shared memory, say: before the capture, when it is compiled
-                    continue
-                except NotImplementedError:  # what torch says of scales that only Hopper's cuBLAS knows
-                    continue
-                except RuntimeError as error:  # the compiler's own failures have no class, nor have cuBLAS's
-                    if not any(part in str(error) for part in ("PassManager", "STATUS_NOT_SUPPORTED")):
-                        raise
-        for index, us in zip(graphs, microseconds(list(graphs.values())), strict=True):
-            times[index] = us
-        return times
-
-    def _compile(self, tokens: int, candidates: Sequence[Tuned]) -> None:
-        """Compile what the candidates need, all at once. Those that cannot be compiled fail in steps()."""
-        body, variants = self.step(tokens, layers=1), {}
-        for candidate in candidates:
-            with device.use(candidate):
-                variants.update(dict.fromkeys(prebuild_triton.collect(body)))
-        prebuild_triton.compile_together(list(variants))
-
-    def interfaces(self, role: Role, tokens: int) -> tuple[float, float]:
-        """See search.Bench."""
-        rows, inner = self.shapes[role]
-        return interface_times([self._random(rows, inner) * 0.02 for _ in range(WEIGHTS)], tokens)
+        return compare(self.step(tokens), candidates, self._stream, self.step(tokens, layers=1))
 
     def waves(self) -> dict[int, float]:
         """See search.Bench. Each tile has as many as fill whole waves."""
-        rows, inner = self.shapes["gate_up"]
-        fp8 = self.kinds["gate_up"] == "rows"
+        gate_up = next(each for each in self.model.spec.products if each.gated)
+        (rows, inner), fp8 = gate_up.shape, gate_up.format != "dense"
         weight = self._random(rows, inner) * 0.02
         weight = weight.to(E4M3) if fp8 else weight
         if not gated_linear.takes(weight):
@@ -188,3 +175,68 @@ class ModelBench:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.model.dtype, device=self.model.device)
+
+
+class DecodeBench:
+    """search.Bench of decode attention over a cache, whose "tokens" are rows. Their lengths are uniform from
+    half of each context to one and a half. A time is the geometric mean over the contexts. The calls of a
+    graph read blocks of their own, more than L2 holds."""
+
+    def __init__(self, spec: ModelSpec, cache: Cache, contexts: Sequence[int] = (1152, 256, 4096)) -> None:
+        attention = spec.attention
+        self.heads, self.kv_heads, self.dim = attention.heads, attention.kv_heads, attention.head_dim
+        self.fp8, self.contexts = cache == "e4m3", contexts
+
+    def steps(self, rows: int, candidates: Sequence[Tuned]) -> list[float]:
+        """See search.Bench."""
+        found = [1.0] * len(candidates)
+        for context in self.contexts:
+            rng = np.random.default_rng(rows * 1000003 + context)
+            lens = rng.integers(context - context // 2, context + context // 2 + 1, rows).astype(np.int32)
+            times = compare(self.call(lens), candidates)
+            found = [
+                product * us ** (1 / len(self.contexts)) for product, us in zip(found, times, strict=True)
+            ]
+        return found
+
+    def waves(self) -> dict[int, float]:
+        """See search.Bench."""
+        return {}
+
+    def call(self, lens: np.ndarray) -> Callable[[], Tensor]:
+        """Decode rows of these lengths, int32 [rows], by the numbers in use, over copies of a cache."""
+        from flashinfer_backend.attention import triton_decode
+
+        rows, blocks = len(lens), -(-lens // BLOCK_SIZE)
+        need = int(blocks.sum())
+        copies = -(-BYTES // int(lens.sum(dtype=np.int64) * 2 * self.kv_heads * self.dim))
+        shape = (need * copies, BLOCK_SIZE, self.kv_heads, self.dim)
+        keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        cache = (keys.to(E4M3), values.to(E4M3)) if self.fp8 else (keys, values)
+        columns = (
+            -(-int(blocks.max()) // 16) * 16
+        )  # the kernel is compiled for whether it is a multiple of 16
+        order = torch.randperm(need * copies, device="cuda", dtype=torch.int32)
+        starts = torch.from_numpy(np.cumsum(blocks) - blocks).to("cuda")
+        places = (starts[:, None] + torch.arange(columns, device="cuda")).clamp(max=need - 1)
+        tables = [order[need * copy :][places] for copy in range(copies)] * (2 if copies == 1 else 1)
+        q = torch.randn(rows, self.heads, self.dim, device="cuda").bfloat16()
+        out, made = torch.empty_like(q), dict[int, tuple[Tensor, Any]]()
+        scales = (0.5, 0.25) if self.fp8 else (1.0, 1.0)
+
+        def body() -> Tensor:
+            items = split.max_items(rows, self.kv_heads, self.fp8)
+            if items not in made:  # outside of a graph, which keeps their addresses
+                words = np.zeros((items, split.ITEM_WORDS), np.int32)
+                split.split_rows(lens, np.arange(rows, dtype=np.int32), items, words)
+                sizes = rows, items, self.heads, self.kv_heads, self.dim
+                made[items] = (
+                    torch.from_numpy(words).to("cuda"),
+                    triton_decode.DecodeWorkspace(*sizes, q.device),
+                )
+            work, space = made[items]
+            for table in tables:
+                triton_decode.decode(q, cache, out, work, table, space, self.dim**-0.5, scales)
+            return out
+
+        return body

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
+from flashinfer_backend.core.tuned import steps
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
 log = logging.getLogger(__name__)
+
+MANY = 8192  # tokens that stand for "all more" in a table of core/tuned
 
 
 def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
@@ -183,8 +186,7 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
     if config.attention_backend in ("auto", "triton"):
         most, fp8_cache = config.max_num_seqs, stored == E4M3
-        entries = device.active().decode_entries(fp8_cache)
-        for rows in sorted({min(entry.rows or most, most) for entry in entries}):
+        for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
             given = words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
@@ -233,7 +235,7 @@ def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[...
 def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_fp8 does."""
     from flashinfer_backend.ops import fp8, triton_fp8
-    from flashinfer_backend.ops.tilings import choose_blocks
+    from flashinfer_backend.ops.tilings import choose, choose_blocks
     from flashinfer_backend.ops.triton_linear import linear
 
     (rows, inner), role, format = product.shape, product.role, product.format
@@ -248,11 +250,11 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
         _, x_scales = triton_fp8.quantise_rows(empty(1, inner), static, norm)
         triton_fp8.finish(result, x_scales, scales, **behind())
         weight = empty(rows, inner, of=torch.float8_e4m3fn)
-        for step in device.active().steps(role, (rows, inner), fp8=True):
-            tiling = device.active().tiling(role, step.tokens, (rows, inner), fp8=True)
+        for tokens, _ in steps(device.active().linear_fp8, role, (rows, inner)):
+            tiling = choose(role, tokens or MANY, weight)
             if tiling is None:
                 continue
-            few = empty(step.tokens, inner)
+            few = empty(tokens or MANY, inner)
             if tiling.quantise and static is None:
                 linear(
                     few,
@@ -261,11 +263,11 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
                     norm.weight if norm else None,
                     norm.eps if norm else 0.0,
                     scales=(None, scales),
-                    **behind(step.tokens),
+                    **behind(len(few)),
                 )
             else:
                 elements, x_scales = triton_fp8.quantise_rows(few, static, norm)
-                linear(elements, weight, tiling, scales=(x_scales, scales), **behind(step.tokens))
+                linear(elements, weight, tiling, scales=(x_scales, scales), **behind(len(few)))
         if format == "fp8_static":  # where parts have input scales of their own
             triton_fp8.quantise_rows(empty(1, inner), static)
             triton_fp8.finish(result, x_scales, scales)
@@ -274,13 +276,10 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
     weight = empty(rows, inner, of=torch.float8_e4m3fn)
     scales = fp8.empty_block_scales((rows, inner), weight.device)
     x = triton_fp8.quantise_groups(empty(1, inner), norm)
-    fewest = 1  # tokens that take the next tile
-    for tile in device.active().block_tiles(role):
-        if choose_blocks(role, fewest, rows) == tile:  # else cuBLAS has all of its tokens
-            triton_fp8.finish(triton_fp8.block_product(*x, weight, scales, tile, 1), **behind())
-        fewest = (tile.tokens or 0) + 1
-    if role in device.active().fp8_blocks_by_cublas:
-        triton_fp8.finish(result, **behind())
+    limits = [tokens or MANY for tokens, _ in steps(device.active().blocks_fp8, role)]
+    for tile in dict.fromkeys(choose_blocks(role, tokens, rows) for tokens in limits):
+        product_of = triton_fp8.block_product(*x, weight, scales, tile, 1) if tile else result  # cuBLAS's
+        triton_fp8.finish(product_of, **behind())
 
 
 def _call_int4_product(product: Product, empty: Callable[..., Tensor]) -> None:
@@ -310,13 +309,14 @@ def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) 
     for gate_up, down in pairs_of_products:
         fewest = 0  # tokens an expert that take the next tile
         weights = weight(gate_up), weight(down)
-        for tile in device.active().expert_tiles(triton_experts.scales_of(weights[0])):
+        scales = triton_experts.scales_of(weights[0])
+        for limit, _ in steps(device.active().experts, scales):
             least = max(1, -(-fewest * mlp.count // mlp.per_token))
-            fewest = (tile.pairs or 0) + 1
+            fewest = (limit or 0) + 1
             # One token, few and more are routed by different kernels.
             for tokens in sorted({max(least, some) for some in (1, 2, triton_experts.FEW_TOKENS + 1)}):
                 pairs = tokens * mlp.per_token // mlp.count
-                if tile.pairs is not None and pairs > tile.pairs:
+                if limit is not None and pairs > limit:
                     continue
                 normed = empty(tokens, model.hidden_size)
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
@@ -341,19 +341,21 @@ def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:
 
 
 def _call_dense_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+    from flashinfer_backend.ops.tilings import choose
     from flashinfer_backend.ops.triton_linear import linear
 
-    numbers, weight = device.active(), empty(*product.shape)
-    for step in numbers.steps(product.role, product.shape):
-        tiling = numbers.tiling(product.role, step.tokens, product.shape)
+    weight = empty(*product.shape)
+    for limit, _ in steps(device.active().linear, product.role, product.shape):
+        tokens = limit or MANY
+        tiling = choose(product.role, tokens, weight)
         if tiling is None:
             continue
         normed = tiling.fuse_norm and not product.adds
         linear(
-            empty(step.tokens, product.shape[1]),
+            empty(tokens, product.shape[1]),
             weight,
             tiling,
             norm_weight=empty(product.shape[1]) if normed else None,
             eps=model.norm_eps if normed else 0.0,
-            **_around(product, model, step.tokens, empty),
+            **_around(product, model, tokens, empty),
         )

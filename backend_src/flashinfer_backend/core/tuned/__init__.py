@@ -3,7 +3,10 @@
 
 A file holds a `Tuned`. Its name is the device's, as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
 `python -m flashinfer_backend.tune` measures and writes one; docs/tuning.md tells how. fallback.json is for
-devices that nobody has measured: it takes cuBLAS for all products.
+devices that nobody has measured: it takes cuBLAS for products in 16 bits and in e4m3 with scales by row.
+
+Each kernel has a `Table` of what it takes: by a key (a product's role, say), a weight's shape, and the number
+of tokens. `find` is the one rule by which all of them are read.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -23,7 +26,8 @@ FALLBACK = "fallback"
 PARTIAL_SUMS = 16 << 20  # float32 sums of a split product's parts, at most
 SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
-LINE = 130  # characters of a line in a file, at most, where values share one
+LINE = 150  # characters of a line in a file, at most, where values share one
+SHORT = 24  # characters of an item in a list, up to which items share lines
 
 # Under which name a product finds its numbers: queries, keys and values; attention's output; gate and up
 # projections; down projection; logits. Products of one role and shape share them.
@@ -79,12 +83,11 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
 class BlockTile(_Data, frozen=True, omit_defaults=True):
     """How ops.triton_fp8.block_product cuts up a product with a weight of 128x128 blocks.
 
-    Up to `tokens` tokens, None: all more. tile, rows: tokens and weight rows of a program; rows is 64 or 128.
+    tile, rows: tokens and weight rows of a program; rows is 64 or 128.
     split: programs that share the inner dimension of a tile, if it divides into so many groups of 128.
     stages, warps: as in Tiling.
     """
 
-    tokens: int | None
     tile: int
     rows: int
     split: int = 1
@@ -118,15 +121,6 @@ class Int4Tile(_Data, frozen=True):
         return not (rows % (self.warp_rows * self.row_warps) or inner % 128) and self.split * 128 <= inner
 
 
-# For weights that nobody has measured.
-BLOCK_TILES = (
-    BlockTile(16, 16, 64),
-    BlockTile(32, 32, 64),
-    BlockTile(64, 64, 64),
-    BlockTile(None, 128, 128, stages=3, warps=8),
-)
-
-
 class ExpertBlock(_Data, frozen=True):
     """What a program of one of the two products of experts multiplies, for all tokens of a tile.
 
@@ -149,11 +143,9 @@ class ExpertBlock(_Data, frozen=True):
 class ExpertTile(_Data, frozen=True):
     """How ops.triton_experts cuts up the products of a mixture of experts.
 
-    Up to `pairs` tokens an expert on average, None: all more. tokens: of a tile, all of one expert; a power
-    of two of at least 16. gate_up, down: of the two products.
+    tokens: of a tile, all of one expert; a power of two of at least 16. gate_up, down: of the two products.
     """
 
-    pairs: int | None
     tokens: int
     gate_up: ExpertBlock
     down: ExpertBlock
@@ -163,84 +155,41 @@ class ExpertTile(_Data, frozen=True):
             raise ValueError(f"tokens should be a power of two of at least 16, not {self.tokens}")
 
 
-# For devices whose file has none: an H100's with 128 experts of 768, by perf_configs/kernels/bench_experts.
-EXPERT_TILES: dict[Scales, tuple[ExpertTile, ...]] = {
-    "none": (
-        ExpertTile(4, 16, ExpertBlock(64, 128, 5, 4), ExpertBlock(64, 128, 4, 4)),
-        ExpertTile(16, 32, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 3, 4)),
-        ExpertTile(64, 64, ExpertBlock(64, 128, 4, 4), ExpertBlock(128, 64, 4, 8)),
-        ExpertTile(None, 128, ExpertBlock(128, 64, 4, 8), ExpertBlock(128, 64, 3, 4)),
-    ),
-    "rows": (
-        ExpertTile(4, 16, ExpertBlock(64, 256, 3, 4), ExpertBlock(64, 128, 4, 4)),
-        ExpertTile(16, 32, ExpertBlock(64, 256, 4, 4), ExpertBlock(64, 128, 4, 4)),
-        ExpertTile(64, 64, ExpertBlock(64, 128, 3, 4), ExpertBlock(128, 128, 3, 4)),
-        ExpertTile(None, 128, ExpertBlock(128, 128, 4, 8), ExpertBlock(64, 128, 3, 4)),
-    ),
-    "blocks": (
-        ExpertTile(4, 16, ExpertBlock(64, 128, 4, 4), ExpertBlock(64, 128, 4, 4)),
-        ExpertTile(16, 32, ExpertBlock(64, 128, 3, 4), ExpertBlock(64, 128, 4, 4)),
-        ExpertTile(64, 64, ExpertBlock(64, 128, 3, 4), ExpertBlock(128, 128, 3, 4)),
-        ExpertTile(None, 128, ExpertBlock(64, 128, 3, 8), ExpertBlock(64, 128, 3, 4)),
-    ),
-}
+F = TypeVar("F")  # a kernel's fields
+Limit = Annotated[int, msgspec.Meta(ge=0)] | None  # tokens of a step at most; None: no limit
+Steps = tuple[tuple[Limit, F | None], ...]
+Cache = Literal["16 bits", "e4m3"]
 
 
-class Step(_Data, frozen=True):
-    """Up to so many tokens, and beyond the step before, a product takes this tiling; None is cuBLAS."""
+class Entry(_Data, Generic[F], frozen=True):
+    """What a kernel takes for weights of one shape, or with None of all that no other entry names.
 
-    tokens: int
-    tiling: Tiling | None
-
-
-S = TypeVar("S")
-
-
-class Product(_Data, frozen=True):
-    """Steps of one role, by rising tokens; beyond the last, cuBLAS. shape: of the weight, or None for all
-    that no other entry names."""
-
-    shape: Shape | None
-    steps: tuple[Step, ...]
-
-    def __post_init__(self) -> None:
-        _rising("steps", [step.tokens for step in self.steps])
-
-
-class Int4Step(_Data, frozen=True):
-    """With weights of 4 bits; None writes them out in 16."""
-
-    tokens: int
-    tile: Int4Tile | None
-
-
-class Int4Product(_Data, frozen=True):
-    """As Product, with weights of 4 bits; beyond the last step they are written out in 16."""
-
-    shape: Shape | None
-    steps: tuple[Int4Step, ...]
-
-    def __post_init__(self) -> None:
-        _rising("steps", [step.tokens for step in self.steps])
-
-
-class Interfaces(_Data, frozen=True):
-    """Which of cuBLAS's two interfaces is faster for a weight's shape; each picks kernels by its own rules.
-
-    tokens: the numbers measured; one goes for those from it down to the next smaller one, the first for
-    those above `above`. lt: the ones of them for which cublasLt was faster. All others, and all shapes
-    without an entry, take PyTorch's default.
+    steps: up to how many tokens, and beyond the step before, which fields; rising. None for fields, and more
+    tokens than the last step's: another kernel takes them.
     """
 
-    shape: Shape
-    above: int
-    tokens: tuple[int, ...]
-    lt: tuple[int, ...]
+    shape: Shape | None
+    steps: Steps[F]
 
     def __post_init__(self) -> None:
-        _rising("tokens", [self.above, *self.tokens])
-        if not set(self.lt) <= set(self.tokens):
-            raise ValueError(f"lt should name some of tokens, not {sorted(set(self.lt) - set(self.tokens))}")
+        limits = [math.inf if limit is None else limit for limit, _ in self.steps]
+        if sorted(set(limits)) != limits:
+            raise ValueError(f"steps should rise, not be {[limit for limit, _ in self.steps]}")
+
+
+Table = dict[str, tuple[Entry[F], ...]]
+
+
+def steps(table: Table[F], key: str, shape: Shape | None = None) -> Steps[F]:
+    """The steps of a shape's own entry, else of the one for all shapes."""
+    by_shape = {entry.shape: entry.steps for entry in table.get(key, ())}
+    return by_shape.get(shape, by_shape.get(None, ()))
+
+
+def find(table: Table[F], key: str, tokens: int, shape: Shape | None = None) -> F | None:
+    """The fields of the first step with room for so many tokens; None where another kernel takes them."""
+    found = (fields for limit, fields in steps(table, key, shape) if limit is None or tokens <= limit)
+    return next(found, None)
 
 
 class GatedLinear(_Data, frozen=True):
@@ -264,7 +213,7 @@ class GatedLinear(_Data, frozen=True):
 
 
 class DecodeAttention(_Data, frozen=True, omit_defaults=True):
-    """The Triton decode kernel up to `rows` rows, and beyond the entry before; None: for all more.
+    """A form of the Triton decode kernel.
 
     block: tokens per step of its loop; stages, warps: pipeline depth and warps of a program; prefetch:
     tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
@@ -272,7 +221,6 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     how many rows are split for. block, warps and merge are powers of two, prefetch is one or 0.
     """
 
-    rows: int | None
     block: int
     stages: int
     warps: int
@@ -317,29 +265,13 @@ class Scheduling(_Data, frozen=True):
     """How the scheduler fills steps (scheduler/budget.py).
 
     prompts_together: tokens of prompts from which on the device is busy. filled_step: tokens; fewer leave it
-    waiting for its weights, from here on a step's time grows with its tokens. pause_tokens: of prompts, for
-    which at least pause_rows decode rows sit a step out, up to `pauses` steps in a row; rest: steps with
-    decode rows for each without. short_steps: the most over which waiting prompts are spread beside
-    pause_rows decode rows, of short_tokens tokens each and only until the first of them has waited for
-    short_wait_ms milliseconds; 1: not spread. slow_steps: over how many they are spread evenly instead where
-    a step without prompts takes slow_step_ms milliseconds or more, and slow_rows decode rows or more, but
-    fewer than slow_tokens, are in it; such steps may have slow_tokens tokens in any case. When the first of
-    them has waited for as long as slow_steps such steps take, they are spread over one less; 1: as above.
+    waiting for its weights, from here on a step's time grows with its tokens. slow_step_ms: milliseconds of a
+    step without prompts from which on streams take precedence; None: never.
     """
 
     prompts_together: int
     filled_step: int
-    pause_tokens: int
-    pause_rows: int
-    pauses: int
-    rest: int
-    short_steps: int = 1
-    short_tokens: int = 256
-    short_wait_ms: int = 1000
-    slow_step_ms: int = 10
-    slow_steps: int = 1
-    slow_tokens: int = 192
-    slow_rows: int = 16
+    slow_step_ms: int | None
 
 
 class Drafts(_Data, frozen=True, omit_defaults=True):
@@ -353,124 +285,61 @@ class Drafts(_Data, frozen=True, omit_defaults=True):
 class Tuned(_Data, frozen=True, omit_defaults=True):
     """What was measured on one device. measured: with what, as name -> version or remark, for readers.
 
-    fp8_decode_attention: as decode_attention, over a cache of e4m3; None: those hold for it as well.
-    fp8_products: as products, of weights in e4m3 with scales by row, whose norm is part of those that
-    quantise.
-    fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of such products that have neither
+    Tables by role:
+    linear: products with weights of 16 bits that Triton multiplies; cuBLAS takes the others.
+    linear_fp8: the same of e4m3 with scales by row, whose norm is part of those that quantise.
+    blocks_fp8: the same of e4m3 with 128x128 blocks. The last tile also takes the weights that cuBLAS cannot.
+    int4: products with weights of 4 bits; the others are written out in 16. A shape without steps takes
+    ops.tilings' rule.
+
+    Other tables:
+    cublas: by "16 bits" and shape, where cublasLt is faster than PyTorch's default.
+    experts: by the scales of a mixture's weights; its tokens are those of an expert on average.
+    decode_attention: by the cache's elements; its tokens are decode rows.
+
+    gated_linear: weights of 16 bits. fp8_gated_linear: of e4m3 with scales by row; None: never.
+    fp8_scaled_by_cublas: tokens from which on cuBLAS applies the scales of products by row that have neither
     activation nor residual behind them; None: never.
-    fp8_gated_linear: as gated_linear, of weights in e4m3 with scales by row; None: never.
-    fp8_blocks: tiles of products with 128x128 blocks; BLOCK_TILES for other roles.
-    fp8_blocks_by_cublas: tokens from which on cuBLAS multiplies with such blocks instead; for roles that are
-    not named: never.
-    experts: tiles of a mixture of experts by the scales of its weights; EXPERT_TILES without.
-    int4: as products, of weights of 4 bits; without, ops.tilings' rules say how they are cut up, and by which
-    kernel.
     """
 
     device: str
     measured: dict[str, str]
-    products: dict[Role, tuple[Product, ...]]
-    interfaces: tuple[Interfaces, ...]
+    linear: Table[Tiling]
+    cublas: Table[Literal["cublasLt"]]
     gated_linear: GatedLinear
-    decode_attention: tuple[DecodeAttention, ...]
+    decode_attention: Table[DecodeAttention]
+    blocks_fp8: Table[BlockTile]
+    experts: Table[ExpertTile]
     prompt_attention: PromptAttention
     scheduling: Scheduling
-    fp8_decode_attention: tuple[DecodeAttention, ...] | None = None
-    fp8_products: dict[Role, tuple[Product, ...]] = {}
+    linear_fp8: Table[Tiling] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
-    fp8_blocks: dict[Role, tuple[BlockTile, ...]] = {}
-    fp8_blocks_by_cublas: dict[Role, Annotated[int, msgspec.Meta(ge=1)]] = {}
-    experts: dict[Scales, tuple[ExpertTile, ...]] = {}
-    int4: dict[Role, tuple[Int4Product, ...]] = {}
+    int4: Table[Int4Tile] = {}
     drafts: tuple[Drafts, ...] = (Drafts(4, None), Drafts(16, 3), Drafts(32, 1), Drafts(None, 0))
 
     def __post_init__(self) -> None:
-        _upwards("decode_attention", "rows", [entry.rows for entry in self.decode_attention])
-        if self.fp8_decode_attention is not None:
-            _upwards("fp8_decode_attention", "rows", [entry.rows for entry in self.fp8_decode_attention])
-        _upwards("drafts", "rows", [entry.rows for entry in self.drafts])
+        layers = tuple(role for role in ROLES if role != "head")
+        for name, keys, whole in (
+            ("linear", ROLES, False),
+            ("linear_fp8", ROLES, False),
+            ("blocks_fp8", layers, True),
+            ("int4", layers, False),
+            ("cublas", ("16 bits",), False),
+            ("experts", get_args(Scales), True),
+            ("decode_attention", get_args(Cache), True),
+        ):
+            _check_table(name, getattr(self, name), keys, whole)
+        rows = [math.inf if entry.rows is None else entry.rows for entry in self.drafts]
+        if rows != sorted(set(rows)) or rows[-1:] != [math.inf]:
+            raise ValueError(f"rows of drafts should rise, and the last one be null: not {rows}")
         drafts = [math.inf if entry.most is None else entry.most for entry in self.drafts]
         if drafts != sorted(drafts, reverse=True):
             raise ValueError(f"most of drafts should fall with the rows, not be {drafts}")
-        for scales, entries in self.experts.items():
-            _upwards(f"experts.{scales}", "pairs", [entry.pairs for entry in entries])
-            most = max(block.rows for entry in entries for block in (entry.gate_up, entry.down))
-            if scales == "blocks" and most > 128:
+        for entry in self.experts["blocks"]:
+            tiles = [tile for _, tile in entry.steps if tile is not None]
+            if (most := max(block.rows for tile in tiles for block in (tile.gate_up, tile.down))) > 128:
                 raise ValueError(f"rows of experts.blocks should be at most 128, not {most}")
-        for role, tiles in self.fp8_blocks.items():
-            _upwards(f"fp8_blocks.{role}", "tokens", [entry.tokens for entry in tiles])
-        by_name: dict[str, Mapping[Role, tuple[Product | Int4Product, ...]]] = {
-            "products": self.products, "fp8_products": self.fp8_products, "int4": self.int4
-        }  # fmt: skip
-        named = {
-            role
-            for by_role in (*by_name.values(), self.fp8_blocks, self.fp8_blocks_by_cublas)
-            for role in by_role
-        }
-        if unknown := sorted(named - set(ROLES)):
-            raise ValueError(f"roles of products should be {', '.join(ROLES)}, not {', '.join(unknown)}")
-        for name, by_role in by_name.items():
-            for role, products in by_role.items():
-                shapes = [product.shape for product in products]
-                if len(set(shapes)) < len(shapes):
-                    raise ValueError(f"{name}.{role} should have one entry a shape, not {shapes}")
-
-    def steps(self, role: Role, shape: Shape, fp8: bool = False) -> tuple[Step, ...]:
-        """The steps of a product with weight[N, K] = shape, of 16 bits or of e4m3."""
-        products = (self.fp8_products if fp8 else self.products).get(role, ())
-        return _of_shape({product.shape: product.steps for product in products}, shape)
-
-    def int4_steps(self, role: Role, shape: Shape) -> tuple[Int4Step, ...]:
-        """The same of 4 bits."""
-        return _of_shape({product.shape: product.steps for product in self.int4.get(role, ())}, shape)
-
-    def tiling(self, role: Role, tokens: int, shape: Shape, fp8: bool = False) -> Tiling | None:
-        """The tiling for weight[N, K] = shape, or None where cuBLAS is faster or the shape does not fit."""
-        for step in self.steps(role, shape, fp8):
-            if tokens <= step.tokens:
-                tiling = step.tiling
-                return tiling if tiling and tiling.fits(shape, role == GATED, tokens) else None
-        return None
-
-    def block_tiles(self, role: Role) -> tuple[BlockTile, ...]:
-        """By rising tokens, of Triton's products with 128x128 blocks."""
-        return self.fp8_blocks.get(role, BLOCK_TILES)
-
-    def triton_block_tile(self, role: Role, tokens: int) -> BlockTile:
-        """The one of them for so many tokens."""
-        tiles = self.block_tiles(role)
-        return next(tile for tile in tiles if tile.tokens is None or tokens <= tile.tokens)
-
-    def block_tile(self, role: Role, tokens: int) -> BlockTile | None:
-        """The same, or None where cuBLAS multiplies."""
-        fewest = self.fp8_blocks_by_cublas.get(role)
-        return self.triton_block_tile(role, tokens) if fewest is None or tokens < fewest else None
-
-    def expert_tiles(self, scales: Scales) -> tuple[ExpertTile, ...]:
-        """By rising tokens an expert."""
-        return self.experts.get(scales, EXPERT_TILES[scales])
-
-    def expert_tile(self, pairs: int, scales: Scales) -> ExpertTile:
-        """The one of them for so many tokens an expert on average."""
-        tiles = self.expert_tiles(scales)
-        return next(tile for tile in tiles if tile.pairs is None or pairs <= tile.pairs)
-
-    def takes_lt(self, shape: Shape, tokens: int) -> bool:
-        """Whether x[tokens, K] @ weight.T with weight[N, K] = shape is faster with cublasLt."""
-        for entry in self.interfaces:
-            if entry.shape == shape and entry.above < tokens <= entry.tokens[-1]:
-                return next(size for size in entry.tokens if tokens <= size) in entry.lt
-        return False
-
-    def decode_entries(self, fp8: bool) -> tuple[DecodeAttention, ...]:
-        """The decode kernel by rising rows, over a cache of 16 bits or of e4m3."""
-        return self.fp8_decode_attention if fp8 and self.fp8_decode_attention else self.decode_attention
-
-    def decode(self, rows: int, fp8: bool) -> DecodeAttention:
-        """The one of them for so many rows."""
-        entries = self.decode_entries(fp8)
-        return next(entry for entry in entries if entry.rows is None or rows <= entry.rows)
 
     def most_drafts(self, rows: int, count: int) -> int:
         """How many of `count` drafts each row checks in a step of so many decode rows."""
@@ -478,19 +347,16 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         return count if entry.most is None else min(count, entry.most)
 
 
-def _upwards(name: str, key: str, limits: list[int | None]) -> None:
-    if not limits or limits[-1] is not None:
-        raise ValueError(f"the last entry of {name} should have {key} null: it is for all more")
-    _rising(f"{key} of {name}", [0 if limit is None else limit for limit in limits[:-1]])
-
-
-def _of_shape(steps: dict[Shape | None, tuple[S, ...]], shape: Shape) -> tuple[S, ...]:
-    return steps.get(shape, steps.get(None, ()))
-
-
-def _rising(name: str, numbers: list[int]) -> None:
-    if sorted(set(numbers)) != numbers:
-        raise ValueError(f"{name} should rise, not be {numbers}")
+def _check_table(name: str, table: Table[Any], keys: Sequence[str], whole: bool) -> None:
+    """whole: every key has an entry for all shapes, which is for any number of tokens."""
+    if unknown := sorted(set(table) - set(keys)):
+        raise ValueError(f"keys of {name} should be {', '.join(keys)}, not {', '.join(unknown)}")
+    for key in keys:
+        shapes = [entry.shape for entry in table.get(key, ())]
+        if len(set(shapes)) < len(shapes):
+            raise ValueError(f"{name}.{key} should have one entry a shape, not {shapes}")
+        if whole and [limit for limit, _ in steps(table, key)][-1:] != [None]:
+            raise ValueError(f"the last step of {name}.{key} should have null for its tokens: all more")
 
 
 def slug(device: str) -> str:
@@ -529,9 +395,10 @@ def _text(value: Any, indent: str) -> str:
     deeper = indent + "  "
     if isinstance(value, dict):
         parts = [f"{deeper}{json.dumps(key)}: {_text(item, deeper)}" for key, item in value.items()]
-    elif all(isinstance(item, int | float) for item in value):
-        parts = textwrap.wrap(line[1:-1], LINE, initial_indent=deeper, subsequent_indent=deeper)
-        return "[\n" + "\n".join(parts) + f"\n{indent}]"
+    elif all(len(json.dumps(item)) <= SHORT for item in value):
+        words = ", ".join(json.dumps(item).replace(" ", "\0") for item in value)  # breaks between items alone
+        parts = textwrap.wrap(words, LINE, initial_indent=deeper, subsequent_indent=deeper)
+        return "[\n" + "\n".join(parts).replace("\0", " ") + f"\n{indent}]"
     else:
         parts = [deeper + _text(item, deeper) for item in value]
     begin, end = "{}" if isinstance(value, dict) else "[]"
