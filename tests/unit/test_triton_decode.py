@@ -122,8 +122,7 @@ def check_drafts(
     # Of rows with padding, what is behind their own tokens is computed and means nothing.
     places = np.cumsum(fed) - fed if ragged else np.arange(rows) * queries
     q = torch.randn(int(fed.sum()) if ragged else rows * queries, heads, dim).half()
-    many = DecodeAttention(None, 32, 3, 1, 0, 4, 16)
-    both = replace(tuned.fallback(), fp8_decode_attention=(many,), decode_attention=(many,))
+    both = numbers(32, 4, 16)
     with device.use(both):
         count = split.max_items(rows, kv_heads, in_e4m3)
         items = np.zeros((count, split.ITEM_WORDS), np.int32)
