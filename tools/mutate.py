@@ -168,9 +168,11 @@ def run(tree: Path, tests: list[str], limit_s: float) -> bool:
     try:
         output = pytest.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(pytest.pid, signal.SIGKILL)
-        pytest.communicate()
         return False
+    finally:
+        if pytest.poll() is None:  # too slow, or this process is interrupted
+            os.killpg(pytest.pid, signal.SIGKILL)
+            pytest.communicate()
     if pytest.returncode not in (0, 1, 2):  # 2: a test file that cannot be imported
         raise RuntimeError(f"{' '.join(command)} ended with {pytest.returncode}:\n{output.decode()[-2000:]}")
     return pytest.returncode == 0
