@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
+from client.arguments import integer
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "backend_src/flashinfer_backend"
 LEAST = 0.85
@@ -203,10 +205,10 @@ def survivors(tree: Path, sample: list[Mutant], tests: dict[Path, list[str]]) ->
 
 def main() -> int:
     folders = [name for name in TESTS if "/" not in name]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="*", default=folders, help=f"of {', '.join(folders)}; default: all")
-    parser.add_argument("--mutants", type=int, default=12, help="for each folder (12)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the mutants (0)")
+    parser.add_argument("--mutants", type=integer(1), default=12, help="for each folder (12)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="chooses the mutants (0)")
     arguments = parser.parse_args()
     if unknown := set(arguments.folders) - set(folders):
         parser.error(f"no tests are known for {', '.join(unknown)}: choose of {', '.join(folders)}")

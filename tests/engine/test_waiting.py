@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from engine.harness import start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
+from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.transport import protocol
 from perf_configs.bench_engine import STUB, LocalSocket
 
@@ -139,10 +141,15 @@ def test_a_request_keeps_its_place_while_its_guide_is_compiled():
     guide = {"grammar_type": "regex", "grammar": "[ab]{3}"}
     engine.submit(1, 20)
     engine.step()
+    (grammars,) = [each for each in engine.loop.preparations._line if isinstance(each, GrammarPreparation)]
+    go_on = threading.Event()
+    for _ in range(grammars._threads._max_workers):  # no grammar is there before all requests are
+        grammars._threads.submit(go_on.wait)
     engine.submit(2, 3, generation_logits=True, **guide)
     for local_id, more in enumerate([{}, guide, {}, guide, {}], 3):
         engine.submit(local_id, 3, **more)
     engine.step()
+    go_on.set()
     while len(engine.loop.preparations):
         time.sleep(0.01)
         engine.loop.preparations.advance()

@@ -66,6 +66,7 @@ def test_what_is_captured_is_the_models_step(monkeypatch: pytest.MonkeyPatch) ->
         model=model,
         attention=Doubling(),
         block_table=table,
+        attended_lengths=None,
         kv_layers=caches,
         groups=[None],
         taps=lambda tokens: None,
