@@ -42,8 +42,8 @@ class FlashInferAttention:
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
     beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
-    most_drafts: how many drafts each row of a step of so many decode rows checks at most; the Triton kernel
-    alone checks any.
+    most_drafts: by the number of decode rows of a step, how many drafts each of them checks at most; only the
+    Triton kernel checks any.
     copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads
     copies in the type of queries (attention/copies.py); prompts that read more take FA2.
     window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:

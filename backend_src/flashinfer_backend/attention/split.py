@@ -37,7 +37,7 @@ def config_steps(fp8: bool) -> Steps[DecodeAttention]:
 
 @device.cached
 def choose_config(rows: int, fp8: bool) -> DecodeAttention:
-    """The one of them for so many rows."""
+    """The one that is tuned for this number of rows."""
     found = find(device.active().decode_attention, "e4m3" if fp8 else "16 bits", rows)
     assert found is not None  # tuned.Tuned checks it
     return found

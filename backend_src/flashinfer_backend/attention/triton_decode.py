@@ -180,7 +180,7 @@ def _decode(
         fed = tl.load(items + item * 8 + 6)
         place = tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS
     if lengths is not None:
-        # Written before the previous kernel started, too. That of padding is 0.
+        # This too was written before the previous kernel started. The length of padding is 0.
         length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
         end = tl.minimum(end, length)
     TOKEN: tl.constexpr = KV_HEADS * DIM

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["rows"])
 def _apply_sinks(out, lse, sinks, indptr, rows, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    # Rows beside the planned ones may be written by others meanwhile.
+    # Other programs may be writing the rows that are not planned here.
     token = tl.program_id(0)
     if (token < tl.load(indptr)) | (token >= tl.load(indptr + rows)):
         return

@@ -219,7 +219,7 @@ class Engines:
         return bool(stubs) or self._stays
 
     def _touch(self) -> None:
-        """Without XDG_RUNTIME_DIR the run directories are in /tmp, of which systemd removes what nobody has
+        """Without XDG_RUNTIME_DIR the run directories are in /tmp, where systemd removes files that were not
         touched for ten days."""
         with contextlib.suppress(OSError):  # another process has just removed it
             os.utime(self._run_dir.parent)

@@ -146,8 +146,8 @@ class Product:
 
 class Norm(NamedTuple):
     """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer, its length
-    there. It is the checkpoint's times `scale` plus `offset`. grain: ranks have multiples of so many values;
-    0: all have all of them. rows: of a rank's share."""
+    there. It is the checkpoint's times `scale` plus `offset`. grain: each rank has a multiple of this many
+    values; 0: every rank has all of them. rows: of a rank's share."""
 
     name: str
     module: str

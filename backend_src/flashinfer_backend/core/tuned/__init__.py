@@ -3,7 +3,7 @@
 
 A file holds a `Tuned`. Its name is the device's, as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
 `python -m flashinfer_backend.tune` measures and writes one; docs/tuning.md tells how. fallback.json is for
-devices that nobody has measured: it takes cuBLAS for products in 16 bits and in e4m3 with scales by row.
+unmeasured devices: it takes cuBLAS for products in 16 bits and in e4m3 with scales by row.
 
 Each kernel has a `Table` of what it takes: by a key (a product's role, say), a weight's shape, and the number
 of tokens. `find` is the one rule by which all of them are read.
@@ -187,7 +187,7 @@ def steps(table: Table[F], key: str, shape: Shape | None = None) -> Steps[F]:
 
 
 def find(table: Table[F], key: str, tokens: int, shape: Shape | None = None) -> F | None:
-    """The fields of the first step with room for so many tokens; None where another kernel takes them."""
+    """The fields of the first step that holds `tokens` tokens; None where another kernel takes them."""
     found = (fields for limit, fields in steps(table, key, shape) if limit is None or tokens <= limit)
     return next(found, None)
 
@@ -342,7 +342,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
                 raise ValueError(f"rows of experts.blocks should be at most 128, not {most}")
 
     def most_drafts(self, rows: int, count: int) -> int:
-        """How many of `count` drafts each row checks in a step of so many decode rows."""
+        """How many of `count` drafts each row checks in a step of `rows` decode rows."""
         entry = next(entry for entry in self.drafts if entry.rows is None or rows <= entry.rows)
         return count if entry.most is None else min(count, entry.most)
 

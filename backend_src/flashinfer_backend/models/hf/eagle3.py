@@ -22,7 +22,7 @@ KINDS: dict[str, Kind] = {
     "norm_before_residual": "flag", "norm_before_fc": "flag", "fc_norm": "flag", "norm_output": "flag",
 }  # fmt: skip
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-# What eagle_config says beside AUX_LAYERS and norm_before_fc: the one value that is computed.
+# Other keys of eagle_config than AUX_LAYERS and norm_before_fc: the one value of each that is served.
 EAGLE_CONFIG: dict[str, Any] = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
