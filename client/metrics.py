@@ -47,6 +47,7 @@ class RequestRecord:
     turn: int = 0  # within a conversation
     reported_tokens: int | None = None
     reported_prompt_tokens: int | None = None  # what the server says of a text that the client counted
+    accepted_drafts: int | None = None  # tokens that the server's drafts guessed, where it says so
     last_token: float | None = None  # the last chunk that held tokens; None if the chunks did not say
     finish_reason: str | None = None
     error: str | None = None
@@ -152,6 +153,7 @@ def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCE
         "requests_with_other_prompt_length": sum(
             r.reported_prompt_tokens not in (None, r.prompt_tokens) for r in done
         ),
+        "accepted_length": accepted_length(done),
         "requests_that_waited_for_a_slot": len(slot_waits),
         "longest_slot_wait_s": round(max(slot_waits, default=0.0), 4),
     }
@@ -168,6 +170,15 @@ def summarise(records: list[RequestRecord], percentiles: Sequence[float] = PERCE
     for name in TIMES:
         summary |= _spread(name, values[name], percentiles)
     return summary
+
+
+def accepted_length(records: Sequence[RequestRecord]) -> float | None:
+    """Tokens that a step of the server gave a sequence, on average; None where no answer says that it had
+    drafts. A step gives one token and the drafts that it accepts."""
+    if all(r.accepted_drafts is None for r in records):
+        return None
+    tokens = sum(r.output_tokens for r in records)
+    return round(tokens / max(1, tokens - sum(r.accepted_drafts or 0 for r in records)), 3)
 
 
 def request_columns(records: list[RequestRecord], with_itl: bool = False) -> dict[str, list[Any]]:
@@ -194,6 +205,8 @@ def format_table(summary: dict[str, Any], title: str, percentiles: Sequence[floa
     for key in ("completed", "failed", "duration_s", "prompt_tokens", "output_tokens", "requests_per_s",
                 "output_tokens_per_s", "total_tokens_per_s", "chunks_per_s"):  # fmt: skip
         lines.append(f"{key:<28}{summary[key]:>16}")
+    if summary.get("accepted_length") is not None:
+        lines.append(f"{'accepted_length':<28}{summary['accepted_length']:>16}")
     shown = ["mean", *map(percentile_name, percentiles)]
     lines.append(f"{'ms':<12}" + "".join(f"{which.replace('p', 'P'):>10}" for which in shown))
     for name in TIMES:

@@ -48,8 +48,8 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
 
 def sglang_line(run: Run, records: Sequence[RequestRecord]) -> dict[str, Any]:
     """What sglang's bench_serving writes of a run with --output-details, under the same names. Lengths and
-    times of failed requests are 0 there; `accept_length` is of speculative decoding. Where the tokens of the
-    received text were not counted (--retokenize) their total is None."""
+    times of failed requests are 0 there. Where the tokens of the received text were not counted
+    (--retokenize) their total is None."""
     summary, done = run["summary"], [r for r in records if r.error is None]
     duration = summary["duration_s"] or math.nan
     times = {
@@ -80,7 +80,7 @@ def sglang_line(run: Run, records: Sequence[RequestRecord]) -> dict[str, Any]:
         for which in percentiles:
             line[f"{percentile_name(which)}_{theirs}_ms"] = float(np.percentile(ms, which))
     line["concurrency"] = sum(times["latency"]) / duration
-    line["accept_length"] = None
+    line["accept_length"] = summary["accepted_length"]
     line["input_lens"] = [0 if r.error else r.prompt_tokens for r in records]
     line["output_lens"] = [0 if r.error else r.output_tokens for r in records]
     line["ttfts"] = [0.0 if r.error else r.ttft for r in records]

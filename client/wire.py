@@ -111,6 +111,7 @@ class StreamSummary:
     reported_tokens: int | None = None  # `usage`, or `num_output_tokens` summed; None if neither was sent
     last_token_time: float | None = None  # of the last chunk with a `num_output_tokens` over 0
     reported_prompt_tokens: int | None = None  # `usage`
+    accepted_drafts: int | None = None  # `usage`, or a Triton request's metrics where it asked for them
     finish_reason: str | None = None  # the last chunk's, if it had one
     error: str | None = None
 
@@ -186,6 +187,8 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
             summary.error = f"chunk has no text_output: {str(event)[:200]}"
             return None
         summary.finish_reason = event.get("finish_reason") or None
+        if "total_accepted_draft_tokens" in event:  # so far
+            summary.accepted_drafts = int(event["total_accepted_draft_tokens"])
         if "num_output_tokens" in event:
             tokens = int(event["num_output_tokens"])
             summary.reported_tokens = (summary.reported_tokens or 0) + tokens
@@ -195,6 +198,8 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
     if event.get("usage"):
         summary.reported_tokens = int(event["usage"]["completion_tokens"])
         summary.reported_prompt_tokens = int(event["usage"].get("prompt_tokens") or 0) or None
+        details = event["usage"].get("completion_tokens_details") or {}
+        summary.accepted_drafts = details.get("accepted_prediction_tokens")
     if "choices" not in event:
         summary.error = f"chunk has no choices: {str(event)[:200]}"
         return None

@@ -324,6 +324,7 @@ def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestR
     record.scheduled, record.end = exchange.scheduled - run_start, exchange.end - run_start
     record.slot_wait = exchange.slot_wait
     record.reported_tokens, record.finish_reason = stream.reported_tokens, stream.finish_reason
+    record.accepted_drafts = stream.accepted_drafts
     if stream.last_token_time is not None:
         record.last_token = stream.last_token_time - exchange.start
     # An in-band error says more than the dropped connection that may follow it.

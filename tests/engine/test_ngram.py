@@ -17,13 +17,16 @@ PROMPTS = [[0, *range(40 + 5 * i, 80 + 5 * i), *REPEATS, 40 + 5 * i, 41 + 5 * i]
 NGRAM = {"speculative_method": "ngram", "max_draft_len": 3}
 
 
-def parameters() -> list[SamplingParams]:
+def parameters(every_other: bool = False) -> list[SamplingParams]:
+    """every_other: of the requests takes drafts, the others switch them off."""
     params = [
         SamplingParams(max_tokens=30 + 3 * i, temperature=0.3 * (i % 2), seed=i, end_id=-1) for i in range(8)
     ]
     params[2].repetition_penalty, params[5].log_probs = 1.2, True
     for each in params:
         each.perf_metrics = True
+    for each in params[1::2] if every_other else ():
+        each.speculative_decoding = False
     return params
 
 
@@ -60,6 +63,20 @@ def test_answers_stay_the_same(settings: dict[str, Any], tmp_path: Path) -> None
     assert found == expected
     assert plain.drafted_tokens == 0 < drafted.accepted_tokens < drafted.drafted_tokens
     assert "max_num_tokens" not in settings or drafted.preemptions
+
+
+def test_requests_can_switch_drafts_off(tmp_path: Path) -> None:
+    expected, _ = run(start_core(Path("bundled"), max_num_seqs=4), tmp_path / "without")
+    off = [params.speculative_decoding for params in parameters(every_other=True)]
+    core = start_core(Path("bundled"), max_num_seqs=4, check_invariants=True, **NGRAM)
+    with serve(core, tmp_path / "with") as client:
+        assert client.generate(PROMPTS, parameters(every_other=True)) == expected[: len(PROMPTS)]
+        drafted = [
+            [r.perf for r in each if r.perf is not None][-1].drafted_tokens
+            for each in client.reports.values()
+        ]
+        assert [bool(count) for count in drafted] == off
+    core.close()
 
 
 def test_ranks_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:

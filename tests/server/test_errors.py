@@ -30,6 +30,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"timeout": True}, "timeout is true"),
     ({"priority": 10}, "priority is 10; it should be an integer in 1..9"),
     ({"queue_priority": "high"}, 'queue_priority is "high"'),
+    ({"speculative_decoding": "off"}, 'speculative_decoding is "off"; it should be true or false'),
     ({"priority": 1, "queue_priority": 2}, "two names of one value"),
     ({"beam_width": 4}, "beam_width is 4, which is not supported"),
     ({"lora_task_id": 3}, "lora_task_id is not supported"),

@@ -345,6 +345,11 @@ def test_the_form_of_sglangs_results():
     }
     assert set(line) == expected
     assert (line["output_lens"], line["ttfts"], line["errors"]) == ([11, 0], [0.1, 0.0], ["", "HTTP 503"])
+    assert line["accept_length"] is None
+    records[0].accepted_drafts = 6  # of 11 tokens, so these took 5 steps
+    run["summary"] = summarise(records)
+    assert results.sglang_line(run, records)["accept_length"] == 2.2
+    assert "accepted_length" in format_table(run["summary"], "title")
     assert line["mean_tpot_ms"] == pytest.approx(50) and line["median_itl_ms"] is None
     json.dumps(line, allow_nan=False)
 

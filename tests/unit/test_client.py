@@ -113,7 +113,9 @@ def test_of_a_chat_only_what_the_model_said_counts():
     """Servers differ in what they send before it and after it."""
     role, end = {"role": "assistant", "content": ""}, {"delta": {}, "finish_reason": "length"}
     nulls = {"delta": {"role": None, "content": None}, "finish_reason": "length"}
-    usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
+    drafts = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 3}
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "completion_tokens_details": drafts}
+    usage = {"choices": [], "usage": usage}
 
     def read(*choices):
         sent = [*({"choices": [choice]} for choice in choices), usage]
@@ -125,6 +127,7 @@ def test_of_a_chat_only_what_the_model_said_counts():
         for after in ([second, end], [second, nulls], [second | {"finish_reason": "length"}]):
             summary = read(*before, first, *after)
             assert (summary.text, summary.error, summary.reported_tokens) == ("ab", None, 2)
+            assert summary.accepted_drafts == 1
             assert summary.chunk_times == [1.0 + len(before), 2.0 + len(before)]
     # A token without text is one, and an answer of nothing else has its end for a chunk.
     empty = {"delta": {"content": ""}, "finish_reason": "stop"}

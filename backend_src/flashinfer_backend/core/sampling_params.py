@@ -46,6 +46,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     context_logits: bool = False
     generation_logits: bool = False
     perf_metrics: bool = False
+    speculative_decoding: bool = True  # False: no drafts, where the engine makes some
 
     @property
     def stateful(self) -> bool:

@@ -73,6 +73,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    speculative_decoding: bool | None = True
     # Of the engine's queue: the smallest number comes first, and how many seconds it may wait.
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
     queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None

@@ -130,6 +130,7 @@ def sampling_params(
         log_probs=log_probs,
         top_logprobs=top_logprobs,
         perf_metrics=True,
+        speculative_decoding=request.speculative_decoding is not False,
     )
 
 

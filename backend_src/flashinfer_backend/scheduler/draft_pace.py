@@ -24,8 +24,9 @@ class DraftPace:
         self._accepted[slot] = 1.0
 
     def offers(self, slots: np.ndarray) -> bool:
-        """Whether the step after the one that is being planned, of the same rows, is to have drafts."""
-        if not len(slots) or self._accepted[slots].mean() >= WORTH:
+        """Whether the step after the one that is being planned, of the same rows, is to have drafts. slots:
+        those that take drafts, one or more."""
+        if self._accepted[slots].mean() >= WORTH:
             self._pause = self._left = FIRST_PAUSE
             return True
         self._left -= 1

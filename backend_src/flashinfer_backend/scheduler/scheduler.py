@@ -167,15 +167,16 @@ class Scheduler:
     def _size_decodes(self, limit: int, prompts: bool) -> None:
         """Choose how many tokens each decode row feeds in a step of `limit` tokens, with prompts or without.
 
-        Rows before their min_tokens get no drafts, nor do any in a step with prompts. No row is planned
-        beyond max_new: a sequence that can have reached it waits until its steps are read."""
+        Rows before their min_tokens get no drafts, nor do requests that switched them off, nor any row in a
+        step with prompts. No row is planned beyond max_new: a sequence that can have reached it waits until
+        its steps are read."""
         slots, table = self.decoding, self.table
         if not self.drafts or not len(slots):
             return
         planned = table.planned_outputs[slots]
         most = self._most_drafts(len(slots))
         drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1).clip(max=most)
-        drafts[planned < table.min_tokens[slots]] = 0
+        drafts[(planned < table.min_tokens[slots]) | ~table.takes_drafts[slots]] = 0
         if prompts:
             drafts[:] = 0
         drafts[np.cumsum(drafts) > limit - len(slots)] = 0
@@ -429,8 +430,10 @@ class Scheduler:
         recalled, self._recalled = self._recalled, []
         # None for a step that has prompts, as the next one is about to.
         wanted = 0
-        if self.drafts and len(rows) and not self.prefilling and self._pace.offers(rows):
-            wanted = self._most_drafts(len(rows))
+        if self.drafts and not self.prefilling:
+            takers = rows[table.takes_drafts[rows]]
+            if len(takers) and self._pace.offers(takers):
+                wanted = self._most_drafts(len(rows))
         self._offered[rows] = wanted
         return StepPlan(
             slots=slots,

@@ -36,6 +36,7 @@ class SlotTable:
         self.num_blocks = np.zeros(slots, np.int32)
         self.stateful = np.zeros(slots, bool)  # its sampling has a state
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
+        self.takes_drafts = np.zeros(slots, bool)
         self._free = list(range(slots - 1, -1, -1))
 
     @property
@@ -67,6 +68,7 @@ class SlotTable:
         self.num_blocks[slot] = block_count
         self.stateful[slot] = params.stateful
         self.stops[slot] = bool(params.stop_sequences)
+        self.takes_drafts[slot] = params.speculative_decoding
         request.slot = slot
         return slot
 

@@ -147,8 +147,7 @@ class TritonPythonModel:
             self._stop(request, sender)
             return
         parameters = request.parameters()
-        priority, timeout_us = read_request_parameters(parameters, request.timeout())
-        rows = parse_request(tensors, self._limits, priority, timeout_us)
+        rows = parse_request(tensors, self._limits, read_request_parameters(parameters, request.timeout()))
         wanted = set(request.requested_output_names())
         refuse_unmapped(rows, wanted)
         limits = self._limits

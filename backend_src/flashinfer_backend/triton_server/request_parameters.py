@@ -9,7 +9,7 @@ shown to a Python model. Hence `queue_priority`, which arrives from everywhere.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashinfer_backend.core.bounds import FIELDS, check
 from flashinfer_backend.core.values import shown
@@ -19,17 +19,28 @@ REQUEST_TYPES = ("context_and_generation",)
 LAST_PRIORITY, DEFAULT_PRIORITY = 9, 5
 PRIORITIES = ("priority", "queue_priority")
 MOST_TIMEOUT_US = 2**63 - 1
-NAMES = ("request_type", "timeout", *PRIORITIES)
+SPECULATION = "speculative_decoding"
+NAMES = ("request_type", "timeout", SPECULATION, *PRIORITIES)
 
 
-def read_request_parameters(parameters: str, timeout_us: int) -> tuple[int, int]:
-    """(priority, timeout in microseconds) as protocol.Submit has them, of a request's parameters (JSON) and
-    its own timeout (uint64, 0 for none). Raises ValueError for a bad value, naming it, and for a request type
-    that is not served."""
+class RequestParameters(NamedTuple):
+    """priority, timeout_us: as protocol.Submit has them. speculative_decoding: as in SamplingParams."""
+
+    priority: int = 0
+    timeout_us: int = 0
+    speculative_decoding: bool = True
+
+
+NO_PARAMETERS = RequestParameters()
+
+
+def read_request_parameters(parameters: str, timeout_us: int) -> RequestParameters:
+    """Of a request's parameters (JSON) and its own timeout (uint64 microseconds, 0 for none). Raises
+    ValueError for a bad value, naming it, and for a request type that is not served."""
     if timeout_us > MOST_TIMEOUT_US:  # a negative number, as the server reads it
         raise ValueError(_bad_timeout(timeout_us - 2**64))
     if not any(name in parameters for name in NAMES):  # as good as always: nothing to decode
-        return 0, timeout_us
+        return RequestParameters(timeout_us=timeout_us)
     bound = FIELDS["parameters"]
     check("the request's parameters", len(parameters), bound.size, "characters of JSON")
     given: dict[str, Any] = json.loads(parameters)
@@ -40,7 +51,10 @@ def read_request_parameters(parameters: str, timeout_us: int) -> tuple[int, int]
         timeout_us = given["timeout"]
         if type(timeout_us) is not int or not 0 <= timeout_us <= MOST_TIMEOUT_US:
             raise ValueError(_bad_timeout(timeout_us))
-    return _priority(given), timeout_us
+    drafts = given.get(SPECULATION, True)
+    if type(drafts) is not bool:
+        raise ValueError(f"{SPECULATION} is {shown(drafts)}; it should be true or false")
+    return RequestParameters(_priority(given), timeout_us, drafts)
 
 
 def _priority(given: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPER
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.triton_server.bounds import check_sequences, check_tensors
 from flashinfer_backend.triton_server.refused import refuse_unsupported
+from flashinfer_backend.triton_server.request_parameters import NO_PARAMETERS, RequestParameters
 from flashinfer_backend.triton_server.word_lists import embedding_bias, word_list
 
 Tensors = Mapping[str, np.ndarray]
@@ -58,10 +59,12 @@ def is_stop(tensors: Tensors) -> bool:
     return stop is not None and bool(np.any(stop))
 
 
-def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_us: int = 0) -> list[Row]:
+def parse_request(
+    tensors: Tensors, limits: Limits, parameters: RequestParameters = NO_PARAMETERS
+) -> list[Row]:
     """The rows of a request. Tensors by input name of the llm model, B rows: input_ids int32 [B, L] or
-    [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]. priority and
-    timeout_us are those of each row, as in protocol.Submit."""
+    [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]. parameters hold
+    for each row."""
     refuse_unsupported(tensors)
     check_tensors(tensors)
     ids, lengths = _prompts(tensors)
@@ -72,8 +75,7 @@ def parse_request(tensors: Tensors, limits: Limits, priority: int = 0, timeout_u
             " deployed using decoupled mode; send one request for each prompt"
         )
     reader = _Reader(tensors, batch)
-    place = priority, timeout_us
-    rows = [_row(reader, limits, row, ids[row, : lengths[row]], place) for row in range(batch)]
+    rows = [_row(reader, limits, row, ids[row, : lengths[row]], parameters) for row in range(batch)]
     sequences = sum(row.num_return_sequences for row in rows)
     if sequences > MOST_SEQUENCES:
         raise ValueError(
@@ -114,7 +116,7 @@ def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
     return ids, lengths
 
 
-def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, place: tuple[int, int]) -> Row:
+def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, parameters: RequestParameters) -> Row:
     if len(prompt) > limits.max_input_len:
         lengths = limits.max_input_len, limits.max_seq_len, limits.longest_seq_len
         raise ValueError(prompt_too_long(len(prompt), *lengths))
@@ -130,14 +132,14 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, place: t
         )
     return Row(
         prompt=np.ascontiguousarray(prompt, dtype="<i4"),
-        params=_sampling_params(reader, limits, row),
+        params=_sampling_params(reader, limits, row, parameters.speculative_decoding),
         streaming=streaming,
         exclude_input=reader.flag(row, "exclude_input_in_output", limits.default_exclude_input),
         num_return_sequences=sequences,
         stop_words=[word for word in reader.strings(row, "stop_words_text") if word],
         exclude_stop_words=reader.flag(row, "exclude_stop_words_in_output"),
-        priority=place[0],
-        timeout_us=place[1],
+        priority=parameters.priority,
+        timeout_us=parameters.timeout_us,
         return_num_input_tokens=reader.flag(row, "return_num_input_tokens"),
         return_num_output_tokens=reader.flag(row, "return_num_output_tokens"),
         log_probs_so_far=limits.log_probs_so_far,
@@ -158,7 +160,7 @@ def _in_vocabulary(prompt: np.ndarray, limits: Limits) -> np.ndarray:
     )
 
 
-def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParams:
+def _sampling_params(reader: _Reader, limits: Limits, row: int, speculative_decoding: bool) -> SamplingParams:
     if "request_output_len" not in reader.tensors:
         raise ValueError("request_output_len (max_tokens) is missing; it should be INT32 [batch, 1]")
     temperature = reader.number(row, "temperature", 1.0, at_least=0.0)
@@ -198,6 +200,7 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int) -> SamplingParam
         context_logits=reader.flag(row, "return_context_logits"),
         generation_logits=reader.flag(row, "return_generation_logits"),
         perf_metrics=perf,
+        speculative_decoding=speculative_decoding,
     )
 
 
