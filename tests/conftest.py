@@ -30,6 +30,7 @@ SHARED_SERVERS = {
     "unary": "contract",  # some tests compare the two
     "server": "server",
     "door": "door",
+    "scripted": "scripted",
     "metered": "metered",
 }
 

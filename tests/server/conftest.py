@@ -16,8 +16,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
-from openai_server import LOGITS_MIB, OpenAiServer, model_with_template, openai_running
+from openai_server import KEY, LOGITS_MIB, OpenAiServer, model_with_template, openai_running
 from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, build_repository, running, wait_for
+
+from flashinfer_backend.openai.arguments import KEYS_VARIABLE
+from scripted_model import AGENTS, scripted_model
 
 Started = TypeVar("Started")
 SHARED = contextlib.ExitStack()  # ends the servers of the group that runs
@@ -133,6 +136,15 @@ def door(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     that few prompts fill it."""
     room = ["--prompt-logits-mib", str(LOGITS_MIB)]
     with shared(openai_running(chat_model, tmp_path_factory.mktemp("openai"), *room)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    """The OpenAI API with a model that says what agents' tests need, calls of tools above all."""
+    folder = tmp_path_factory.mktemp("scripted")
+    model = scripted_model(folder / "scripted", AGENTS)
+    with shared(openai_running(model, folder, **{KEYS_VARIABLE: KEY})) as started:
         yield started
 
 

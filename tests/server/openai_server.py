@@ -26,6 +26,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from ports import free_ports
 
 LOGITS_MIB = 4  # of the session's door: 512 tokens of the bundled model
+KEY = "sk-one"  # of the server with the scripted model
 CALL_TOKEN = 2  # of model_with_template
 # Shows tools, reasoning and a system prompt to the bundled model in its own form of questions and answers.
 TEMPLATE = """\

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,6 +69,19 @@ def note_sent(door: Door, stream: Stream, chunk: Chunk) -> None:
 def finish_reason(code: int) -> str:
     """OpenAI's word for a finish code."""
     return "length" if code == protocol.FINISHED_LENGTH else "stop"
+
+
+def wrapped_text(text: str) -> str:
+    """Reasoning for the client to keep and send back. It has the text anyway: nothing is hidden from it."""
+    return base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def unwrapped_text(content: Any, place: str) -> str:
+    """The text that wrapped_text had. Raises ApiError for what it did not make."""
+    try:
+        return base64.b64decode(content or "", validate=True).decode()
+    except (TypeError, ValueError):
+        raise ApiError(f"{place} is not of this server", param=place) from None
 
 
 class Usage:
@@ -175,7 +189,7 @@ class JsonResponse(GenerationResponse):
             content = encode(await self._body())
         except ApiError as error:
             self.door.metrics.error(error.status)
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON, length, self.named]})
@@ -202,12 +216,12 @@ class EventResponse(GenerationResponse):
         except ApiError as error:
             self.door.metrics.error(error.status)
             if not begun:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+            await send({"type": "http.response.body", "body": error.event(scope), "more_body": True})
         except asyncio.CancelledError:  # the time that running requests have at the server's end is over
             if begun:
-                body = unavailable(SHUTTING_DOWN).body
-                await send({"type": "http.response.body", "body": event(body)})
+                body = unavailable(SHUTTING_DOWN).event(scope)
+                await send({"type": "http.response.body", "body": body})
             raise
         await send({"type": "http.response.body", "body": b""})

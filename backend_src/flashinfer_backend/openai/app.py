@@ -23,6 +23,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
+from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
 from flashinfer_backend.openai.door import Door
@@ -76,6 +77,8 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     post("/chat/completions", read_chat, chat)
     post("/completions", read_completion, completions)
     post("/responses", read_responses, responses)
+    post("/messages", read_message, message)
+    post("/messages/count_tokens", read_count, count_tokens)
     post("/tokenize", read_tokenize, tokenize)
     post("/detokenize", read_detokenize, shown_text)
 
@@ -108,7 +111,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         door.metrics.error(error.status)
-        return error.response()
+        return error.response(request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -118,7 +121,8 @@ def make_app(door: Door, access: Access) -> ASGIApp:
             405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
         }
         door.metrics.error(error.status_code)
-        answer = ApiError(words.get(error.status_code, str(error.detail)), error.status_code).response()
+        wrong = ApiError(words.get(error.status_code, str(error.detail)), error.status_code)
+        answer = wrong.response(request.scope)
         answer.headers.update(headers)
         return answer
 
@@ -128,7 +132,8 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)
         door.metrics.error(500)
-        return ApiError("internal error; the server's log has the rest of it", 500).response()
+        wrong = ApiError("internal error; the server's log has the rest of it", 500)
+        return wrong.response(request.scope)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -158,7 +163,7 @@ class Ending:
         except asyncio.CancelledError:
             if not begun:
                 self._door.metrics.error(503)
-                await unavailable(SHUTTING_DOWN).response()(scope, receive, send)
+                await unavailable(SHUTTING_DOWN).response(scope)(scope, receive, send)
 
 
 class Guard:
@@ -174,19 +179,21 @@ class Guard:
             return
         self._door.metrics.error(401)
         error = ApiError(
-            "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`",
+            "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`"
+            " or `x-api-key: KEY`",
             401,
             code="invalid_api_key",
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = given.partition(b" ")
-        digest = _digest(key.strip())
+        headers = dict(reversed(scope["headers"]))
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [bearer.strip()] if kind.lower() == b"bearer" else []
+        given += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
         # All are compared, each in the same time, whichever it is.
-        found = [hmac.compare_digest(digest, known) for known in self._keys]
-        return kind.lower() == b"bearer" and any(found)
+        pairs = [(_digest(key), known) for key in given for known in self._keys]
+        return any([hmac.compare_digest(*pair) for pair in pairs])
 
 
 def _digest(key: bytes) -> bytes:

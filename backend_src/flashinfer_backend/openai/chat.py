@@ -141,14 +141,19 @@ class Turn:
         self.skip_special_tokens = request.skip_special_tokens and not special
         self.tokens = named_tokens(request, limits)
 
+    async def encode(self) -> None:
+        """Makes ids of what was prepared. Raises ApiError."""
+        (self.prompt,) = await self.door.encode([self.text], self.conversation.add_special_tokens)
+        if not self.prompt:
+            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
+
     async def submit(
         self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
     ) -> None:
         """Hands what was prepared to the engine. Raises ApiError."""
         door = self.door
-        (self.prompt,) = await door.encode([self.text], self.conversation.add_special_tokens)
         if not self.prompt:
-            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
+            await self.encode()
         params = sampling_params(
             request,
             door.defaults,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's form, and in Anthropic's on the paths of its API."""
 
 from __future__ import annotations
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 RETRY_S = 2  # what a client is told to wait while the engine is started
 
@@ -18,6 +19,16 @@ KINDS = {
     500: "server_error",
     503: "server_error",
 }
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATHS = {f"{v}/messages{more}" for v in ("", "/v1") for more in ("", "/count_tokens")}
 
 
 class ApiError(Exception):
@@ -29,20 +40,35 @@ class ApiError(Exception):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
 
-    @property
-    def body(self) -> dict[str, object]:
-        """The JSON of the error."""
+    def body(self, scope: Scope) -> dict[str, object]:
+        """The JSON of the error, in the form of the request's path."""
+        if of_anthropic(scope):
+            kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+            error: dict[str, object] = {"type": kind, "message": self.message}
+            if self.code:
+                error["details"] = {"error_code": self.code}
+            return {"type": "error", "error": error, "request_id": scope.get("request_id")}
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def event(self, scope: Scope) -> bytes:
+        """The server-sent event that ends a stream which has begun."""
+        name = b"event: error\n" if of_anthropic(scope) else b""
+        return name + b"data: " + msgspec.json.encode(self.body(scope)) + b"\n\n"
+
+    def response(self, scope: Scope) -> Response:
         """The answer to a request that has had none."""
         headers = {"Retry-After": str(RETRY_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(
-            msgspec.json.encode(self.body),
+            msgspec.json.encode(self.body(scope)),
             self.status,
             headers,
             media_type="application/json",
         )
+
+
+def of_anthropic(scope: Scope) -> bool:
+    """Whether a request is for Anthropic's API."""
+    return scope.get("path") in _ANTHROPIC_PATHS

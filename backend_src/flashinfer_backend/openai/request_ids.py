@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header x-request-id of every answer, by which clients and proxies name it in their logs."""
+"""The header x-request-id of every answer, by which clients and proxies name it in their logs; on the paths
+of Anthropic's API also its request-id."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import secrets
 from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flashinfer_backend.openai.errors import of_anthropic
 
 HEADER = b"x-request-id"
 SANE = re.compile(rb"[ -~]{1,200}")
@@ -23,15 +26,18 @@ class RequestIds:
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
-                if SANE.fullmatch(given):
-                    headers = [header for header in headers if header[0] != HEADER]
-                    headers.append((HEADER, given))
-                elif all(name != HEADER for name, _ in headers):
-                    headers.append((HEADER, new_id()))
+                own = next((value for name, value in headers if name == HEADER), new)
+                chosen = given if SANE.fullmatch(given) else own
+                headers = [header for header in headers if header[0] != HEADER]
+                headers.append((HEADER, chosen))
+                if of_anthropic(scope):
+                    headers.append((b"request-id", chosen))
                 message = {**message, "headers": headers}
             return send(message)
 
         given = next((value for name, value in scope.get("headers", ()) if name == HEADER), b"")
+        new = new_id()
+        scope["request_id"] = (given if SANE.fullmatch(given) else new).decode()
         await self._app(scope, receive, named)
 
 

@@ -8,6 +8,7 @@ do are here, so that the value that asks for nothing passes.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -85,11 +86,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
 
     def __post_init__(self) -> None:
-        try:
-            longest = max((len(stop.encode(errors="replace")) for stop in self.stops), default=0)
-            check("stop", longest, MOST_WORD, "bytes in a word")
-        except ValueError as error:
-            raise ApiError(str(error), param="stop") from None
+        _check_words("stop", self.stops)
         options = self.stream_options
         if options is None:
             return
@@ -234,6 +231,101 @@ class ResponsesRequest(Sampling, kw_only=True):
                 )
 
 
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Anthropic's, of reasoning. adaptive: as the template has it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """name: with type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ClearThinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Claude Code asks that all thinking is kept, which is what happens anyway."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
+    edits: list[ClearThinking] = []
+
+
+class Diagnostics(msgspec.Struct, forbid_unknown_fields=True):
+    previous_message_id: None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's: what says how many tokens a prompt has."""
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # They ask for nothing here: all prompts are cached.
+    cache_control: dict[str, Any] | None = None
+    speed: Literal["standard"] | None = None
+    # Refused unless they ask for nothing.
+    context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mcp_servers:
+            raise ApiError(
+                "mcp_servers is not supported: this server runs no tools; have the client run them",
+                param="mcp_servers",
+            )
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Anthropic's."""
+
+    max_tokens: Tokens
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    # They say whose request it is and how it is billed.
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    # Refused unless they ask for nothing.
+    container: None = None
+    diagnostics: Diagnostics | None = None
+    inference_geo: None = None
+    thread: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_words("stop_sequences", self.stop_sequences or [])
+        if self.thread is not None:  # by the code the package's tools know to send all messages instead
+            raise ApiError(
+                "thread is not supported: this server keeps no messages; send all of them",
+                param="thread",
+                code="thread_unsupported_request",
+            )
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either a prompt or messages."""
 
@@ -282,6 +374,14 @@ def _error(text: str) -> ApiError:
     if found := _WRONG.fullmatch(text):
         return ApiError(f"{found[2]}: {found[1]}", param=found[2])
     return ApiError(text)
+
+
+def _check_words(name: str, words: Sequence[str]) -> None:
+    try:
+        longest = max((len(word.encode(errors="replace")) for word in words), default=0)
+        check(name, longest, MOST_WORD, "bytes in a word")
+    except ValueError as error:
+        raise ApiError(str(error), param=name) from None
 
 
 def _refuse_store(store: bool | None) -> None:

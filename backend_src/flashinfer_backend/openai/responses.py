@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -12,7 +11,14 @@ from typing import Any
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.openai.answer import EventResponse, JsonResponse, Usage, encode
+from flashinfer_backend.openai.answer import (
+    EventResponse,
+    JsonResponse,
+    Usage,
+    encode,
+    unwrapped_text,
+    wrapped_text,
+)
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
@@ -94,7 +100,7 @@ def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[P
             messages.append(output)
         elif kind == "reasoning":
             text = _thought(item.get("content"), f"input[{n}].content")
-            text = text or _unwrapped(item.get("encrypted_content"), f"input[{n}].encrypted_content")
+            text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
             if text:
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
@@ -126,20 +132,6 @@ def _thought(content: Any, place: str) -> str:
             f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param="input"
         )
     return "".join(texts)
-
-
-def _wrapped(text: str) -> str:
-    """Reasoning for the client to keep and send back, as `encrypted_content`. It has the text anyway, so
-    nothing is hidden from it."""
-    return base64.b64encode(text.encode(errors="replace")).decode()
-
-
-def _unwrapped(content: Any, place: str) -> str:
-    """The text that _wrapped had. Raises ApiError for what it did not make."""
-    try:
-        return base64.b64decode(content or "", validate=True).decode()
-    except (TypeError, ValueError):
-        raise ApiError(f"{place} is not of this server", param="input") from None
 
 
 def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, Any]:
@@ -356,7 +348,7 @@ class _Reply:
         item, at = self._items[-1], len(self._items) - 1
         item["status"] = status
         if item["type"] == "reasoning" and ENCRYPTED_REASONING in (self._request.include or []):
-            item["encrypted_content"] = _wrapped(item["content"][0]["text"])
+            item["encrypted_content"] = wrapped_text(item["content"][0]["text"])
         place = {"item_id": item["id"], "output_index": at}
         changes: list[dict[str, Any]] = []
         if item["type"] == "function_call":

@@ -14,6 +14,7 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MOST_NAME = 128  # characters of a function's name: as Anthropic's API takes; OpenAI's takes 64
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 # Keywords of JSON schemas that hold values, and those that hold schemas under names of the schema's own.
 _VALUES = ("const", "enum", "default", "examples")
@@ -108,9 +109,10 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     name, parameters = function.get("name"), function.get("parameters")
     allowed = {*string.ascii_letters, *string.digits, *"_-."}
-    if not isinstance(name, str) or not name or len(name) > 64 or set(name) - allowed:
+    if not isinstance(name, str) or not name or len(name) > MOST_NAME or set(name) - allowed:
         raise ApiError(
-            f"{place}.function.name is {shown(name)}; it should be 1 to 64 letters, digits, _, - or .",
+            f"{place}.function.name is {shown(name)}; it should be 1 to {MOST_NAME} letters, digits, _, -"
+            " or .",
             param="tools",
         )
     if name in (AUTO, NONE, REQUIRED):

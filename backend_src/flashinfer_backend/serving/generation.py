@@ -120,6 +120,7 @@ class Generation:
         self.ended = False
         self.context_ids = list(context_ids)  # the last ids that were sent
         self.cum_log_prob = 0.0
+        self.stop_word: str | None = None  # the one of the row's that ended it, if its text was matched
         self.failure: str | None = None
         self.refused = False  # with a failure: whether the engine never admitted the sequence
         self.timing = SequenceTiming()
@@ -250,6 +251,7 @@ class Generation:
             chunk.ids += new_ids
             return False
         running = chunk.code == protocol.RUNNING
+        self.stop_word = dict(enumerate(self.row.stop_words)).get(match.word)
         chunk.ids += new_ids[: match.ids]
         chunk.code = protocol.FINISHED_STOP_WORDS
         if self.row.streaming:

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens: its requests as conversations, and
+answers as its messages and events. Fields are those of anthropic 2.14, its Python package."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from flashinfer_backend.core.values import shown
+from flashinfer_backend.openai.answer import (
+    EventResponse,
+    JsonResponse,
+    Usage,
+    encode,
+    unwrapped_text,
+    wrapped_text,
+)
+from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event
+from flashinfer_backend.openai.requests import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    Sampling,
+    Thinking,
+    ToolChoice,
+    decode,
+)
+from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
+from flashinfer_backend.openai.template import Place, plain_messages
+from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
+from flashinfer_backend.transport import protocol
+
+CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
+# Names by which templates ask whether the model is to reason: Qwen 3 and GLM; DeepSeek V3.1 and Granite.
+SWITCHES = {
+    "enable_thinking": r"\benable_thinking\b",
+    "thinking": r"\bthinking is (not )?defined|\bif thinking\b",
+}
+# Keys of a tool besides its name and schema, and the values that ask for nothing here.
+IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
+    "type": (None, "custom"),
+    "defer_loading": (None, False),
+    "allowed_callers": (None, ["direct"]),
+    "input_examples": (None, []),
+}
+FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+
+
+def read_message(door: Door, body: bytes) -> tuple[MessagesRequest, str, Turn]:
+    """A request, its model, and its turn, prepared. Raises ApiError."""
+    request = decode(MessagesRequest, body)
+    model = door.check_model(request.model)
+    turn = Turn(door, conversation_of(door, request), bool(request.stream))
+    turn.prepare(_sampling(request))
+    return request, model, turn
+
+
+async def message(door: Door, asked: tuple[MessagesRequest, str, Turn]) -> Response:
+    """asked: of read_message. Raises ApiError."""
+    request, model, turn = asked
+    await turn.encode()
+    # An answer that the model's context cuts before max_tokens has a stop reason that says so.
+    room = door.limits.max_seq_len - len(turn.prompt)
+    await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
+    reply = _Reply(turn, request, model)
+    if request.stream:
+        return EventResponse(door, turn.streams, reply.events(), reply.id)
+    return JsonResponse(door, turn.streams, reply.body, reply.id)
+
+
+def read_count(door: Door, body: bytes) -> str:
+    """The text whose tokens a request wants counted. Raises ApiError."""
+    request = decode(CountTokensRequest, body)
+    door.check_model(request.model)
+    return render(door, conversation_of(door, request))
+
+
+async def count_tokens(door: Door, text: str) -> dict[str, Any]:
+    """The answer of /v1/messages/count_tokens. Raises ApiError."""
+    (ids,) = await door.encode([text], False)
+    return {"input_tokens": len(ids)}
+
+
+def conversation_of(door: Door, request: CountTokensRequest) -> Conversation:
+    """What the model is asked. Raises ApiError."""
+    messages, places = messages_of(request)
+    variables = _reasoning(door, request.thinking) if request.thinking is not None else {}
+    config, guide = request.output_config or OutputConfig(), NO_GUIDE
+    if config.effort is not None:
+        add_effort(variables, config.effort, "output_config.effort")
+    if config.format is not None:
+        guide = schema_guide(config.format.schema)
+    prefilled = messages[-1]["role"] == "assistant"
+    if prefilled and messages[-1].get("tool_calls"):
+        raise ApiError(
+            f"{places[-1].message} has a tool_use, but no message with its tool_result follows",
+            param="messages",
+        )
+    return Conversation(
+        plain_messages(messages, places),
+        _tools(request),
+        guide,
+        guide_is_for_content=True,
+        variables=variables,
+        continue_final_message=prefilled,
+    )
+
+
+def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[Place]]:
+    """The system prompt and the messages as a chat has them, and the place of each in the request. Raises
+    ApiError."""
+    messages: list[dict[str, Any]] = []
+    places: list[Place] = []
+
+    def add(message: dict[str, Any], place: str) -> None:
+        messages.append(message)
+        places.append(Place(place, f"{place}.content"))
+
+    if not request.messages:
+        raise ApiError("messages is empty; it should have at least one message", param="messages")
+    if request.system:
+        add({"role": "system", "content": _texts(request.system, "system")}, "system")
+    for n, message in enumerate(request.messages):
+        place, role, content = f"messages[{n}]", message.get("role"), message.get("content")
+        if role == "assistant":
+            add(_assistant(content, f"{place}.content"), place)
+        elif role == "system":
+            add({"role": role, "content": _texts(content, f"{place}.content")}, place)
+        elif role == "user":
+            texts: list[dict[str, Any]] = []
+            for block, at in _blocks(content, f"{place}.content"):
+                if block["type"] != "tool_result":
+                    texts.append(_text(block, at))
+                    continue
+                if texts:
+                    add({"role": role, "content": texts}, place)
+                    texts = []
+                add(_result(block, at), place)
+            if texts or not content:
+                add({"role": role, "content": texts or None}, place)
+        else:
+            raise ApiError(
+                f"{place}.role is {shown(role)}; it should be user, assistant or system", param=place
+            )
+    return messages, places
+
+
+def _blocks(content: Any, place: str) -> list[tuple[dict[str, Any], str]]:
+    """The blocks of a message and the place of each. Raises ApiError."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, place)]
+    if not isinstance(content, list):
+        raise ApiError(f"{place} should be a string or a list of blocks", param=place)
+    for n, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise ApiError(f"{place}[{n}] should be a block with a type", param=f"{place}[{n}]")
+    return [(block, f"{place}[{n}]") for n, block in enumerate(content)]
+
+
+def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    if block["type"] != "text":
+        raise ApiError(
+            f"{place} is of type {shown(block['type'])}, which is not supported there; only text is:"
+            ' {"type": "text", "text": ...}',
+            param=place,
+        )
+    if not isinstance(block.get("text"), str):
+        raise ApiError(f"{place}.text is {shown(block.get('text'))}; it should be a string", param=place)
+    return {"type": "text", "text": block["text"]}
+
+
+def _texts(content: Any, place: str) -> list[dict[str, Any]]:
+    return [_text(block, at) for block, at in _blocks(content, place)]
+
+
+def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A tool's result; one that is an error says so to the model."""
+    if not isinstance(block.get("tool_use_id"), str):
+        told = shown(block.get("tool_use_id"))
+        raise ApiError(f"{place}.tool_use_id is {told}; it should be the tool_use's id", param=place)
+    content = block.get("content")
+    text = "\n".join(part["text"] for part in _texts("" if content is None else content, f"{place}.content"))
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+
+
+def _assistant(content: Any, place: str) -> dict[str, Any]:
+    """An earlier answer, or the beginning of the one that is asked for."""
+    texts, thoughts, calls = [], [], []
+    for block, at in _blocks(content, place):
+        if block["type"] == "thinking":
+            thought = block.get("thinking") or unwrapped_text(block.get("signature"), f"{at}.signature")
+            if not isinstance(thought, str):
+                raise ApiError(f"{at}.thinking should be a string", param=at)
+            thoughts.append(thought)
+        elif block["type"] == "tool_use":
+            if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
+                raise ApiError(f"{at} should have a name and, as input, an object", param=at)
+            function = {"name": block["name"], "arguments": block["input"]}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        else:
+            texts.append(_text(block, at))
+    message: dict[str, Any] = {"role": "assistant", "content": texts or None}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message
+
+
+def _tools(request: CountTokensRequest) -> Tools:
+    tools = []
+    for n, tool in enumerate(request.tools or []):
+        for key, value in tool.items():
+            if key not in FREE_OF_TOOLS and value not in IDLE_OF_TOOLS.get(key, (None,)):
+                raise ApiError(
+                    f"tools[{n}].{key} is {shown(value)}, which is not supported: tools are run by the client"
+                    " and described by their input_schema",
+                    param=f"tools[{n}].{key}",
+                )
+        if not isinstance(tool.get("input_schema"), dict):
+            raise ApiError(
+                f"tools[{n}].input_schema should be a JSON schema", param=f"tools[{n}].input_schema"
+            )
+        function = {key: tool.get(key) for key in ("name", "description", "strict")}
+        tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+    given = request.tool_choice or ToolChoice("auto")
+    choice: str | dict[str, Any] = CHOICES.get(given.type, "")
+    if given.type == "tool":
+        if given.name is None:
+            raise ApiError("tool_choice.name is missing; it should name a tool", param="tool_choice.name")
+        choice = {"type": "function", "function": {"name": given.name}}
+    return read_tools(tools, choice, not given.disable_parallel_tool_use)
+
+
+def _reasoning(door: Door, thinking: Thinking) -> dict[str, Any]:
+    """The template's variables for it: its switch and its budget, if it has them."""
+    source = door.template.source if door.template else ""
+    switch = next((name for name, use in SWITCHES.items() if re.search(use, source)), None)
+    if thinking.type != "enabled":
+        return {switch: False} if switch and thinking.type == "disabled" else {}
+    if thinking.budget_tokens is None:
+        raise ApiError("thinking.budget_tokens is missing", param="thinking.budget_tokens")
+    if switch is None and door.reasoning_format == NONE:
+        raise ApiError(
+            "thinking.type is enabled, but the checkpoint's chat template has no reasoning; leave it out",
+            param="thinking.type",
+        )
+    variables: dict[str, Any] = {switch: True} if switch else {}
+    if re.search(r"\bthinking_budget\b", source):
+        variables["thinking_budget"] = thinking.budget_tokens
+    return variables
+
+
+def _sampling(request: MessagesRequest) -> Sampling:
+    return Sampling(
+        model=request.model,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+        stream=request.stream,
+    )
+
+
+class _Reply:
+    """Content blocks are made from the events of the one sequence: each run of a kind is a block."""
+
+    def __init__(self, turn: Turn, request: MessagesRequest, model: str) -> None:
+        self._turn, self._request, self._model = turn, request, model
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._usage = Usage(turn.streams)
+        self._content: list[dict[str, Any]] = []
+        self._open = False  # whether the last block still grows
+        self._written = ""  # the last block's text, thinking, or JSON
+        self._thought: list[str] = []
+        self._hidden = request.thinking is not None and request.thinking.type == "disabled"
+        self._omitted = request.thinking is not None and request.thinking.display == "omitted"
+
+    def _message(self, stop: tuple[str, str | None] | None) -> dict[str, Any]:
+        reason, sequence = stop or (None, None)
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._content if stop else [],
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._tokens(whole=stop is not None),
+        }
+
+    def _tokens(self, whole: bool) -> dict[str, Any]:
+        """Usage so far. whole: the answer is complete."""
+        usage = self._usage.body()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        tokens = {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+        if whole:
+            thought = self._turn.door.tokenizer.encode_batch(self._thought, False)
+            tokens["output_tokens_details"] = {"thinking_tokens": sum(map(len, thought))}
+        return tokens
+
+    async def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        stops = [stop async for _, stop in self._changes()]
+        return self._message(stops[-1])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as it comes."""
+        begun = False
+        async for changes, stop in self._changes():
+            if not begun:  # once the engine has taken the request
+                begun = True
+                yield _event({"type": "message_start", "message": self._message(None)})
+                yield _event({"type": "ping"})
+            for change in changes:
+                yield _event(change)
+            if stop is not None:
+                delta = dict(zip(("stop_reason", "stop_sequence"), stop, strict=True))
+                yield _event({"type": "message_delta", "delta": delta, "usage": self._tokens(whole=True)})
+        yield _event({"type": "message_stop"})
+
+    async def _changes(self) -> AsyncIterator[tuple[list[dict[str, Any]], tuple[str, str | None] | None]]:
+        """Events of blocks, and with the last of them why the answer ended."""
+        (stream,) = self._turn.streams.all
+        answer = Answer(self._turn, stream)
+        async for _, chunk in self._turn.streams:
+            self._usage.note(stream, chunk)
+            changes = [change for each in answer.take(chunk) for change in self._take(each)]
+            if answer.finish is None:
+                yield changes, None
+                continue
+            called = answer.finish == "tool_calls" or self._turn.tools.named is not None
+            if answer.finish == "length":
+                full = stream.timing.sent >= self._request.max_tokens
+                stop = "max_tokens" if full else "model_context_window_exceeded"
+            elif answer.calls and called and not answer.stopped_in_call:
+                stop = "tool_use"
+            else:
+                stop = "stop_sequence" if chunk.code == protocol.FINISHED_STOP_WORDS else "end_turn"
+            yield changes + self._close(), (stop, stream.stop_word if stop == "stop_sequence" else None)
+
+    def _take(self, each: Event) -> list[dict[str, Any]]:
+        kind = {CONTENT: "text", REASONING: "thinking"}.get(each.kind, "tool_use")
+        if kind == "thinking":
+            self._thought.append(each.text)
+            if self._hidden:
+                return []
+        changes = []
+        if not self._open or self._content[-1]["type"] != kind or each.kind == CALL:
+            if (
+                self._content and each.kind != CALL
+            ):  # blanks between two pieces of text, which are blocks here
+                each = each._replace(text=each.text.lstrip())
+                if not each.text:
+                    return []
+            changes += self._close() + self._begin(kind, each)
+        if each.kind == CALL:
+            return changes
+        self._written += each.text
+        if each.kind == ARGUMENTS:
+            changes.append(self._delta("input_json_delta", partial_json=each.text))
+        elif kind == "text":
+            changes.append(self._delta("text_delta", text=each.text))
+        elif not self._omitted:
+            changes.append(self._delta("thinking_delta", thinking=each.text))
+        return changes
+
+    def _begin(self, kind: str, each: Event) -> list[dict[str, Any]]:
+        self._open, self._written = True, ""
+        block: dict[str, Any]
+        if kind == "text":
+            block = {"type": kind, "text": ""}
+        elif kind == "thinking":
+            block = {"type": kind, "thinking": "", "signature": ""}
+        else:
+            made = each.call_id or new_call_id(self._turn.door.tool_format)
+            block = {"type": kind, "id": made, "name": each.text, "input": {}}
+        self._content.append(block)
+        start = {"type": "content_block_start", "index": len(self._content) - 1}
+        return [{**start, "content_block": dict(block)}]
+
+    def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
+        at = len(self._content) - 1
+        return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **fields}}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open, changes, block = False, [], self._content[-1]
+        if block["type"] == "text":
+            block["text"] = self._written
+        elif block["type"] == "thinking":
+            block["thinking"] = "" if self._omitted else self._written
+            block["signature"] = wrapped_text(self._written)
+            changes.append(self._delta("signature_delta", signature=block["signature"]))
+        else:
+            block["input"] = _input(self._written)
+        return [*changes, {"type": "content_block_stop", "index": len(self._content) - 1}]
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments, none where they are no object: those of a call that was cut."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"event: " + content["type"].encode() + b"\ndata: " + encode(content) + b"\n\n"

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that answers by a script, so that an agent's session runs as with a model that is able to call
+its tools."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+
+from flashinfer_backend.core.paths import resolve_model_dir
+
+# By the first tool that is offered and the number of results so far.
+AGENTS = {
+    "text 0": ["Hello", ", wor", "ld."],
+    "thinking 0": ["Let me ", "think.", "\n</think>\n", "It is ", "four."],
+    "weather 0": [
+        "I look.\n",
+        '<tool_call>{"name": "weather", "argu',
+        'ments": {"city": "U',
+        'lm"}}</tool_call>',
+    ],
+    "weather 1": ["It rains ", "in Ulm."],
+    "exec_command 0": [
+        '<tool_call>{"name": "exec_command", ',
+        '"arguments": {"cmd": "cat note.txt"}}</tool_call>',
+    ],
+    "exec_command 1": ["The note says: ", "water the plants."],
+}
+END_ID = 1  # of the bundled tokenizer
+WIDTH = 64  # and so many pieces at most
+# The prompt ends with the mark of an answer: the first tool's name, and how many results are there already.
+TEMPLATE = """\
+{% if tools %}Tools, as <tool_call>{"name": ..., "arguments": ...}</tool_call>: {{ tools | tojson }}
+{% endif %}\
+{% for message in messages %}\
+{{ message.role }}: {{ message.reasoning_content }}{{ message.content }}\
+{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{% endfor %}\
+{% if add_generation_prompt %}{% if enable_thinking %}<think>
+{% else %}{# </think> #}{% endif %}\
+<|{{ 'thinking' if enable_thinking else tools[0].function.name if tools else 'text' }} \
+{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}|>{% endif %}"""
+
+
+def scripted_model(folder: Path, script: Mapping[str, Sequence[str]]) -> Path:
+    """Writes the checkpoint and returns its folder. script: by the mark that ends a prompt (its words alone)
+    the pieces of the answer, a token each; pieces of all answers differ. Any other token is followed by the
+    end."""
+    bundled = resolve_model_dir("bundled")
+    tokenizer = tokenizers.Tokenizer.from_file(str(bundled / "tokenizer.json"))
+    chains = [[f"<|{mark}|>", *pieces] for mark, pieces in script.items()]
+    texts = [text for chain in chains for text in chain]
+    assert len(set(texts)) == len(texts) < WIDTH
+    for text in texts:
+        tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False, special=text.startswith("<|"))])
+    size = tokenizer.get_vocab_size()
+    config = transformers.LlamaConfig(
+        vocab_size=size,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=1 << 15,
+        eos_token_id=END_ID,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for (
+            parameter
+        ) in model.parameters():  # the layer adds nothing, so a token depends on the one before alone
+            parameter.fill_(1.0 if parameter.ndim == 1 else 0.0)
+        place = {token: n for n, token in enumerate(map(tokenizer.token_to_id, texts), start=1)}
+        for token in range(size):
+            model.model.embed_tokens.weight[token, place.get(token, 0)] = 1.0
+        model.lm_head.weight[END_ID, 0] = 100.0
+        for chain in chains:
+            ids = [tokenizer.token_to_id(text) for text in chain]
+            for token, following in zip(ids, [*ids[1:], END_ID], strict=True):
+                model.lm_head.weight[following, place[token]] = 100.0
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(bundled / "tokenizer_config.json", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
