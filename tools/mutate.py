@@ -39,7 +39,8 @@ TESTS = {
     ),
     "sampling": (
         "unit/test_sampling.py unit/test_sampling_params.py engine/test_logits_room.py "
-        "engine/test_sampling_options.py engine/test_drafts.py"
+        "engine/test_sampling_options.py engine/test_drafts.py "
+        "engine/test_guided.py"
     ),
     "text": "unit/test_named_tokens.py unit/test_stop_words.py unit/test_answer_texts.py unit/test_delta.py",
     "text/chunk": "unit/test_sequence.py unit/test_postprocessing.py unit/test_responder.py",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
+from thinned import some
 
 PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
 
@@ -91,8 +93,13 @@ def reported(client: Any, request: int) -> list[list[float]]:
     return told
 
 
-@pytest.mark.parametrize(("count", "spoilt"), [(1, 0.0), (3, 0.3), (4, 1.0)])
-@pytest.mark.parametrize(("blocks", "graphs"), [(0, False), (320, False), (320, True)])
+@pytest.mark.parametrize(
+    ("count", "spoilt", "blocks", "graphs"),
+    some(
+        list(itertools.product((1, 4), (0.0, 0.3, 1.0), (0, 320), (False, True))),
+        [(1, 0.0, 0, False), (3, 0.3, 320, False), (4, 1.0, 320, False), (3, 0.3, 320, True)],
+    ),
+)
 def test_tokens_are_those_of_steps_without_drafts(
     count: int, spoilt: float, blocks: int, graphs: bool, tmp_path: Path
 ):
@@ -145,7 +152,7 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     assert found == expected
 
 
-@pytest.mark.parametrize("spoilt", [0.0, 0.4])
+@pytest.mark.parametrize("spoilt", some([0.0, 0.4], [0.4]))
 def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
     """Ended by the end id and without one, with what else decides what a grammar lets follow."""
     schema = '{"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "integer"}}, '
@@ -173,7 +180,7 @@ def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
     found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
-    assert drafted.iteration < loop.iteration * 0.8
+    assert drafted.iteration < loop.iteration * 0.9
 
 
 def test_what_a_grammar_forces_needs_no_good_drafts(tmp_path: Path):

@@ -51,10 +51,9 @@ def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
     [
         {},
         {"max_tokens_in_paged_kv_cache": 512, "max_num_tokens": 32, "max_num_tokens_while_decoding": 32},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"},
     ],
-    ids=["plain", "preemption and chunks", "FP8 cache", "FP8"],
+    ids=["plain", "preemption and chunks", "FP8"],
 )
 def test_answers_stay_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
     options = {"max_num_seqs": 4, "check_invariants": True, "max_seq_len": 256, **settings}

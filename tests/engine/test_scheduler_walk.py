@@ -27,6 +27,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.transport import protocol
+from thinned import examples
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +190,7 @@ class Events(RuleBasedStateMachine):
 
 TestEvents = Events.TestCase
 TestEvents.settings = settings(
-    max_examples=60,
+    max_examples=examples(240),
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

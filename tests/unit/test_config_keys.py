@@ -2,13 +2,12 @@
 """Every key of every family's config.json, changed: the same logits as transformers', or a refusal that names
 it.
 
-Some of each family's keys by default; all with CONFIG_KEYS=all in the environment, which takes minutes.
+Some of each family's keys by default; all with ALL_CASES=1 in the environment, which takes minutes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from checkpoints import KINDS, make_checkpoint
 from flashinfer_backend.models.weights import WeightsError
+from thinned import ALL_CASES
 
 # One key in so many, others for the next family.
-THINNED = 1 if os.environ.get("CONFIG_KEYS") == "all" else 8
+THINNED = 1 if ALL_CASES else 8
 # What says which family it is, how weights are stored, or that nothing was changed.
 NOT_CHANGED = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
 FAMILIES = {architecture: kind for kind, (architecture, *_) in reversed(KINDS.items())}

@@ -13,6 +13,7 @@ from small_tokenizers import KINDS, OTHER_DECODERS, TEXT, byte_level, other_deco
 from tokenizers import Tokenizer, decoders
 
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder, vocabulary_size
+from thinned import examples
 
 REPLACEMENT = "\ufffd"
 PER_KIND = pytest.mark.parametrize("kind", sorted(KINDS))
@@ -50,7 +51,7 @@ cut_lists = st.lists(st.integers(1, 200), max_size=40)
 
 
 @PER_KIND
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=any_text, cuts=cut_lists, skip=st.booleans(), special=st.booleans(), flush_alone=st.booleans())
 def test_deltas_of_text(kind, text, cuts, skip, special, flush_alone):
     decoder = DECODERS[kind, skip]
@@ -63,7 +64,7 @@ def test_deltas_of_text(kind, text, cuts, skip, special, flush_alone):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), cuts=cut_lists, skip=st.booleans(), flush_alone=st.booleans())
 def test_deltas_of_random_ids(kind, data, cuts, skip, flush_alone):
     decoder = DECODERS[kind, skip]
@@ -99,7 +100,7 @@ def reference_with_byte_tokens(tokenizer: Tokenizer, ids: list[int], skip: bool)
     return text, invalid
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data(), cuts=cut_lists, skip=st.booleans(), strip=st.booleans())
 def test_deltas_of_random_byte_tokens(data, cuts, skip, strip):
     tokenizer = sentencepiece(strip)
@@ -122,7 +123,7 @@ OTHERS = {
 }
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(data=st.data(), cuts=cut_lists, skip=st.booleans(), flush_alone=st.booleans())
 @pytest.mark.parametrize("name", OTHER_DECODERS)
 def test_deltas_of_other_decoders(name, data, cuts, skip, flush_alone):
