@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernel that copies blocks of an e4m3 cache in 16 bits, in Triton's interpreter, without a GPU;
-tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have.
+tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have, and when they pay.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from flashinfer_backend.attention import copies
+from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.cache.device import KVCacheFormat
 from flashinfer_backend.cache.groups import CacheGroup
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.ops import device
 from flashinfer_backend.worker import start
 
 BLOCK_SIZE = 16
@@ -123,3 +127,43 @@ if __name__ == "__main__":
         for dtype in (torch.bfloat16, torch.float16):
             check(*heads, dtype, [3, 1, 2])
     check(*SHAPES[0], torch.bfloat16, [1])
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "taken"),
+    [
+        ([400] * 4, [400] * 4, True),
+        ([20], [20], True),  # so few tokens that copying costs nothing
+        ([300], [1600], True),  # all of the room
+        ([300], [1601], False),
+        ([300, 100], [1584, 1], True),
+        ([300, 100], [1584, 17], False),  # a block more
+        ([20] * 3, [510] * 3, False),  # too few queries for what they read
+        ([20, 240], [100, 1400], True),  # most of what is read has many queries
+        ([240, 20], [100, 1400], False),
+    ],
+)
+def test_prompts_take_copies_where_they_have_room_and_pay(q_lens, kv_lens, taken):
+    """Room for 100 blocks."""
+    with device.use(tuned.fallback()):
+        lens = np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
+        assert copies.copies_pay(*lens, 100, BLOCK_SIZE) is taken
+        # Products of 32 768 queries and 131 072 tokens are more than an int32.
+        long = np.array([32768], np.int32), np.array([131072], np.int32)
+        assert copies.copies_pay(*long, 10000, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "xqa"])
+def test_other_decode_backends_have_no_variants(backend):
+    flashinfer_paged = pytest.importorskip("flashinfer_backend.attention.flashinfer_paged")
+    plain = Scores(128**-0.5)
+    flashinfer_paged.check_variants([plain], None, 128, backend)
+    for window, scores in (
+        (100, plain),
+        (None, plain._replace(scale=0.1)),
+        (None, plain._replace(soft_cap=30.0)),
+        (None, plain._replace(sinks=torch.zeros(32))),
+    ):
+        flashinfer_paged.check_variants([scores], window, 128, "auto")
+        with pytest.raises(ValueError, match=f"{backend} has no windows, sinks, soft caps or other scales"):
+            flashinfer_paged.check_variants([scores], window, 128, backend)

@@ -8,9 +8,11 @@ layers share (attention/triton_copy.py).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from flashinfer_backend.cache.device import KVCacheFormat
+from flashinfer_backend.ops import device as active_device
 from flashinfer_backend.ops.fp8 import E4M3
 
 MAX_PROMPTS = 16  # of a step that is a graph; those that a step has fewer of read a block each
@@ -38,6 +40,19 @@ def copied_blocks(
     tokens = max(max_seq_len, _TOGETHER) + max_num_tokens
     most = _MOST_BYTES // copies_format(cache, dtype).bytes_per_block - MAX_PROMPTS
     return max(0, min(-(-tokens // cache.block_size), most))
+
+
+def copies_pay(q_lens: np.ndarray, kv_lens: np.ndarray, blocks: int, block_size: int) -> bool:
+    """Whether copies of what a step's prompts read fit into `blocks`, and FA3 over them is faster than FA2
+    over the cache (core/tuned). q_lens and kv_lens: int32 [R]."""
+    numbers = active_device.active().prompt_attention
+    tokens = int(kv_lens.sum(dtype=np.int64))
+    if int(((kv_lens + (block_size - 1)) // block_size).sum()) > blocks:
+        return False
+    # A copy takes a token's time once; each query that reads it saves a part of FA2's.
+    return tokens <= numbers.copied_freely or int(np.dot(q_lens.astype(np.int64), kv_lens)) >= (
+        numbers.copied_queries * tokens
+    )
 
 
 def copies_format(cache: KVCacheFormat, dtype: torch.dtype) -> KVCacheFormat:

@@ -22,7 +22,7 @@ from torch import Tensor
 from flashinfer_backend.attention import split, triton_copy, triton_decode
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, Scores, StepShape
-from flashinfer_backend.attention.copies import MAX_PROMPTS, has_fa3
+from flashinfer_backend.attention.copies import MAX_PROMPTS, copies_pay, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.cache.device import KVCache
@@ -70,7 +70,7 @@ class FlashInferAttention:
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, dtype, shape.dtype)
         self._scores = list(scores or [Scores(1.0 / math.sqrt(head_dim))] * shape.num_layers)
-        _check_variants(self._scores, window, head_dim, decode_backend)
+        check_variants(self._scores, window, head_dim, decode_backend)
         soft_cap = self._scores[0].soft_cap is not None
         self._window = window
         self.layers = cache.layers
@@ -324,15 +324,8 @@ class FlashInferAttention:
 
     def _can_copy(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> bool:
         """Whether the copies that FA3 reads have room, and pay; yes where it needs none."""
-        if self._copies is None:
-            return True
-        numbers, block_size = device.active().prompt_attention, self._prefill.block_size
-        tokens = int(kv_lens.sum(dtype=np.int64))
-        if int(((kv_lens + (block_size - 1)) // block_size).sum()) > self._copies.blocks:
-            return False
-        # A copy takes a token's time once; each query that reads it saves a part of FA2's.
-        return tokens <= numbers.copied_freely or int(np.dot(q_lens.astype(np.int64), kv_lens)) >= (
-            numbers.copied_queries * tokens
+        return self._copies is None or copies_pay(
+            q_lens, kv_lens, self._copies.blocks, self._prefill.block_size
         )
 
 
@@ -520,7 +513,8 @@ def _check_supported(
         )
 
 
-def _check_variants(scores: list[Scores], window: int | None, head_dim: int, decode_backend: str) -> None:
+def check_variants(scores: list[Scores], window: int | None, head_dim: int, decode_backend: str) -> None:
+    """Raises ValueError for scores of a cache group that the kernels do not have."""
     if len({each.soft_cap is None for each in scores}) > 1:
         raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
     plain = all(
