@@ -3,12 +3,8 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,13 +14,11 @@ import small_tokenizers
 
 from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results
 from client.bench_options import make_parser
-from client.datasets import DATASETS, Part, Prompt, Ramp, arrival_times, load_prompts, load_tokenizer
+from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, goodput, summarise
-from client.progress import Snapshot
 from client.scenarios import find_scenario, read_scenario, scenario_files
 from client.wire import BACKENDS
-from flashinfer_backend.core.paths import resolve_model_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +41,6 @@ def test_ramps_offer_the_rates_that_they_say():
         Ramp(0, 5)
 
 
-@pytest.mark.parametrize("shape", [0.25, 4.0, math.inf])
-def test_burstiness_is_the_shape_of_the_gaps(shape):
-    times = arrival_times(4000, 50.0, seed=0, burstiness=shape)
-    gaps = np.diff(times)
-    assert times[-1] == pytest.approx(80.0)
-    assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(shape), abs=0.08)
-
-
 def test_data_sets_have_the_lengths_that_were_asked_for():
     tokenizer = small_tokenizers.byte_level()
     parts = [Part(3, (5, 8), (2, 2)), Part(1, (40, 40), (9, 9))]
@@ -73,17 +59,6 @@ def test_data_sets_have_the_lengths_that_were_asked_for():
     assert [len(p.later) for p in talks] == [2, 2]
     with pytest.raises(ValueError, match="mixed needs parts"):
         load_prompts("mixed", tokenizer, 2, 1, parts=[])
-
-
-def test_a_tokenizer_has_the_names_that_checkpoints_have(tmp_path, monkeypatch):
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    of = {name: load_tokenizer(name).to_str() for name in ("bundled", f"~/{tmp_path.name}", tmp_path)}
-    assert of["bundled"] == load_tokenizer(resolve_model_dir("bundled")).to_str() != of[tmp_path]
-    assert of[f"~/{tmp_path.name}"] == of[tmp_path]
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"bundled/tokenizer\.json does not exist"):
-        load_tokenizer(Path("./bundled"))
 
 
 def test_conversations_of_a_file(tmp_path):
@@ -157,17 +132,6 @@ def test_the_search_for_a_rate():
     found, ended, tried, said = search(0.5)
     assert (found, ended, tried) == (None, True, [1.0]) and "begin lower" in said[0]
     assert search(21.0, seconds=1e-9)[:3] == (None, False, [])
-
-
-def test_limits_of_a_search():
-    limit = find_rate.limit("p99.5_ttft=200")
-    assert (limit.metric, limit.ms, limit.percentile) == ("p99.5_ttft", 200.0, 99.5)
-    summary = {"failed": 0, "p99.5_ttft_ms": 201.0, "mean_tpot_ms": 3.0}
-    assert find_rate.broken(summary, [limit]) == "p99.5_ttft 201.0 ms is over 200"
-    assert find_rate.broken(summary, [find_rate.limit("mean_tpot=3")]) is None
-    assert find_rate.broken(summary | {"failed": 1}, []) == "1 requests failed"
-    with pytest.raises(ValueError, match=r"--limit p99_itl=3: no answer has that time"):
-        find_rate.broken(summary | {"p99_itl_ms": None}, [find_rate.limit("p99_itl=3")])
 
 
 def test_every_scenario_can_be_read_and_says_what_it_serves_for():
@@ -304,19 +268,6 @@ def test_a_model_that_the_server_does_not_have_is_named():
         http.shutdown()
 
 
-def test_a_server_that_is_not_ready_is_waited_for_and_named(server, capsys):
-    nowhere = Load("triton", "http://127.0.0.1:9")
-    with pytest.raises(ready.NotReadyError, match=r"not ready after 0.3 s: .*ensemble/ready: .*refused"):
-        ready.wait_ready(nowhere, 0.3)
-    said = capsys.readouterr().err
-    assert said.count("waiting up to") == 1 and "http://127.0.0.1:9/v2/models/ensemble/ready" in said
-    with pytest.raises(ready.NotReadyError, match=r"gRPC 127\.0\.0\.1:9"):
-        ready.wait_ready(Load("triton-grpc", "http://127.0.0.1:9"), 0.3)
-    capsys.readouterr()
-    ready.wait_ready(Load("triton", server.url), 5)
-    assert capsys.readouterr().err == ""
-
-
 def test_grpc_requests_hold_what_the_model_takes():
     types = {"text_input": "BYTES", "max_tokens": "INT32", "top_p": "FP32", "seed": "UINT64"}
     body = {"text_input": "é", "max_tokens": 3, "top_p": 1, "seed": 2**64 - 1}
@@ -354,19 +305,6 @@ def test_the_form_of_sglangs_results():
     json.dumps(line, allow_nan=False)
 
 
-def test_sglangs_form_names_the_scenarios_data_and_ramp(server, tokenizer_folder, tmp_path):
-    text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / RAMP
-    text = re.sub("request_rates = .*", "ramp = { start = 100.0, end = 200.0 }", text)
-    path.write_text(
-        text.replace('"random"', '"multi-turn"').replace("num_prompts = 20", "num_prompts = 2\nturns = 1")
-    )
-    output = tmp_path / "out.jsonl"
-    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1", "--warm-up", "0"]
-    assert bench.main([*arguments, "--scenario", str(path), "--sglang-json", str(output)]) == 0
-    line = json.loads(output.read_text())
-    assert (line["dataset_name"], line["request_rate"]) == ("multi-turn", "100 to 200")
-
-
 def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokenizer_folder, tmp_path, capsys):
     output, load = tmp_path / "out.json", ["--num-prompts", "3", "--workers", "1", "--warm-up", "0"]
     sweep = ["--request-rate", "50,100", "--output-len", "2", "--output", str(output)]
@@ -383,33 +321,6 @@ def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokeni
     assert "\n100 requests/s\n" in shown.out and shown.err == f"wrote {output}\n" * 2
 
 
-def test_the_parts_of_mixed_prompts_share_none_with_the_next_run():
-    parts = [Part(1, (8, 16), (4, 4)), Part(1, (8, 16), (9, 9))]
-    first, second = (
-        load_prompts("mixed", small_tokenizers.byte_level(), 20, seed, parts=parts) for seed in (0, 1)
-    )
-    assert not {prompt.text for prompt in first} & {prompt.text for prompt in second}
-
-
-def test_what_is_printed_fits_80_columns():
-    assert len(Snapshot(1234.5, 10000, 10000, 9999, 9999, 10**8, 12.3456).line()) <= 80
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    programs = ["client bench", "client chat", "client report", "client generate"]
-    for program in [*programs, "flashinfer_backend.serve", "flashinfer_backend.openai"]:
-        words = [sys.executable, "-m", *program.split(), "--help"]
-        told = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        assert max(map(len, told.stdout.splitlines())) <= 80, program
-    unknown = subprocess.run(
-        [sys.executable, "-m", "client", "bnch"], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert unknown.returncode == 2 and "unknown command 'bnch'; it is one of generate, chat" in unknown.stderr
-
-
-def test_every_data_set_is_in_the_help():
-    text = bench.make_parser(None).format_help()
-    assert all(name.partition(":")[0] in text for name in DATASETS)
-
-
 def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_path):
     committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
     assert (
@@ -424,47 +335,3 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
     assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]
     with pytest.raises(ValueError, match="cannot be read"):
         measured.read(tmp_path / "missing.json")
-
-
-def test_a_report_joins_files_of_one_server_only_where_it_is_told_to(tmp_path):
-    committed = json.loads((ROOT / "perf_configs/results/2026-11-21-h200.json").read_text())
-    run = next(run for run in committed["runs"] if run["request_rate"])
-    facts = {"server": "triton 2.51.0", "machine": committed["machines"][run["machine"]]}
-    shape = {"label": "triton 2.51.0", "max_concurrency": None}
-    kept = {name: run[name] for name in ("started", "command", "request_rate", "prompts_sha256", "summary")}
-    for name in ("long", "short"):
-        (tmp_path / name).write_text(json.dumps({"runs": [shape | facts | kept]}))
-    long, short = str(tmp_path / "long"), str(tmp_path / "short")
-
-    def servers(*results):
-        assert report.main([*results, "--out", str(tmp_path / "page")]) == 0
-        rows = (tmp_path / "page.md").read_text().split("|---|")[1].splitlines()[1:]
-        return [
-            row.split(" | ")[0].strip("| ") for row in rows if row.startswith("|") and row[:9] != "| server "
-        ]
-
-    assert servers(long) == ["triton 2.51.0"]
-    assert servers(long, short) == ["triton 2.51.0, long", "triton 2.51.0, short"]
-    assert servers(f"ours={long}", f"ours={short}") == ["ours", "ours"]
-
-
-@pytest.mark.parametrize(
-    "server, label", [("triton 2.51.0", "triton 2.51.0"), ("vllm 0.25.1", "triton, vllm 0.25.1")]
-)
-def test_a_server_is_called_what_it_calls_itself(server, label):
-    assert bench._label("triton", server) == label
-
-
-def test_a_report_of_rows_that_are_not_there_names_those_that_are(tmp_path, capsys):
-    committed = ROOT / "perf_configs/results/2026-11-21-h200.json"
-    assert report.main([str(committed), "--rows", " a, zz", "--out", str(tmp_path / "page")]) == 2
-    assert "there are no runs of zz, but of a, b, c" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_failed_requests_are_in_no_curve_of_first_tokens():
-    committed = measured.read(ROOT / "perf_configs/results/2026-11-21-h200.json")
-    run = next(run for run in committed if run.requests)
-    times, errors = run.requests["ttft"], [None, "cut off"] + [None] * (len(run.requests["ttft"]) - 2)
-    part = replace(run, requests=run.requests | {"error": errors})
-    assert report_plots._first_token_times(part) == [times[0], *times[2:]]

@@ -2,8 +2,6 @@
 """The client against streams that end wrongly, wrong arguments, and its own sudden end."""
 
 import json
-import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,13 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import small_tokenizers
 from streaming_server import StreamingServer
 
-from client import bench, generate, load, wire
-from client.datasets import Prompt, arrival_times, load_sharegpt
+from client import bench, generate, wire
+from client.datasets import Prompt
 from client.load import Load, run_load
-from client.metrics import RequestRecord, format_table, request_columns
+from client.metrics import RequestRecord, request_columns
 
 ROOT = Path(__file__).parents[2]
 NO_END = "stream ended without its last chunk (no finish_reason)"
@@ -67,16 +64,6 @@ def test_a_stream_without_its_last_chunk_is_an_error_where_others_have_theirs(se
     assert request_columns(result.records)["finish_reason"] == reasons
 
 
-def test_servers_that_never_send_finish_reason_are_served_as_before(server):
-    unmarked = send(server, ["unmarked", "unmarked early"])
-    assert [r.error for r in unmarked.records] == [None, None]
-    hint = "1 requests had fewer chunks than tokens: merged or lost ones (--check-tokens)"
-    assert hint in format_table(unmarked.summary, "title")
-    assert hint not in format_table(send(server, ["unmarked"]).summary, "title")
-    openai = send(server, ["plain", "plain"], backend="openai")
-    assert [r.error for r in openai.records] == [None, None]
-
-
 def test_an_answer_of_another_form_fails_alone(server):
     foreign, latin, plain = send(server, ["foreign", "latin", "plain"]).records
     assert foreign.error.startswith("chunk is not of this form: {")
@@ -97,11 +84,6 @@ def test_chunks_of_another_form(backend, event):
     data = f"data: {json.dumps(event)}\n\n".encode()
     error = wire.read_stream(backend, [(1.0, data)], 3, exact=True).error
     assert error is not None and error.startswith("chunk is not of this form")
-
-
-def test_a_message_that_is_no_response():
-    error = wire.read_stream("triton-grpc", [(1.0, b"\xff\xff\xff")], 3, exact=True).error
-    assert error is not None and error.startswith("message is no ModelStreamInferResponse")
 
 
 def test_an_empty_last_chunk_does_not_count_for_tpot(server):
@@ -211,32 +193,6 @@ def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_pa
         assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_the_python_interface_refuses_the_same():
-    with pytest.raises(ValueError, match="positive"):
-        arrival_times(3, math.nan, 0)
-    with pytest.raises(ValueError, match="workers -1 must be"):
-        Load("triton", "http://127.0.0.1:9", workers=-1)
-
-
-def test_conversations_without_two_texts_are_skipped(tmp_path):
-    good = {"conversations": [{"value": "a b c d e f"}, {"value": "g h i j k l"}]}
-    broken = [
-        {"id": "1"},
-        "text",
-        {"conversations": None},
-        {"conversations": [{"value": "a"}]},
-        {"conversations": [{"from": "human"}, {"value": "a b c d e f"}]},
-        {"conversations": [{"value": "a b c d e f"}, {"value": None}]},
-        {"conversations": ["a b c d e f", "a b c d e f"]},
-    ]
-    path = tmp_path / "conversations.json"
-    path.write_text(json.dumps([*broken, good]))
-    (prompt,) = load_sharegpt(path, small_tokenizers.byte_level(), 1, seed=0)
-    assert prompt.text == "a b c d e f"
-    with pytest.raises(ValueError, match="has 1 usable conversations, 2 were asked for"):
-        load_sharegpt(path, small_tokenizers.byte_level(), 2, seed=0)
-
-
 WRONG_GENERATE = [
     (["--url", "foo"], "'foo' must have the form http://host:port"),
     (["--url", "http://a..b:8000"], "must have the form http://host:port"),
@@ -261,12 +217,6 @@ def test_wrong_arguments_of_generate(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_ends_of_the_ranges_are_served(server):
-    ends = ["--seed", str(2**64 - 1), "--top-k", str(2**31 - 1), "--max-tokens", "2"]
-    assert generate.main(["plain", "--url", server.url, *ends]) == 0
-    assert (server.bodies[0]["seed"], server.bodies[0]["top_k"]) == (2**64 - 1, 2**31 - 1)
-
-
 def python(*arguments, env=None, **pipes):
     """A Python process with this one's import path."""
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -284,14 +234,6 @@ def test_generate_ends_quietly_when_its_reader_goes():
             assert process.stderr.read() == b""
     finally:
         server.close()
-
-
-def test_text_that_the_terminal_cannot_show_is_escaped(server):
-    arguments = ["wide", "--url", server.url, "--max-tokens", "1"]
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    with python("-m", "client.generate", *arguments, env=ascii_only, **PIPES) as process:
-        shown, complaint = process.communicate(timeout=30)
-    assert (process.returncode, shown, complaint) == (0, b" w0\\xe9\\U0001f600\n", b"")
 
 
 def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
@@ -313,29 +255,6 @@ def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
         for worker in filter(alive, workers):
             worker.kill()
         server.close()
-
-
-def test_a_worker_whose_parent_died_before_it_asked_ends():
-    code = "import os; from client.worker import end_with_parent as end; end(os.getppid()); print(1, flush=1)"
-    with python("-c", f"{code}; end(0); print(2)", stdout=subprocess.PIPE) as process:
-        assert process.communicate(timeout=30)[0] == b"1\n"
-    assert process.returncode == 1
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_worker_that_has_ended_is_named_and_its_results_are_taken(before):
-    ours, theirs = multiprocessing.Pipe()
-    if not before:  # it ends without having read
-        load._tell(ours, "start")
-    theirs.close()
-    load._tell(ours, "stop")
-    with pytest.raises(RuntimeError, match="a worker process died"):
-        load._receive(ours, time.monotonic() + 5, "did not finish")
-    ours, theirs = multiprocessing.Pipe()
-    theirs.send("results")
-    theirs.close()
-    load._tell(ours, "stop")
-    assert load._receive(ours, time.monotonic() + 5, "did not finish") == "results"
 
 
 def alive(process):

@@ -77,22 +77,6 @@ def test_generate_says_that_nothing_listens(capsys):
     assert said.startswith(f"error: {place}: nothing listens there; start the server first")
 
 
-def test_generate_times_an_answer_in_one_piece(answers, capsys):
-    url, waiting = answers
-    waiting += [events({"text_output": "all"}), events({"text_output": "a"}, {"text_output": "b"})]
-    assert generate.main(["--url", url, "--no-stream", "--timing", "Hello"]) == 0
-    assert generate.main(["--url", url, "--timing", "Hello"]) == 0
-    whole, streamed = capsys.readouterr().err.splitlines()
-    assert whole.startswith("the answer came after ") and "first chunk" not in whole
-    assert streamed.startswith("first chunk ") and ", 2 chunks, " in streamed
-
-
-def test_generate_says_what_is_no_text(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
-    assert generate.main(["-"]) == 1
-    assert "standard input: 'utf-8' codec can't decode" in capsys.readouterr().err
-
-
 def test_without_grpcs_packages_it_is_said_what_to_install():
     words = [sys.executable, "-S", "-E", "-m", "client", "generate", "--grpc", "Hello"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -114,20 +98,6 @@ def test_chat_goes_on_after_an_answer_that_is_none(answers, capsys, monkeypatch)
     assert "\nhm \n\nyes\n" in shown.out
 
 
-def test_chat_goes_on_after_bytes_that_are_no_text(answers, capsys, monkeypatch):
-    url, waiting = answers
-    waiting.append(events({"text_output": " yes"}))
-    said = io.TextIOWrapper(
-        io.BytesIO(b"h\xff\xfe\nfirst \\\n\xff\nIs it \xe2\x82\xac? \\\n"), encoding="utf-8"
-    )
-    monkeypatch.setattr(sys, "stdin", said)
-    assert chat.main(["--url", url]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("this line is not text in utf-8 and was left out") == 2
-    # The last line was to go on, and the input ended: it is asked all the same, and nothing else is.
-    assert "\nyes\n[1 chunks, " in shown and waiting == []
-
-
 def test_chat_takes_no_other_conversation(capsys):
     for name in sorted(chat.OF_THE_CHAT):
         with pytest.raises(SystemExit):
@@ -135,41 +105,11 @@ def test_chat_takes_no_other_conversation(capsys):
         assert f"--extra-body: {name} is what the conversation says" in capsys.readouterr().err
 
 
-def test_chat_takes_an_option_once(capsys):
-    for option in ("--temperature", "--top-p", "--max-tokens"):
-        name = option[2:].replace("-", "_")
-        with pytest.raises(SystemExit):
-            chat.parse_args([option, "1", "--extra-body", json.dumps({name: 2})])
-        assert f"--extra-body: {name} is given by {option} already" in capsys.readouterr().err
-        assert chat.parse_args(["--extra-body", json.dumps({name: 2})]).extra_body == {name: 2}
-
-
-def test_chat_is_not_both_greedy_and_sampled(capsys):
-    assert chat.parse_args(["--temperature", "0.5", "--top-p", "0.5"]).top_p == 0.5
-    with pytest.raises(SystemExit):
-        chat.parse_args(["--temperature", "0", "--top-p", "0.5"])
-    assert "--top-p: --temperature 0 is greedy" in capsys.readouterr().err
-
-
 def test_what_is_no_tokens_is_called_chunks():
     answer = chat.Answer(chunks=9, ttft=0.1, seconds=0.5)
     assert answer.statistics() == "9 chunks, TTFT 100 ms, 20.0 chunks/s, 0.5 s"
     assert "9 tokens" in replace(answer, tokens=9).statistics()
     assert "20.0 tok/s" in replace(answer, tokens=9).statistics()
-
-
-def test_chat_says_that_nothing_listens(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
-        url = f"http://127.0.0.1:{closed_soon.getsockname()[1]}"
-    assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
-    said = "nothing listens there; start the server first, or name another with --url"
-    assert capsys.readouterr().err == f"error: {url}: {said}\n"
-
-
-def test_chat_names_a_server_that_is_none_of_http(answers, capsys):
-    url, _ = answers
-    assert chat.main(["--backend", "openai-chat", "--url", url]) == 1
-    assert capsys.readouterr().err == f"error: {url}: no answer of an HTTP server (BadStatusLine)\n"
 
 
 @pytest.mark.parametrize(

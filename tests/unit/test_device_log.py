@@ -24,7 +24,6 @@ from client.device_log import (
     Reading,
     describe,
     find_devices,
-    limit_shares,
 )
 from perf_configs import floor
 
@@ -60,21 +59,6 @@ def test_readings_become_a_spread_and_an_error_ends_the_log_alone():
     ]
 
 
-def test_readings_of_before_and_after_a_run_do_not_count():
-    """While processes start and parse, the device idles."""
-    left = iter([Reading(watts, 1980, 2619, 40, 0x4 * (watts > 200)) for watts in (90, 690, 700, 80)])
-    log = DeviceLog(Devices((GPU,), lambda: [next(left)]), period=0.001)
-    with log:
-        log._thread.join(30)
-    log.moments = [10.0, 12.5, 13.0, 15.0]
-    result = log.result(12.0, 14.0)
-    (gpu,) = result["gpus"]
-    assert (gpu["median_power_w"], gpu["power_w"], gpu["limited_by"]) == (695, [690, 700], {"power": 1.0})
-    assert result["seconds"] == [0.5, 1.0]
-    assert log.result()["gpus"][0]["limited_by"] == {"power": 0.5}
-    assert log.result(20.0, 21.0)["gpus"][0]["median_power_w"] is None
-
-
 def test_a_run_is_logged_from_its_first_request_to_its_last(tmp_path: Path, monkeypatch):
     spans: list[tuple[float, float]] = []
 
@@ -96,13 +80,6 @@ def test_a_run_is_logged_from_its_first_request_to_its_last(tmp_path: Path, monk
     ((began, ended),) = spans
     assert before < began < ended < time.monotonic()
     assert ended - began == pytest.approx(json.loads(path.read_text())["summary"]["duration_s"], abs=1e-4)
-
-
-def test_a_gpu_that_is_never_read_has_no_numbers():
-    result = logged([])
-    assert result["gpus"][0]["median_power_w"] is None
-    assert describe(result)[0][1:3] == ["- / - of 700", "- / - of 1980"]
-    assert limit_shares([]) == {} and limit_shares([0x1, 0x2]) == {}  # idle, an application's own setting
 
 
 def test_without_a_gpu_the_result_says_none():
@@ -158,14 +135,6 @@ def test_reports_show_power_and_clocks(tmp_path: Path):
     assert "Power" not in report.markdown(measured.read(path), "t")
 
 
-def test_repeats_are_told_apart(tmp_path: Path):
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps({"runs": [run(None), run(None) | {"repeat": 1, "prompts_sha256": "q"}]}))
-    text = report.markdown(measured.read(path), "t")
-    assert "| ours | 2 req/s, run 1 |" in text and "| ours | 2 req/s, run 2 |" in text
-    assert "had the same prompts" not in text  # each repeat has its own
-
-
 def test_the_floor_counts_what_a_step_reads(tmp_path: Path):
     folder = make_checkpoint("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -180,19 +149,6 @@ def test_the_floor_counts_what_a_step_reads(tmp_path: Path):
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     cache = 3 * 10 * 2 * config["num_key_value_heads"] * head * config["num_hidden_layers"]
     assert floor.bytes_of_a_step(folder / "config.json", 3, 10) == 2 * (matrices + cache)
-
-
-def test_the_floor_of_another_model_is_not_guessed(tmp_path: Path):
-    folder = make_checkpoint("llama", tmp_path)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for wrong, message in (
-        ({"quantization_config": {}}, "has quantization_config"),
-        ({"vocab_size": None}, "does not give"),
-    ):
-        path.write_text(json.dumps(config | wrong))
-        with pytest.raises(ValueError, match=message):
-            floor.bytes_of_a_step(path, 1, 1)
 
 
 def test_the_floor_of_this_machine_is_measured(tmp_path: Path, monkeypatch):

@@ -2,24 +2,21 @@
 """Benchmark rows, the runner with real servers, merging of results, and the verdicts in the report."""
 
 import itertools
-import json
 import math
 import os
 import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import small_tokenizers
 
 from checkpoints import make_checkpoint
-from client.configurations import base_label, labels
-from client.measured import read
-from client.scenarios import Point, Requirement, read_scenario, read_scenarios
-from perf_configs import plots, provenance, results, run, servers
-from perf_configs.servers import ServerSpec, StartError, Variant, choose_servers, read_servers, serve
+from client.configurations import base_label
+from client.scenarios import Point, Requirement, read_scenarios
+from perf_configs import provenance, results, run, servers
+from perf_configs.servers import ServerSpec, StartError, choose_servers, read_servers, serve
 from ports import free_ports
 
 REQUIRED = {
@@ -78,17 +75,6 @@ def test_rows_and_requirements_are_the_agreed_ones():
     assert {str(r) for s in large.values() for r in s.requirements} == {"≤ 200"}
     with pytest.raises(ValueError, match="no scenario for row x"):
         read_scenarios("a,x")
-
-
-def test_a_scenario_with_an_unknown_key_is_refused(tmp_path):
-    path = tmp_path / "x.toml"
-    text = 'row = "x"\ntitle = "t"\nexpected_seconds = 1\nspeed = 3\n[warm_up]\nnum_prompts = 1\n'
-    path.write_text(text + '[load]\ndataset = "sharegpt"\nnum_prompts = 2\n')
-    with pytest.raises(ValueError, match=r"unknown keys.*speed"):
-        read_scenario(path)
-    path.write_text(text.replace("speed = 3\n", "") + '[load]\ndataset = "sharegpt"\n')
-    with pytest.raises(ValueError, match="num_prompts"):
-        read_scenario(path)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +136,6 @@ def test_the_table_says_pass_miss_and_why_not():
         assert verdict(required, ours, measured("vllm", "a") | changed)[1] == f"invalid: {why}"
 
 
-def test_a_limit_of_ours_alone_needs_no_peer():
-    limit = Requirement("p99_ttft_ms", at_most=100)
-    assert verdict(limit, measured("ours", "a"), None) == (None, "pass")
-    assert verdict(limit, measured("ours", "a", p99_ttft_ms=101.0), None) == (None, "**miss**")
-    assert verdict(limit, None, measured("vllm", "a")) == (None, "not run")
-
-
 def test_several_runs_count_as_their_median():
     def runs(server, *values):
         return [
@@ -202,35 +181,6 @@ def test_of_a_peers_variants_the_best_counts():
     assert results.best(Requirement("median_tpot_ms", ratio_at_most=1), []) is None
 
 
-def test_each_peer_has_its_table():
-    text = results.markdown(
-        document(measured("ours", "a"), measured("sglang", "a"), measured("vllm", "a")), read_scenarios()
-    )
-    assert re.findall("^## Against (.*)", text, re.MULTILINE) == ["sglang", "vllm"]
-    assert text.count("| a | 128 in, 256 out, 1 at a time |") == 2
-
-
-def test_each_door_of_ours_has_its_table():
-    def openai(variant, **values):
-        return measured("ours-openai", "a", **values) | {"variant": variant}
-
-    peers = [measured("vllm", "a", median_tpot_ms=8.0) | {"variant": v} for v in ("servers-1", "servers-4")]
-    own = [openai("workers-1", median_tpot_ms=6.0), openai("workers-4", median_tpot_ms=9.0)]
-    text = results.markdown(
-        document(measured("ours", "a", median_tpot_ms=4.0), *own, *peers), read_scenarios()
-    )
-    tables = dict(zip(*[iter(re.split("^## (.*)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
-    doors = ("Against vllm", "ours-openai:workers-1 against vllm", "ours-openai:workers-4 against vllm")
-    assert [name for name in tables if "gainst" in name] == list(doors)
-    for name, ratio, word in zip(doors, ("0.50", "0.75", "1.12"), ("pass", "pass", "**miss**"), strict=True):
-        (line,) = [x for x in tables[name].splitlines() if x.startswith("| a |")]
-        assert [cell.strip() for cell in line.split("|")][6:9] == [ratio, "ratio ≤ 0.90", word], name
-    assert not any("| b |" in tables[door] for door in doors), "rows that nobody ran"
-    assert tables["All runs"].count("| a | ours-openai:workers-") == 2
-    alone = results.markdown(document(*own[:1], *peers), read_scenarios())
-    assert re.findall("^## (.*) against vllm", alone, re.MULTILINE) == ["ours-openai:workers-1"]
-
-
 SPLIT = {"knobs": "--set max_seq_len=8192 --set tensor_parallel_size=2 --set replicas=2"}
 
 
@@ -262,53 +212,6 @@ def test_another_configuration_replaces_nothing_and_has_a_name_and_a_table_of_it
     assert text.count("| b | 128 in") == 1 and "not run" not in text
 
 
-def test_what_differs_is_in_the_name():
-    plain, peer = measured("ours", "a"), measured("vllm", "a")
-    eight, other = ({"checkpoint": {"name": n, "config_sha256": f"{n}0000"}} for n in ("8b", "fp8"))
-    first, second = ({"profile": {"name": "h.toml", "sha256": sha}} for sha in ("111111", "222222"))
-    four, two = ({"environment": {"VLLM_FLAGS": f"--max-num-seqs {n} --seed 1"}} for n in (4, 2))
-    for one, another, names in (
-        (plain, plain | {"load_format": "dummy"}, {"ours"}),
-        (plain, plain | {"load_format": "auto"}, {"ours", "ours (the checkpoint's weights)"}),
-        (plain | eight, plain | other, {"ours (8b)", "ours (fp8)"}),
-        (plain | first, plain | second, {"ours (h 111111)", "ours (h 222222)"}),
-        # The profile too would be different, but the knobs say enough.
-        (plain | first, plain | second | {"knobs": "--set c=1"}, {"ours", "ours (c=1)"}),
-        (plain, plain | {"start_seconds": None}, {"ours", "ours (running already)"}),
-        (peer | four, peer | two, {f"vllm (VLLM_FLAGS --max-num-seqs {n})" for n in (4, 2)}),
-        (plain | {"knobs": "--set a=1 --set b=2"}, plain | {"knobs": "--set b=2 --set a=1"}, {"ours"}),
-        (peer | {"flags": "-a 1 -b"}, peer | {"flags": "-b -a 2"}, {"vllm (-a 1)", "vllm (-a 2)"}),
-    ):  # fmt: skip
-        assert set(labels([one, another]).values()) == names
-        merged = results.merge([document(one), document(another)])
-        assert len(merged["runs"]) == len(names)
-
-
-def test_committed_results_of_two_configurations_are_told_apart(tmp_path):
-    name = "2026-11-22-h200x4-70b"
-    paths = [run.ROOT / f"perf_configs/results/{name}{how}.json" for how in ("", "-tp2x2")]
-    results.save(results.merge(map(results.load, paths)), tmp_path / "both.json")
-    found = [each.label for each in read(tmp_path / "both.json") if "sharegpt" in each.row]
-    assert found == ["ours", "ours (replicas=2, tensor_parallel_size=2)", "vllm:servers-4"]
-
-
-def test_a_peer_that_served_the_same_checkpoint_is_compared():
-    def served(server, name, time):
-        return measured(server, "a", median_tpot_ms=time) | {
-            "checkpoint": {"name": name, "config_sha256": name * 3}, "load_format": "auto"
-        }  # fmt: skip
-
-    runs = [
-        served(*each) for each in (("ours", "x", 4), ("vllm", "x", 8), ("ours", "y", 2), ("vllm", "y", 1))
-    ]
-    text = results.markdown(results.merge([document(*runs)]), read_scenarios())
-    lines = [[c.strip() for c in line.split("|")] for line in text.splitlines() if "ratio ≤" in line]
-    assert [cells[4:9] for cells in lines] == [
-        ["4", "8 (x)", "0.50", "ratio ≤ 0.90", "pass"],
-        ["2", "1 (y)", "2.00", "ratio ≤ 0.90", "**miss**"],
-    ]
-
-
 def test_servers_are_chosen_with_their_variants():
     known = read_servers()
     assert list(known) == ["ours", "ours-openai", "vllm", "sglang", "trtllm"]
@@ -331,14 +234,6 @@ def test_servers_are_chosen_with_their_variants():
     ):
         with pytest.raises(ValueError, match=message):
             choose_servers(wrong, known)
-
-
-def test_a_variant_reaches_the_command(tmp_path):
-    command = 'echo "$FLAGS, $MODE" >"$WORK/seen"; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    variants = {"fast": Variant("--quick", {"MODE": "turbo"})}
-    chosen = ServerSpec("vllm", "openai", "/", "/", command, 20.0, variants=variants, variant="fast")
-    with serve(chosen, {}, tmp_path, free_ports(1)[0], 20.0, tmp_path / "kept"):
-        assert (tmp_path / "seen").read_text() == "--quick, turbo\n"
 
 
 def test_runs_of_different_checkpoints_are_not_compared(tmp_path):
@@ -413,16 +308,6 @@ def test_merging_keeps_the_latest_of_each(tmp_path):
             results.load(tmp_path / "three.json")
 
 
-def test_merging_into_a_folder_keeps_the_rows_of_the_file_there(tmp_path, capsys):
-    results.save(document(measured("ours", "a"), measured("ours", "b")), tmp_path / "out/day.json")
-    newer = measured("ours", "b", median_tpot_ms=7.0)  # started at the same time as the one that is there
-    results.save(document(newer, measured("vllm", "b")), tmp_path / "day.json")
-    assert run.main(["--merge", str(tmp_path / "day.json"), "--out", str(tmp_path / "out")]) == 0
-    merged = results.load(tmp_path / "out/day.json")["runs"]
-    found = [(r["server"], r["row"], r["summary"]["median_tpot_ms"]) for r in merged]
-    assert found == [("ours", "a", 100.0), ("ours", "b", 7.0), ("vllm", "b", 100.0)]
-
-
 def test_several_runs_of_a_point_are_of_one_version_and_machine(capsys):
     """Of three runs and a later single one by another commit, the median must not be of both."""
     tpot = {"median_tpot_ms": 9.0}
@@ -453,19 +338,6 @@ def test_a_run_with_failures_does_not_replace_one_without(capsys):
     assert results.merge(map(document, [failed, cold]))["runs"] == [cold]
     assert results.merge(map(document, [good, last]))["runs"] == [last]
     assert capsys.readouterr().err == ""
-
-
-def test_step_times_are_drawn(tmp_path):
-    case = {"rows": 1, "context": 256, "step_us": 4000.0, "floor_us": 3500.0}
-    path = tmp_path / "steps.json"
-    path.write_text(json.dumps([case, case | {"rows": 64}, {"prefill": 2048, "us": 1.0}]))
-    written = plots.draw(document(), path, tmp_path, "x")
-    assert [p.name for p in written] == ["x-step.svg"] and written[0].stat().st_size > 1000
-    assert {"G", "1", "64"} <= set(re.findall("<!-- (.*) -->", written[0].read_text()))
-    for text in ("no JSON", "[]", "[1]", '[{"step_us": 1.0}]'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="holds no decode steps"):
-            plots.read_step_times(path)
 
 
 def spec(command, prepare="", start_seconds=20.0):
@@ -565,96 +437,6 @@ def test_a_peer_that_is_not_there_is_looked_for_where_variables_say(tmp_path, mo
         with pytest.raises(StartError) as caught:
             servers.check(peer, 8300)
         assert str(caught.value).startswith(peer.label + where) and str(caught.value).endswith(said)
-
-
-def test_what_our_own_servers_need_is_looked_for_too(tmp_path, monkeypatch):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    for name in ("ours", "ours-openai"):
-        servers.check(read_servers()[name], free_ports(1)[0])
-    monkeypatch.setattr(sys, "executable", str(bare))
-    for name in ("ours", "ours-openai"):
-        with pytest.raises(StartError, match=rf"{name}\S* cannot be started: (?s:.)*No module named"):
-            servers.check(read_servers()[name], free_ports(1)[0])
-
-
-def test_a_check_that_hangs_ends(monkeypatch):
-    monkeypatch.setattr(servers, "CHECK_SECONDS", 0.2)
-    with pytest.raises(StartError, match="ours: its check took more than 0 s"):
-        servers.check(replace(spec(""), check="exec sleep 60"), 8300)
-
-
-def test_a_start_that_the_calls_time_cuts_says_so(tmp_path):
-    with (
-        pytest.raises(StartError) as caught,
-        serve(
-            spec("exec sleep 60", start_seconds=30.0),
-            {},
-            tmp_path,
-            free_ports(1)[0],
-            0.3,
-            tmp_path / "kept.log",
-        ),
-    ):
-        pass
-    assert str(caught.value) == "ours not healthy after 0 s, all that was left of --time-limit\n"
-
-
-def test_a_start_says_what_it_waits_for(tmp_path, capsys, monkeypatch):
-    def seen(path):
-        line = found(path)
-        (tmp_path / f"seen-{line}").touch()
-        return line
-
-    found = servers.last_line
-    monkeypatch.setattr(servers, "last_line", seen)
-    monkeypatch.setattr(servers, "REPORT_SECONDS", 0.0)
-    until = "until [ -e $WORK/seen-{} ]; do sleep 0.05; done"
-    prepare = f"printf 'one\\rtwo\\n\\n'; {until.format('two')}"
-    starting = spec(f"echo three; {until.format('three')}; exit 3", prepare, start_seconds=30.0)
-    with (
-        pytest.raises(StartError, match="status 3"),
-        serve(starting, {}, tmp_path, free_ports(1)[0], 60.0, tmp_path / "kept"),
-    ):
-        pass
-    form = r"ours: still starting \(\d+ s, of at most 30\), its log's last line: (.*)"
-    said = [re.fullmatch(form, line)[1] for line in capsys.readouterr().out.splitlines()]
-    assert list(dict.fromkeys(said))[-2:] == ["two", "three"]
-
-
-def test_the_next_server_waits_until_all_gpus_are_free(tmp_path, monkeypatch):
-    """A stand-in for nvidia-smi: the second GPU is another program's, and the last one is freed late."""
-    looks = ["3 MiB\n70000 MiB\n[N/A]\n0 MiB"]  # when the server is started
-    looks += ["3 MiB\n70000 MiB\n[N/A]\n90000 MiB", "3 MiB\n70000 MiB\n[N/A]\n30 MiB"]  # once it has ended
-    for number, text in enumerate(looks):
-        (tmp_path / f"look{number}").write_text(text)
-    smi = tmp_path / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(f'#!/bin/bash\ncd {tmp_path}; set -- look*; cat "$1"; mv "$1" "seen-$1"\n')
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
-    command = 'exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    with serve(spec(command), {}, tmp_path / "work", free_ports(1)[0], 20.0, tmp_path / "kept"):
-        assert len(list(tmp_path.glob("seen-*"))) == 1
-    assert len(list(tmp_path.glob("seen-*"))) == 3
-
-
-def test_the_log_of_a_server_that_is_interrupted_is_kept(tmp_path):
-    kept, command = tmp_path / "kept", 'echo up; exec "$PYTHON" -m http.server $PORT --bind 127.0.0.1'
-    with pytest.raises(KeyboardInterrupt), serve(spec(command), {}, tmp_path, free_ports(1)[0], 20.0, kept):
-        raise KeyboardInterrupt
-    assert kept.read_text().startswith("up\n")
-
-
-def test_of_a_long_log_the_end_is_kept(tmp_path):
-    log, kept = tmp_path / "log", tmp_path / "kept"
-    log.write_bytes(b"x" * servers.KEPT_LOG_BYTES + b"the end\n")
-    servers.keep_log(log, kept)
-    first, rest = kept.read_text().split("\n", 1)
-    assert first == "[the first 8 bytes are left out]"
-    assert len(rest) == servers.KEPT_LOG_BYTES and rest.endswith("xthe end\n")
-    assert servers.last_line(log, 5) == "xxxxx"
 
 
 def test_server_commands_are_valid_shell():

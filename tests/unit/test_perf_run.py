@@ -7,28 +7,21 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import small_tokenizers
-import torch
 
 from checkpoints import make_checkpoint
-from client.device_log import NO_GPU, Devices
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
-from client.scenarios import Point, read_scenarios
-from flashinfer_backend.cache.pool import BlockPool
-from flashinfer_backend.core.config import EngineConfig, resolve_limits
-from flashinfer_backend.core.paths import resolve_model_dir
+from client.scenarios import read_scenarios
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import start
-from perf_configs import bench_engine, loading, plan, profile_steps, provenance, results, run
-from perf_configs.engine_start import engine_parameters
+from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
 from perf_configs.servers import Running, StartError, _variables, read_servers
 from ports import free_ports
 
@@ -124,44 +117,10 @@ def noted_loads(monkeypatch):
     return loads
 
 
-def test_rows_of_known_lengths_tell_both_servers(tmp_path, model_dir, server, monkeypatch):
-    loads = noted_loads(monkeypatch)
-    how = ["--rows", "known-lengths-random", "--server", "ours,ours-openai,vllm:priority"]
-    for more in (["--profile", str(plan.LONGEST_FIRST)], ["--knob", "schedule_policy=lof"]):
-        found = benchmark(model_dir, tmp_path, "--no-warm-up", *how, *more)
-    for spec in found.plan.servers:
-        (row,) = found.plan.scenarios.values()
-        row = replace(row, lengths={"input_range": (4, 4), "output_range": (4, 4)}, points=(Point(1.0, 2),))
-        found.run_row(row, spec, Running("http://127.0.0.1:1", None, "1"))
-    assert [load.priority_per_output_token for load in loads] == [0, -1, -1]
-    assert [r["load"]["priority_per_output_token"] for r in found.document["runs"]] == [0, -1, -1]
-    assert "--scheduling-policy priority" in found.plan.servers[-1].settings.flags
-    headline = read_scenarios().values()
-    assert not any(scenario.priority_per_output_token for scenario in headline)
-
-
 def benchmark(model_dir, out, *more):
     arguments = ["--model-dir", str(model_dir), "--out", str(out), "--commit", "c", "--rows", "a", *more]
     args = run.argument_parser().parse_args(arguments)
     return run.Benchmark(args, plan.make_plan(args))
-
-
-def test_the_bundled_model_is_measured_by_its_name(tmp_path, monkeypatch):
-    served = []
-
-    @contextmanager
-    def fake_serve(spec, variables, *_):
-        served.append(variables["MODEL_DIR"])
-        yield Running("http://127.0.0.1:1", 1.0, "1")
-
-    loads = noted_loads(monkeypatch)
-    monkeypatch.setattr(run, "serve", fake_serve)
-    monkeypatch.chdir(tmp_path)
-    found = benchmark("bundled", tmp_path / "out", "--server", "ours", "--no-warm-up")
-    found.run_server(found.plan.servers[0])
-    folder = resolve_model_dir("bundled")
-    assert served == [str(folder)] and len(loads) == 1 and not found.problems
-    assert found.document["runs"][0]["checkpoint"] == provenance.checkpoint_identity(folder)
 
 
 def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, monkeypatch):
@@ -196,26 +155,6 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     assert running["knobs"] == "" and running["profile"] is running["tensor_parallel_size"] is None
 
 
-def test_a_run_after_a_dropped_one_still_names_its_machine(tmp_path, model_dir, monkeypatch):
-    """The dropped one takes its machine's description with it."""
-
-    errors = [None, "HTTP 503", None]
-
-    def fake_load(load, prompts):
-        records = [RequestRecord(0, 1, 2, error=errors.pop(0))]
-        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
-
-    monkeypatch.setattr(run, "run_load", fake_load)
-    spec, running = read_servers()["ours"], Running("http://127.0.0.1:1", None, "1")
-    found = benchmark(model_dir, tmp_path, "--no-warm-up", "--rows", "a,b")
-    for machine, row in (("first", "a"), ("second", "a"), ("second", "b")):
-        found.machine = machine
-        found.run_row(found.plan.scenarios[row], spec, running)
-    assert [r["machine"] for r in found.document["runs"]] == ["first", "second"]
-    assert found.document["machines"].keys() == {"first", "second"}
-    assert found.failed_requests == 1
-
-
 def test_a_row_whose_whole_warm_up_fails_does_not_run(tmp_path, model_dir, monkeypatch):
     loads = []
 
@@ -232,18 +171,6 @@ def test_a_row_whose_whole_warm_up_fails_does_not_run(tmp_path, model_dir, monke
         found.run_row(scenario, spec, running)
     assert found.problems == ["ours row a: its whole warm-up failed: HTTP 404"]
     assert [each["row"] for each in found.document["runs"]] == ["b"] and len(loads) == 3
-
-
-def test_a_row_without_warm_up_requests_runs(tmp_path, model_dir, monkeypatch):
-    def fake_load(load, prompts):
-        records = [RequestRecord(0, 1, 2, error="HTTP 404")] * len(prompts)
-        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
-
-    monkeypatch.setattr(run, "run_load", fake_load)
-    found = benchmark(model_dir, tmp_path, "--rows", "a")
-    scenario = replace(found.plan.scenarios["a"], warm_up_prompts=0)
-    found.run_row(scenario, read_servers()["ours"], Running("http://127.0.0.1:1", None, "1"))
-    assert not found.problems and [each["row"] for each in found.document["runs"]] == ["a"]
 
 
 def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypatch):
@@ -274,20 +201,6 @@ def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypa
     assert "its own floor: copy 4.29 TB/s (read and written), product x 800 TFLOP/s on G" in text
 
 
-def test_a_gpu_that_could_not_be_read_is_said_and_none_is_not(tmp_path, model_dir, monkeypatch):
-    noted_loads(monkeypatch)
-    found = benchmark(model_dir, tmp_path, "--no-warm-up", "--rows", "a,b")
-    spec, running = read_servers()["ours"], Running("http://127.0.0.1:1", None, "1")
-    for row, reason, shown in (
-        ("a", NO_GPU, ""),
-        ("b", "Insufficient Permissions", "None: Insufficient Permissions."),
-    ):
-        found.devices = Devices((), list, reason)
-        found.run_row(found.plan.scenarios[row], spec, running)
-        text = results.markdown(found.document, read_scenarios("a"))
-        assert re.findall("## Power and clocks\n\n(.*)", text) == [shown] * bool(shown)
-
-
 def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_dir, monkeypatch):
     seen = []
 
@@ -312,27 +225,6 @@ def test_rows_for_different_numbers_of_gpus_start_a_server_each(tmp_path, model_
     seen.clear()
     benchmark(model_dir, tmp_path, "--rows", "flashinfer-70b-random", *two).run_server(read_servers()["ours"])
     assert seen == [("4", "dummy", f"{off} {of}2 --set replicas=2")]
-
-
-def test_prefix_caching_can_be_switched_on(tmp_path, monkeypatch):
-    """By the real build: a knob that is set twice, to two values, is refused there."""
-    make_checkpoint("llama", tmp_path)
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    built = []
-
-    @contextmanager
-    def fake_serve(spec, variables, work, *_):
-        environment = os.environ | variables | {"PYTHON": sys.executable, "WORK": str(work)}
-        subprocess.run(["bash", "-ec", spec.prepare], check=True, timeout=60, cwd=run.ROOT, env=environment)
-        built.append((work / "model_repo/llm/config.pbtxt").read_text())
-        yield Running("http://127.0.0.1:1", 1.0, "1")
-
-    monkeypatch.setattr(run, "serve", fake_serve)
-    monkeypatch.setattr(run.Benchmark, "run_row", lambda *_: None)
-    how = ["--knob", "enable_kv_cache_reuse=true", "--server", "ours,vllm:prefix-caching,sglang:fa3-radix"]
-    found = benchmark(tmp_path, tmp_path / "out", *how)
-    found.run_server(read_servers()["ours"])
-    assert re.findall('enable_kv_cache_reuse"[^"]*"(.*?)"', built[0]) == ["true"]
 
 
 def test_peers_cache_prefixes_where_ours_does(tmp_path):
@@ -371,78 +263,6 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
     profile.write_text("[knobs]\nreplicas = 2\n")
     found = benchmark(model_dir, tmp_path, "--server", "ours", "--profile", str(profile))
     assert found.settings(row, known["ours-openai"], started)["tensor_parallel_size"] == 2
-
-
-def test_a_load_generator_that_breaks_ends_its_server_alone(tmp_path, model_dir, server, monkeypatch, capsys):
-    real = run.run_load
-
-    def broken(load, prompts):
-        if load.backend == "triton":
-            raise RuntimeError("a worker process died; its error is printed above")
-        return real(load, prompts)
-
-    monkeypatch.setattr(run, "run_load", broken)
-    arguments = [
-        "--model-dir",
-        str(model_dir),
-        "--out",
-        str(tmp_path / "out"),
-        "--rows",
-        "a",
-        "--commit",
-        "c",
-    ]
-    arguments += ["--url", f"ours={server.url}", "--url", f"vllm={server.url}", "--no-warm-up"]
-    assert run.main([*arguments, "--workers", "1"]) == 1
-    (path,) = (tmp_path / "out").glob("*.json")
-    assert [r["server"] for r in results.load(path)["runs"]] == ["vllm"] and path.with_suffix(".md").exists()
-    assert "not measured: ours: a worker process died" in capsys.readouterr().err
-
-
-def test_ctrl_c_says_where_the_results_are(tmp_path, model_dir, monkeypatch, capsys):
-    noted_loads(monkeypatch)
-    real = run.Benchmark.run_row
-
-    def run_row(self, scenario, spec, running):
-        if scenario.row == "b":
-            raise KeyboardInterrupt
-        real(self, scenario, spec, running)
-
-    monkeypatch.setattr(run.Benchmark, "run_row", run_row)
-    monkeypatch.setattr(run, "running_at", lambda url, spec: Running(url, None, "1"))
-    for rows, said in (
-        ("b", "interrupted: nothing was measured"),
-        ("a,b", "interrupted: what was measured, 1 run of this call, is in"),
-        ("b", "interrupted: nothing was measured"),  # beside the file of the call before
-    ):
-        arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "c"]
-        assert run.main([*arguments, "--rows", rows, "--server", "ours", "--url", "ours=http://x"]) == 130
-        assert said in capsys.readouterr().err
-    (path,) = (tmp_path / "out").glob("*.json")
-    assert [r["row"] for r in results.load(path)["runs"]] == ["a"]
-
-
-def test_a_row_is_expected_to_take_what_it_took_on_the_server_before(tmp_path, model_dir, monkeypatch):
-    """In a time of its own: a slept second is no second of the test."""
-    passed = [0.0]
-    monkeypatch.setattr(run.time, "monotonic", lambda: passed[0])
-
-    def run_row(_, scenario, spec, running):
-        measured.append(f"{spec.name} {scenario.row}")
-        passed[0] += 20.0 if scenario.row == "a" else 100.0
-
-    monkeypatch.setattr(run.Benchmark, "run_row", run_row)
-    monkeypatch.setattr(run, "serve", lambda *_: nullcontext(Running("http://127.0.0.1:1", 1.0, "1")))
-    rows = {row: replace(s, expected_seconds=60.0) for row, s in read_scenarios("a,b").items()}
-    known, measured = read_servers(), []
-    # Ours leaves 55 of the 195 s. Row a fits, as it took 20; row b took 100.
-    found = benchmark(model_dir, tmp_path, "--rows", "a,b", "--time-limit", str(195 + run.STOP_RESERVE))
-    found.plan = replace(found.plan, scenarios=rows)
-    found.run_server(known["ours"])
-    passed[0] += 20.0
-    found.run_server(known["vllm"])
-    assert measured == ["ours a", "ours b", "vllm a"]
-    assert found.left_out == ["vllm:servers-4 row b (some 150 s wanted, 35 left)"]
 
 
 @pytest.mark.parametrize(
@@ -529,19 +349,6 @@ def test_wrong_arguments_are_refused_before_a_server_is_used(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_server_that_is_not_installed_is_missed_before_another_is_measured(
-    tmp_path, model_dir, server, monkeypatch, capsys
-):
-    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere/python"))
-    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a"]
-    arguments += ["--url", f"ours={server.url}"]
-    with pytest.raises(SystemExit) as caught:
-        run.main([*arguments, "--server", "ours,vllm"])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and "vllm:servers-4 cannot be started (VLLM_PYTHON should name" in error
-    assert not server.bodies and not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("name", ["/nonexist.json", "{tmp}/list.json", "{tmp}/engine.json"])
 def test_only_results_are_merged(tmp_path, capsys, name):
     (tmp_path / "list.json").write_text("[]")
@@ -550,21 +357,6 @@ def test_only_results_are_merged(tmp_path, capsys, name):
         run.main(["--merge", name.format(tmp=tmp_path), "--out", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and ("cannot be read" in error or "is no result document" in error)
-
-
-@pytest.mark.parametrize("option", ["--rows=a", "--no-warm-up", "--url=ours=http://x", "--commit="])
-def test_what_has_no_effect_on_merging_is_refused(tmp_path, capsys, option):
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--merge", str(tmp_path / "day.json"), "--out", str(tmp_path / "out"), option])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert f"{option.partition('=')[0]} has no effect where results are only merged" in error
-
-
-def test_a_checkpoint_is_required(capsys):
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--rows", "a"])
-    assert caught.value.code == 2 and "--model-dir is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("listed, asked", [(["bundled", "other"], "bundled"), (["x", "model"], "model")])
@@ -587,14 +379,6 @@ def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, model_di
     assert f"ours: {url}/v2/health/ready does not answer with status 200; is ours running there?" in error
     (path,) = (tmp_path / "out").glob("*.json")
     assert results.load(path)["runs"] == []
-
-
-@pytest.mark.parametrize("option", ["--port=8400", "--load-format=auto"])
-def test_options_of_servers_that_are_started_are_refused_where_none_is(option, tmp_path, model_dir, capsys):
-    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a", option]
-    with pytest.raises(SystemExit):
-        run.main([*arguments, "--server", "ours", "--url", "ours=http://127.0.0.1:9"])
-    assert f"{option.partition('=')[0]} is for servers started here" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, model_dir, monkeypatch, capsys):
@@ -631,54 +415,12 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, model_dir, m
     assert "none.json: there is no such file" in capsys.readouterr().err
 
 
-def test_runs_that_no_longer_fit_are_left_out(tmp_path, model_dir, monkeypatch):
-    """In a time of its own: each run takes 10 of the 35 s."""
-    passed, loads = [0.0], []
-    monkeypatch.setattr(run.time, "monotonic", lambda: passed[0])
-
-    def fake_load(load, prompts):
-        passed[0] += 10.0
-        loads.append(load.request_rate)
-        records = [RequestRecord(0, 1, 2)]
-        return LoadResult(records, summarise(records) | {"client_workers": 1, "busiest_worker_cpu": 0.0})
-
-    monkeypatch.setattr(run, "run_load", fake_load)
-    monkeypatch.setattr(run, "serve", lambda *_: nullcontext(Running("http://127.0.0.1:1", 1.0, "1")))
-    how = ["--rows", "small", "--repeats", "3", "--no-warm-up", "--time-limit", str(35 + run.STOP_RESERVE)]
-    found = benchmark(model_dir, tmp_path, *how)
-    found.run_server(read_servers()["ours"])
-    assert loads == [10.0, 20.0, 10.0]
-    why = "some 10 s wanted, 5 left"
-    assert found.left_out == [f"ours row small from rate 20, run 2 of 3 ({why})"] and not found.took
-    assert [(r["request_rate"], r["repeat"]) for r in found.document["runs"]] == [(10, 0), (10, 1), (20, 0)]
-    passed[0] = 35.0
-    row, running = found.plan.scenarios["small"], Running("http://127.0.0.1:1", None, "1")
-    found.run_row(row, read_servers()["ours"], running)
-    assert found.left_out[1:] == ["ours row small from rate 10, run 1 of 3 (0 left)"] and len(loads) == 3
-
-
 def test_knobs_reach_the_build_and_cannot_carry_shell():
     knobs = plan.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
     assert knobs == "--set max_num_seqs=512 --set dtype=bfloat16"
     for bad in ("max_num_seqs", "a=1; rm x", "a=$(x)"):
         with pytest.raises(ValueError, match="must have the form"):
             plan.knob_options([bad])
-
-
-def test_lengths_are_of_the_first_two_turns_of_what_the_engine_takes(tmp_path, model_dir):
-    tokenizer = small_tokenizers.byte_level()
-    texts = ["the dog", "the quick brown fox", "", "jumps over " * 9]
-    short, answer, nothing, long = (len(tokenizer.encode(t, add_special_tokens=False).ids) for t in texts)
-    rows = [[0, 1, 2], [0], [], [1, 0], [3, 1], [0, 3], [2, 0], [0, 2], [0, 1]]
-    path = tmp_path / "s.json"
-    path.write_text(json.dumps([{"conversations": [{"value": texts[i]} for i in row]} for row in rows]))
-    config = EngineConfig(model_dir="", max_seq_len=long, max_input_len=long - 1)
-    assert 0 == nothing < short < answer < long - answer
-    expected = [(short, answer), (answer, short), (short, answer)]
-    assert bench_engine.sharegpt_lengths(path, model_dir, 100, config) == expected
-    assert bench_engine.sharegpt_lengths(path, model_dir, 2, config) == expected[:2]
-    config = EngineConfig(model_dir="", max_seq_len=long, max_input_len=short)
-    assert bench_engine.sharegpt_lengths(path, model_dir, 100, config) == [(short, answer)] * 2
 
 
 @pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
@@ -699,79 +441,11 @@ def test_engine_benchmarks_refuse_what_build_refuses(tmp_path, capsys, main, ite
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_bench_engine_takes_a_number_of_conversations_with_a_file_alone(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        bench_engine.main(["--model", str(tmp_path), "--requests", "1000"])
-    assert caught.value.code == 2 and "--requests is the number of conversations" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
-def test_engine_benchmarks_say_what_they_lack(tmp_path, monkeypatch, capsys, main):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for folder, status, message in (
-        (tmp_path / "none", 2, "name a local checkpoint folder"),
-        (make_checkpoint("llama", tmp_path), 1, "needs a CUDA device, and torch sees none"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(["--model", str(folder)])
-        assert caught.value.code == status and message in capsys.readouterr().err
-
-
-def test_engine_benchmarks_take_checkpoints_of_few_positions(tmp_path):
-    folder = str(make_checkpoint("llama", tmp_path))
-    small = {"max_num_seqs": "2", "device": "cpu", "max_tokens_in_paged_kv_cache": "1024"}
-    parameters = engine_parameters(folder, "dummy", small)
-    assert start(EngineConfig.from_parameters(parameters)).config.max_seq_len == 512
-    assert engine_parameters(folder, "dummy", small, ["max_seq_len=64"])["max_seq_len"] == "64"
-    long = str(make_checkpoint("llama", tmp_path / "long", max_position_embeddings=131072))
-    assert engine_parameters(long, "dummy", {})["max_seq_len"] == "8192"
-
-    def fitting(max_seq_len, max_num_seqs, blocks=10**6, **more):
-        config = EngineConfig(model_dir="", max_seq_len=max_seq_len, max_num_seqs=max_num_seqs)
-        return profile_steps.fitting_shapes(profile_steps.SHAPES, config, blocks, **more)
-
-    assert fitting(8192, 256) == profile_steps.SHAPES
-    assert fitting(8192, 64) == [(1, 0), (64, 0), (0, 2048), (8, 2048)]
-    assert fitting(512, 256) == [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200)]
-    assert fitting(512, 256, context=400) == []
-    assert fitting(256, 256) == []
-    each = -(-(profile_steps.CONTEXT + profile_steps.OUTPUT) // 16)  # blocks of a stream
-    assert fitting(512, 256, blocks=64 * each + 4) == [(1, 0), (64, 0)]
-    assert fitting(512, 256, blocks=64 * each + 5) == [(1, 0), (64, 0), (64, 64)]  # 65 tokens
-    assert fitting(512, 256, blocks=64 * each - 1) == [(1, 0)]
-
-
-def test_engine_benchmarks_begin_with_sequences_that_decode(tmp_path):
-    """Prompts of 40 tokens in steps of 64."""
-    small = {"device": "cpu", "max_num_seqs": "8", "max_tokens_in_paged_kv_cache": "1024"}
-    small |= dict.fromkeys(("max_num_tokens", "max_num_tokens_while_decoding"), "64")
-    parameters = engine_parameters(str(make_checkpoint("llama", tmp_path)), "dummy", small)
-    driver = bench_engine.Driver(start(EngineConfig.from_parameters(parameters)))
-    for first in range(3, 7):
-        driver.submit(torch.arange(first, first + 40).numpy(), 20)
-    driver.step_until_all_decode()
-    driver.step()
-    assert driver.shapes[-1] == (0, 4, 0) and sum(tokens for _, _, tokens in driver.shapes) == 160
-    driver.drain()
-    assert driver.socket.output_tokens == 80
-
-
 def test_kinds_of_steps_are_read():
     assert profile_steps.parse_steps("1024/0,0/64,8/1") == [(1024, 0), (0, 64), (8, 1)]
     for text in ("", "8", "8/", "1/2,", "0/0", "-1/3", "8/1@300"):
         with pytest.raises(ValueError, match=r"should be ROWS/PROMPT"):
             profile_steps.parse_steps(text)
-
-
-@pytest.mark.parametrize("steps, idle", [("0/64,0/128", True), ("0/64,1/0", False)])
-def test_a_context_is_of_decode_rows(tmp_path, monkeypatch, capsys, steps, idle):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as caught:
-        profile_steps.main(
-            ["--model", str(make_checkpoint("llama", tmp_path)), "--steps", steps, "--context", "300"]
-        )
-    error = capsys.readouterr().err
-    assert caught.value.code == (2 if idle else 1) and ("--context is of decode rows" in error) is idle
 
 
 def ends_later(offline, begun, *values):
@@ -828,50 +502,3 @@ def test_bench_engine_answers_conversations_with_the_bundled_model(tmp_path, mon
     small = ["--set", "device=cpu", "--set", "max_tokens_in_paged_kv_cache=416", "--out", str(out)]
     bench_engine.main(["--model", "bundled", "--batches", "", "--sharegpt", str(path), *small])
     assert json.loads(out.read_text())["offline"]["requests"] == 1
-
-
-def test_loading_ends_where_weights_do_not_load(tmp_path, capsys):
-    """Its thread went on, and the program waited for that."""
-    make_checkpoint("llama", tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    before = threading.enumerate()
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        loading.main(["--model", str(tmp_path), "--keep-cache", "--dtype", "float32"])
-    assert threading.enumerate() == before
-    for arguments, message in (
-        (["--rank", "2", "--size", "2"], "--rank 2 should be below --size 2"),
-        (["--model", "/nowhere"], "--model /nowhere: there is no model.safetensors"),
-        (
-            ["--model", str(tmp_path), "--layers", "4"],
-            "--layers is of a random checkpoint, and --model names",
-        ),
-        (["--model", str(tmp_path), "--width", "64"], "--width is of a random checkpoint, and --model names"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            loading.main(arguments)
-        assert end.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_bench_engine_writes_what_it_ran_with(tmp_path, monkeypatch):
-    folder, asked = str(make_checkpoint("llama", tmp_path)), []
-
-    def fake_start(parser, parameters):
-        asked.append(EngineConfig.from_parameters(parameters))
-        config = resolve_limits(asked[-1], 512)
-        return SimpleNamespace(
-            config=config,
-            runner=SimpleNamespace(graphs=()),
-            scheduler=SimpleNamespace(kv_manager=SimpleNamespace(pools=[BlockPool(1 << 20)])),
-            spec=SimpleNamespace(vocab_size=9),
-            close=lambda: None,
-        )
-
-    monkeypatch.setattr(bench_engine, "start_on_gpu", fake_start)
-    monkeypatch.setattr(bench_engine, "decode_steps", lambda core, batch, *_: {"batch": batch})
-    bench_engine.main(["--model", folder, "--set", "max_num_seqs=256", "--out", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert [row["batch"] for row in found["decode"]] == [1, 16, 64, 256]
-    assert found["parameters"]["max_num_seqs"] == "256" and found["parameters"]["max_seq_len"] == "512"
-    assert (asked[0].load_format, asked[0].enable_kv_cache_reuse) == ("dummy", False)
-    with pytest.raises(SystemExit):
-        bench_engine.main(["--model", folder, "--set", "max_seq_len=300"])

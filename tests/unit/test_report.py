@@ -3,8 +3,6 @@
 
 import html
 import json
-import math
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,47 +51,6 @@ def test_a_curve_joins_runs_of_one_bound(tmp_path):
     assert [label for label, *_ in report_plots.series(closed, ["ours"], by_slots=True)] == ["ours"]
 
 
-def test_a_server_has_one_colour_whatever_its_rows(tmp_path):
-    runs = written(tmp_path / "r.json", *((rate, None, [answer(0.1)]) for rate in (2.0, 4.0)))
-    runs = [replace(run, label=label, row=row) for row in "ab" for label in ("ours", "other") for run in runs]
-    found = report_plots.series(runs, ["ours", "other"])
-    assert [label for label, *_ in found] == ["ours, row a", "other, row a", "ours, row b", "other, row b"]
-    assert [colour for _, colour, _, _ in found] == [*report_plots.COLOURS[:2]] * 2
-    assert len({marker for _, _, marker, _ in found}) == 4
-
-
-def test_several_runs_of_a_point_are_their_median(tmp_path):
-    runs = written(tmp_path / "r.json", *((2.0, None, [answer(ttft)]) for ttft in (0.3, 0.1, 0.2)))
-    runs = [replace(run, repeat=number) for number, run in enumerate(runs)]
-    assert report_plots.curve(runs, "rate", "median_ttft_ms") == ([2.0], [200.0])
-    none = written(tmp_path / "none.json", (2.0, None, [answer(0.1, error="cut off")]))
-    assert math.isnan(report_plots.curve([*runs, *none], "rate", "median_ttft_ms")[1][0])
-    sweep = [*runs, *(replace(run, rate=4.0) for run in runs)]
-    captions = [plot.caption for plot in report_plots.draw(sweep)]
-    assert captions[0].endswith("Several runs of a point: their median.")
-
-
-def test_of_several_runs_the_middle_one_is_drawn_and_the_spread_is_said(tmp_path):
-    """Three of each of five points: 15 curves, with one name for every three, could not be read."""
-    runs = written(tmp_path / "r.json", *((2.0, None, [answer(ttft)]) for ttft in (0.3, 0.1, 0.2)))
-    points = [
-        replace(run, rate=rate, repeat=number)
-        for rate in (1.0, 2.0, 4.0, 8.0, 16.0)
-        for number, run in enumerate(runs)
-    ]
-    middles = report_plots.middle_runs(points)
-    assert [(run.rate, run.repeat) for run in middles] == [(r, 2) for r in (1.0, 2.0, 4.0, 8.0, 16.0)]
-    plots = report_plots.draw(points)
-    assert ["the middle one by its median" in plot.caption for plot in plots] == [False, True, True]
-    assert report_plots.middle_runs(runs) == runs and report.medians(runs)[1] == []
-    for text in (report.markdown(points, "t"), report.page(points, "t")):
-        assert report.MEDIANS in text and "200 (100 to 300)" in text
-    head, rows = report.medians([*points, replace(points[0], label="other")])
-    assert head[:3] == ["server", "load", "runs"] and len(rows) == 6
-    assert rows[0][:3] == ["ours", "1 req/s", "3"] and rows[-1][:3] == ["other", "1 req/s", "1"]
-    assert rows[-1][head.index("TTFT median ms")] == "300"
-
-
 def test_times_rates_model_and_limits_are_shown(tmp_path):
     records = [answer(ttft / 10, number) for number, ttft in enumerate((1, 2, 3, 4, 10))]
     (run,) = written(tmp_path / "r.json", (2.0, None, records))
@@ -108,68 +65,6 @@ def test_times_rates_model_and_limits_are_shown(tmp_path):
     for text in (report.markdown([run], "t"), html.unescape(report.page([run], "t"))):
         assert shown["end to end ms"] in text and "triton, model llama" in text
         assert "good: the share of requests that have ttft <= 350 ms, tpot <= 80 ms." in text
-
-
-def test_prompts_that_a_server_counts_otherwise_are_said(tmp_path):
-    (run,) = written(
-        tmp_path / "r.json", (2.0, None, [answer(0.1), answer(0.1, 1, reported_prompt_tokens=6)])
-    )
-    assert report.notes([run])[0].startswith("1 prompts had another number of tokens by the server's count")
-    same = written(tmp_path / "s.json", (2.0, None, [answer(0.1, reported_prompt_tokens=5)]))
-    assert report.notes(same) == []
-
-
-@pytest.mark.parametrize(
-    "of, values, shown",
-    [
-        ("rate", [1, 2, 4, 8, 10, 46, 60], ["1", "4", "10", "46", "60"]),
-        ("rate", [1, 2, 3, 4, 5], ["1", "2", "3", "4", "5"]),
-        ("slots", [1000, 1010, 1020, 2000, 15000], ["1,020", "2,000", "15,000"]),
-    ],
-)
-def test_numbers_below_a_plot_do_not_touch(tmp_path, of, values, shown):
-    runs = written(tmp_path / "r.json", *((None, None, [answer(0.1)]) for _ in values))
-    runs = [replace(run, **{of: value}) for run, value in zip(runs, values, strict=True)]
-    for panel in report_plots.draw(runs)[0].svg.split('<g id="axes_')[1:]:
-        ticks = panel.partition('<g id="matplotlib.axis_')[2].partition('<g id="matplotlib.axis_')[0]
-        ticks = re.split('<g id="xtick_', ticks)[1:]
-        assert len(ticks) == len(values)
-        texts = [
-            re.search("<!-- (.*?) -->", tick) for tick in ticks
-        ]  # the last tick's, before the axis' name
-        assert [text[1] for text in texts if text] == shown
-
-
-def test_one_request_is_drawn(tmp_path):
-    times, shares = report_plots.shares([7.0])
-    assert (list(times), list(shares)) == ([7.0, 7.0], [0.0, 100.0])
-    times, shares = report_plots.shares([3.0, 1.0])
-    assert (list(times), list(shares)) == ([1.0, 1.0, 3.0], [0.0, 50.0, 100.0])
-    page = report.page(written(tmp_path / "r.json", (None, None, [answer(0.1)])), "t")
-    assert page.count("<svg") == 2
-
-
-def test_why_requests_failed_and_that_they_waited_is_said(tmp_path):
-    records = [answer(0.1), answer(0.1, 1, slot_wait=2.5), answer(0.0, 2, error="HTTP 503: <busy>\nnow")]
-    runs = written(tmp_path / "r.json", (2.0, 1, records))
-    text, page = report.markdown(runs, "t"), report.page(runs, "t")
-    assert (
-        "* ours, 2 req/s, 1 in flight: 1 x HTTP 503: <busy> now" in text
-        and "HTTP 503: &lt;busy&gt; now" in page
-    )
-    for shown in (text, page):
-        assert "ours, 2 req/s, 1 in flight: 1 requests waited for a slot, by up to 2.5 s" in shown
-        assert "Not every rate was offered" in shown and report.TROUBLES in shown
-    quiet = written(tmp_path / "quiet.json", (2.0, 1, records[:1]))
-    assert report.TROUBLES not in report.markdown(quiet, "t") + report.page(quiet, "t")
-
-
-def test_a_servers_settings_are_shown():
-    runs = measured.read(ROOT / "perf_configs/results/2026-11-23-h200-openai.json")
-    text = report.markdown(runs, "t")
-    for flags in ("--api-server-count 4", "--api-server-count 1", "--workers 4"):
-        assert flags in text
-    assert "VLLM_USE_FLASHINFER_SAMPLER=1" in text
 
 
 # How colours look without one kind of cone, in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
@@ -213,25 +108,6 @@ def test_text_and_curves_can_be_seen_and_told_apart(colours):
         lab = np.cbrt(seen @ np.transpose(TO_CONES)) @ np.transpose(TO_LAB)
         distances = np.linalg.norm(lab[:, None] - lab, axis=-1)[np.triu_indices(len(lab), 1)]
         assert distances.min() > 0.1  # two neighbours of the earlier colours, of Okabe and Ito, have 0.076
-
-
-def test_page_is_dark_where_the_browser_prefers_it_and_printed_light(tmp_path):
-    runs = written(tmp_path / "r.json", *((rate, None, [answer(0.1)]) for rate in (2.0, 4.0)))
-    runs += [
-        replace(run, label="other", rate=None, slots=slots) for run, slots in zip(runs, (1, 2), strict=True)
-    ]
-    page = report.page(runs, "t")
-    style, body = page.split("</style>", 1)
-    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")
-    assert "color-scheme: light" in light and "color-scheme: dark" in dark
-    for colours, found in ((report_plots.LIGHT, light), (report_plots.DARK, dark)):
-        assert all(f"--{name}: {colour};" in found for name, colour in colours.items())
-    assert body.count("<svg") == body.count('<div class="wide"><svg') == 4  # on a narrow screen they scroll
-    drawn = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", body))
-    assert drawn == {"none", *(f"var(--{name})" for name in ("curve-1", "curve-2", "ink", "grid"))}
-    letters = re.findall(r"-->\s*<g ([^>]*)>", body)  # behind a comment that says what they read
-    assert letters and all(letter.startswith('style="fill: var(--ink)') for letter in letters)
-    assert set(re.findall(r"var\(--([^)]+)\)", style)) <= set(report_plots.LIGHT)
 
 
 def test_without_matplotlib_there_is_help_and_no_half_report(tmp_path):
