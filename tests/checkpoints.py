@@ -40,6 +40,14 @@ MULTIPLIERS = {
     "attention_multiplier": 0.3,
 }
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 21,
+    "rope_scaling": {**YARN_ROPE, "truncate": False},
+    "swiglu_limit": 1.5,
+}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 
 # kind -> (architecture, options that differ from SIZES, options of save_pretrained)
@@ -93,6 +101,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "glm4": ("Glm4", {"head_dim": 32, **PLAIN_IDS}, {}),
     "gemma3": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 4.0}, {}),
     "gemma2-capped": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}, {}),
+    "gpt-oss": ("GptOss", GPT_OSS, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
     "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
@@ -127,6 +136,8 @@ def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrained
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 1.5)
     return model
 
 

@@ -12,7 +12,18 @@ from engine.harness import serve, start_core
 from engine.test_generate import GREEDY, make_prompts, reference
 
 # One of each kind of layer; what all families have in common is tested with Llama's.
-KINDS = ["arcee", "exaone4-windows", "gemma3", "glm4", "granite", "hunyuan", "olmo3", "phi3", "smollm3"]
+KINDS = [
+    "arcee",
+    "exaone4-windows",
+    "gemma3",
+    "glm4",
+    "gpt-oss",
+    "granite",
+    "hunyuan",
+    "olmo3",
+    "phi3",
+    "smollm3",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

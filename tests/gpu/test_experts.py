@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compilations import watch
 from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
 from test_fp8 import assert_close, compare_engines
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
@@ -26,11 +25,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = ["dense", "fp8_token", "fp8_block"]
+FORMATS = ["dense", "fp8_token", "fp8_block", "mxfp4"]
 # Of a row's relative error. In FP8 a last bit of the first product decides over roundings to e4m3.
-BOUND = {"dense": 2e-2, "fp8_token": 6e-2, "fp8_block": 6e-2}
+BOUND = {"dense": 2e-2, "fp8_token": 6e-2, "fp8_block": 6e-2, "mxfp4": 2e-2}
 # Experts, of which a token has, hidden size, intermediate size: as Qwen3-30B-A3B, and as Mixtral on 8 GPUs.
 SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 1792)]
+GPT_OSS = (32, 4, 2880, 2880)  # of 20B
+CLIP = (1.702, 7.0)
 TOKENS = [1, 7, 64, 300, 4096]
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
 
@@ -52,41 +53,58 @@ def make_weight(role: str, experts: int, rows: int, inner: int, format: str) -> 
 
 
 def by_formats(
-    normed: Tensor, chosen: Tensor, weights: Tensor, gate_up: Weight, down: Weight, experts: int
+    normed: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    experts: int,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """The weighted sum in float32, for the experts that were chosen."""
     result = torch.zeros_like(normed, dtype=torch.float32)
     for index in chosen.unique().tolist():
         tokens, place = torch.where(chosen == index)
+        parts = gate_up.part(index, experts), down.part(index, experts)
+        biases = [None if part.bias is None else part.bias.float() for part in parts]
         first, second = (
-            Weight(part.role, part.data.float()) if part.format.name == "dense" else part
-            for part in (gate_up.part(index, experts), down.part(index, experts))
+            Weight(part.role, part.data.float()) if part.format.name == "dense" else part for part in parts
         )
-        gate, up = first.format.product(normed[tokens].float(), first).chunk(2, -1)
-        gated = (F.silu(gate) * up).bfloat16().float()  # as the first kernel stores it
-        product = second.format.product(gated, second)
+        gate, up = first.format.product(normed[tokens].float(), first, biases[0]).chunk(2, -1)
+        gated = torch_ops.gated(gate, up, clip).bfloat16().float()  # as the first kernel stores it
+        product = second.format.product(gated, second, biases[1])
         result.index_add_(0, tokens, product * weights[tokens, place, None])
     return result
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products(shape, format):
+@pytest.mark.parametrize(
+    ("shape", "format", "clip"),
+    [(shape, format, None) for shape in SHAPES for format in FORMATS]
+    + [(GPT_OSS, format, CLIP) for format in ("dense", "mxfp4")],
+)
+def test_products(shape, format, clip):
+    """clip: with biases, as GPT-OSS has them."""
     from flashinfer_backend.ops import cuda_ops
 
     experts, per_token, hidden, inner = shape
     gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
     down = make_weight("down", experts, hidden, inner, format)
-    router = torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5
+    router = Weight("", torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5)
+    for weight in (router, gate_up, down) if clip else ():
+        values = torch.randn(len(weight.data), device="cuda").bfloat16()
+        weight.bias = nn.Parameter(values, requires_grad=False)
     norm = (torch.rand(hidden, device="cuda") + 0.5).bfloat16()
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         residual = torch.randn(tokens, hidden, device="cuda").bfloat16() if tokens != 7 else None
         normed = cuda_ops.rms_norm(x, norm, 1e-5)
-        chosen, weights = torch_ops.route(normed.float() @ router.float().t(), per_token, tokens != 64)
-        expected = by_formats(normed, chosen, weights, gate_up, down, experts)
+        logits = normed.float() @ router.data.float().t()
+        logits = logits if router.bias is None else logits + router.bias
+        chosen, weights = torch_ops.route(logits, per_token, tokens != 64)
+        expected = by_formats(normed, chosen, weights, gate_up, down, experts, clip)
         expected = expected if residual is None else expected + residual
-        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, per_token, tokens != 64, residual)
+        routing = per_token, tokens != 64
+        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, *routing, residual, clip)
         # The order of float32's additions decides between experts that a token wants nearly as much.
         error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
@@ -95,7 +113,7 @@ def test_products(shape, format):
 
 TABLE = tuned.fallback().experts
 TILES = [(scales, tile) for scales in TABLE for _, tile in tuned.steps(TABLE, scales)]
-OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block"}
+OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "mxfp4": "mxfp4"}
 
 
 @pytest.mark.parametrize(("scales", "tile"), TILES, ids=lambda each: getattr(each, "tokens", each))

@@ -305,38 +305,42 @@ def fp8_products(
 EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
 
 
-@pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block", "mxfp4"])
 @pytest.mark.parametrize("experts", [(128, 8), (8, 2), (4, 2), (1, 1)])
 def test_what_experts_compile(format, experts):
     """Two products with each of four tiles. One token, and up to 16, are routed by a kernel of their own, for
     each tile that they see: with few experts more than one."""
     count, per_token = experts
     keys = SIZES_8B | EXPERTS | {"num_experts": count, "num_experts_per_tok": per_token}
-    model = bundled(**keys).with_format(format)
+    if format == "mxfp4":
+        kept = {"quant_method": "mxfp4", "modules_to_not_convert": ["*.self_attn", "*.mlp.router"]}
+        oss = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "quantization_config": kept}
+        model = bundled(**(keys | oss))
+    else:
+        model = bundled(**keys).with_format(format)
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     found = names(variants)
     if experts in ((128, 8), (8, 2)):
         kernels = {"_route_and_place": 2, "_route": 1, "_place": 4, "_product": 8, "_sum": 1}
         assert {name: found[name] for name in EXPERT_KERNELS} == kernels
-    assert set(prebuild_triton.collect(lambda: expert_products(model, format))) <= set(variants)
+    assert set(prebuild_triton.collect(lambda: expert_products(model))) <= set(variants)
 
 
-def expert_products(model: ModelSpec, format: str) -> None:
+def expert_products(model: ModelSpec) -> None:
     """As a layer has them behind the router."""
+    from flashinfer_backend.models.transformer import weight
     from flashinfer_backend.ops import cuda_experts
-    from flashinfer_backend.ops.weight import Weight
 
     mlp = model.mlp
     assert isinstance(mlp, Experts)
     gate_up, down = (
-        Weight.empty(product.role, product.shape, format, torch.bfloat16, torch.device("meta"))
-        for product in (mlp.gate_up, mlp.down)
+        weight(product, torch.bfloat16, torch.device("meta")) for product in (mlp.gate_up, mlp.down)
     )
     for tokens in (1, 2, 4, 7, 9, 16, 17, 63, 64, 100, 257, 1000, 8192):
         x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device="meta")
         logits = torch.empty(tokens, mlp.count, device="meta")
         routing = mlp.per_token, mlp.norm_topk
-        cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x)
+        cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x, mlp.clip)
 
 
 def test_blocks_that_cublas_multiplies_compile_no_tiles():

@@ -53,7 +53,6 @@ INT8 = ARGS | {"type": "int"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 REFUSED = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "'mxfp4'"),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' with quant_algo 'NVFP4'"),
     "mixed": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"),
     "int8": (compressed_tensors(INT8, TOKEN | {"type": "int"}), "weights with type 'int'"),

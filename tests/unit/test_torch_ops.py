@@ -116,7 +116,7 @@ def test_store_touches_only_its_locations():
 
 def test_a_router_decides_in_float32():
     """In bfloat16 both logits are 1."""
-    router = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]]).bfloat16()
+    router = Weight("", torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]]).bfloat16())
     gate_up = Weight("gate_up", torch.ones(2 * 2, 2).bfloat16())
     down = Weight("down", torch.tensor([[0.0], [0.0], [1.0], [1.0]]).bfloat16())  # the second expert's counts
     x = torch.ones(1, 2).bfloat16()

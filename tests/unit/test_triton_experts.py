@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile
 from flashinfer_backend.ops import fp8, torch_ops
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))
 from test_triton_linear import exact_conversions
 
-FORMATS = ("dense", "fp8_token", "fp8_block")
+FORMATS = ("dense", "fp8_token", "fp8_block", "mxfp4")
 TILES = [
     ExpertTile(16, ExpertBlock(32, 64, 2, 4), ExpertBlock(64, 128, 2, 4)),
     ExpertTile(32, ExpertBlock(64, 128, 2, 4), ExpertBlock(128, 64, 2, 4)),
@@ -34,7 +35,7 @@ CASES = [
     (40, 4, 2, 128, 256, TILES[0], True),  # several tiles an expert
     (70, 5, 1, 128, 128, TILES[1], True),
 ]
-ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits
+ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits and in MXFP4
 WIDE_TILE = ExpertTile(16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))
 WIDE = (3, 2, 1, 512, 384, WIDE_TILE, True)  # rows of several blocks of 128x128
 
@@ -81,11 +82,13 @@ def check_broken_logits(tokens: int, renormalise: bool) -> None:
     torch.testing.assert_close(tiles.weights[others], weights[others])
 
 
-def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual) -> None:
+def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual, clip=None) -> None:
+    """clip: of an activation as GPT-OSS has it, with biases."""
     from flashinfer_backend.ops import cuda_experts
 
     device = torch.device("cpu")
-    dtype = torch.float16 if format == "dense" else torch.bfloat16  # NumPy has no bfloat16 to multiply
+    # NumPy has no bfloat16 to multiply.
+    dtype = torch.float16 if format in ("dense", "mxfp4") else torch.bfloat16
     x = torch.randn(tokens, hidden).to(dtype)
     router = torch.randn(experts, hidden) * hidden**-0.5
     gate_up = Weight.empty("gate_up", (experts * 2 * inner, hidden), format, dtype, device)
@@ -94,30 +97,34 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
         # Rows differ in size, so that a scale of another one shows.
         sizes = torch.logspace(-1, 1, len(weight.data))[torch.randperm(len(weight.data))]
         weight.format.fill(weight, torch.randn(weight.shape) * sizes[:, None] * columns**-0.5)
+        if clip is not None:
+            weight.bias = nn.Parameter(torch.randn(len(weight.data)), requires_grad=False)
     added = torch.randn(tokens, hidden).to(dtype) if residual else None
     cuda_experts.choose = lambda pairs, scales: tile
     norm = torch.rand(hidden).to(dtype) + 0.5
     normed = torch_ops.rms_norm(x, norm, 1e-5)
     logits = F.linear(normed.float(), router)
     renormalise = bool(tokens % 2)
-    found = cuda_experts.weighted_sum(normed, logits, gate_up, down, chosen, renormalise, added)
+    found = cuda_experts.weighted_sum(normed, logits, gate_up, down, chosen, renormalise, added, clip)
     routes = torch_ops.route(logits, chosen, renormalise)
-    expected = weighted_sum(normed.float(), *routes, gate_up, down, experts)
+    expected = weighted_sum(normed.float(), *routes, gate_up, down, experts, clip)
     expected = expected if added is None else expected + added
     assert found.shape == expected.shape and found.dtype == dtype
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (error < 2e-2).all(), (format, error.tolist())
 
 
-def weighted_sum(x, chosen, weights, gate_up, down, experts) -> torch.Tensor:
+def weighted_sum(x, chosen, weights, gate_up, down, experts, clip) -> torch.Tensor:
     """By the formats' own products, in float32."""
     rows = torch.zeros_like(x)
     for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             first, second = gate_up.part(expert, experts), down.part(expert, experts)
-            gate, up = first.format.product(x[token : token + 1], as_float(first)).chunk(2, -1)
-            gated = (F.silu(gate) * up).bfloat16().float()  # as the first kernel stores it
-            rows[token] += weights[token, place] * second.format.product(gated, as_float(second))[0]
+            each = x[token : token + 1]
+            gate, up = first.format.product(each, as_float(first), first.bias).chunk(2, -1)
+            gated = torch_ops.gated(gate, up, clip).bfloat16().float()  # as the first kernel stores it
+            product = second.format.product(gated, as_float(second), second.bias)
+            rows[token] += weights[token, place] * product[0]
     return rows
 
 
@@ -152,8 +159,9 @@ if __name__ == "__main__":
         check_routes(tokens, experts, chosen, renormalise, skewed)
     for tokens in (4, 20):
         check_broken_logits(tokens, renormalise=tokens == 4)
-    for format, case in zip((*FORMATS, "fp8_block"), CASES, strict=True):
+    for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
-    check_products("dense", *ODD)
+    for format in ("dense", "mxfp4"):
+        check_products(format, *ODD, clip=(1.702, 1.5))
     for format in FORMATS:
         check_products(format, *WIDE)

@@ -26,7 +26,6 @@ OTHER_TASKS = {
 }
 # Beginnings of architectures' names -> what such models have that is not computed.
 NOT_COMPUTED = {
-    "GptOss": "experts with biases and 4-bit weights in MXFP4",
     "Llama4": "attention in chunks and a router of its own",
     "Deepseek": "latent attention (MLA)",
     "KimiK2": "latent attention (MLA)",

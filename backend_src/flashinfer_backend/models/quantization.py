@@ -16,11 +16,13 @@ from flashinfer_backend.models.errors import UnsupportedModelError
 
 WeightFormat: TypeAlias = str  # one of ops.weight.FORMATS
 BLOCK = 128
+GROUP_MXFP4 = 32
 GROUPS = (32, 64, 128)  # columns that share a scale of 4-bit weights; -1 or null: all of a row
 SERVED = (
     "served are FP8 (e4m3) checkpoints of compressed-tensors, ModelOpt (quant_algo FP8) and quant_method "
-    "fp8, and 4-bit weights of AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) in groups of 32, 64, "
-    "128 or whole rows; or take the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
+    "fp8, 4-bit weights of AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) in groups of 32, 64, "
+    "128 or whole rows, and GPT-OSS's experts in mxfp4; or take the 16-bit checkpoint, with the knob "
+    "quantization=fp8 if it should be FP8"
 )
 
 
@@ -79,6 +81,7 @@ def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantiza
         "fp8": _fp8,
         "awq": _awq,
         "gptq": _gptq,
+        "mxfp4": lambda config: "mxfp4",
     }
     if method is None:
         raise UnsupportedModelError(f"quantization_config: quant_method is missing; {SERVED}")

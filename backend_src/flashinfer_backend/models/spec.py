@@ -16,11 +16,12 @@ from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import GATED, Role, Shape
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.quantization import BLOCK, WeightFormat
+from flashinfer_backend.models.quantization import BLOCK, GROUP_MXFP4, WeightFormat
 
 Spec = TypeVar("Spec", bound="ModelSpec")
 
 ROWS_MOVE = "dense", "fp8_token", "fp8_static", "fp8_on_load"  # formats whose rows can be put in any order
+STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
@@ -50,7 +51,8 @@ class Product:
     products are summed; or nothing. role: of its numbers in core.tuned; "" for a product that is not tuned
     and never quantised. bias: each source has one. experts: how many matrices of equal size the weight has,
     each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
-    scale: what the checkpoint's weight is multiplied by. format: one of ops.weight.FORMATS.
+    scale: what the checkpoint's weight is multiplied by. stacked: all experts are one tensor of the module's
+    name, where the rows of an expert's several sources take turns. format: one of ops.weight.FORMATS.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Product:
     experts: int = 0
     padding: int = 0
     scale: float = 1.0
+    stacked: bool = False
     format: WeightFormat = "dense"
 
     @cached_property
@@ -106,10 +109,31 @@ class Product:
                 f"{', '.join(self.modules)} have format {self.format}, whose rows cannot be put in the order"
                 " that this family's rotary embedding wants: take the 16-bit checkpoint"
             )
+        if self.stacked and self.format not in STACKED:
+            raise UnsupportedModelError(
+                f"{self.modules[0]} holds all experts in one tensor, which is not read in format"
+                f" {self.format}; read are {', '.join(STACKED)}"
+            )
+        if self.format == "mxfp4":
+            self._check_mxfp4(where)
         if self.format.startswith("int4"):
             self._check_int4(where)
         if self.format.startswith("fp8_block"):
             self._check_blocks(where)
+
+    def _check_mxfp4(self, where: str) -> None:
+        columns = self.shape[1]
+        if not self.stacked:
+            raise UnsupportedModelError(
+                f"{some(self.modules)} should not be in MXFP4, which is for GPT-OSS's experts: list them in"
+                " quantization_config.modules_to_not_convert if they have 16 bits"
+            )
+        if columns % GROUP_MXFP4:
+            cure = ": set a smaller tensor_parallel_size" if where else ""
+            raise UnsupportedModelError(
+                f"{self.modules[0]} would have {columns} columns{where}; in MXFP4 they should be a multiple"
+                f" of {GROUP_MXFP4}{cure}"
+            )
 
     def _check_int4(self, where: str) -> None:
         columns, size = self.shape[1], self.format.rpartition("_")[2]
@@ -231,7 +255,8 @@ class FullAttention:
     queries and keys are not rotated. qk_norm: queries and keys are normed, each head ("head") or all heads
     together ("all") before they are rotated, or each head behind ("rotated"). norms: theirs. window: the
     latest tokens that a token sees, itself included; None: all. scale, soft_cap: of the scores
-    (attention.contract.Scores); None: 1 / sqrt(head_dim), and none."""
+    (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
+    for each head."""
 
     heads: int
     kv_heads: int
@@ -244,10 +269,17 @@ class FullAttention:
     window: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
         return self.qkv, self.o
+
+    @property
+    def own_heads(self) -> slice:
+        """Which of the checkpoint's query heads these are."""
+        rows = self.qkv.sources[0].part.rows
+        return slice(rows.start // self.head_dim, rows.stop // self.head_dim)
 
     def share(self, shard: Shard) -> FullAttention:
         """Whole heads. Fewer key/value heads than ranks are held by several ranks each."""
@@ -300,12 +332,14 @@ class Gated:
 class Experts(Gated):
     """The weighted sum of `per_token` of `count` gated MLPs, which a router chooses for each token by the
     softmax of its logits: https://arxiv.org/abs/2101.03961. norm_topk: a token's weights are divided by their
-    sum. gate_up and down hold those of the first expert, then of the second and so on."""
+    sum. gate_up and down hold those of the first expert, then of the second and so on. clip: of their
+    activation, as ops.torch_ops.gated takes it."""
 
     router: Product
     count: int
     per_token: int
     norm_topk: bool
+    clip: tuple[float, float] | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:

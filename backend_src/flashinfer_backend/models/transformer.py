@@ -48,6 +48,7 @@ class Layer(nn.Module):
     mlp_norm: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
+    sinks: nn.Parameter | None
     qkv: Weight
     o: Weight
     router: Weight
@@ -67,6 +68,8 @@ class Layer(nn.Module):
             setattr(self, norm.name, parameter((size,), dtype, cos_sin.device))
         for product in spec.products:
             setattr(self, product.name, weight(product, dtype, cos_sin.device))
+        own = spec.mixer
+        self.sinks = parameter((own.heads,), torch.float32, cos_sin.device) if own.sinks else None
 
     def before(
         self,
@@ -142,10 +145,10 @@ class Layer(nn.Module):
     def _mlp(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
-            weights = self.router.data, self.gate_up, self.down
+            weights = self.router, self.gate_up, self.down
             routing = mlp.per_token, mlp.norm_topk
             residual = self._of_one_rank(residual)
-            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual)
+            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, mlp.clip)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up)

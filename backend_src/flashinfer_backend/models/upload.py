@@ -84,12 +84,12 @@ class Uploader:
     def copy(self, value: Tensor) -> Tensor:
         """The same tensor, of a mapped file, on the device; torch's threads take its page faults."""
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-        source, target = value.reshape(len(value), -1), result.view(len(value), -1)
+        rows = (len(value), -1) if value.dim() < 3 else (-1, value.shape[-1])
+        source, target = value.reshape(rows), result.view(rows)
         row_bytes = source[0].nbytes
         if row_bytes > CHUNK:
             raise ValueError(f"has rows of {row_bytes} bytes; at most {CHUNK} can be loaded")
-        rows = CHUNK // row_bytes
-        for part, into in zip(source.split(rows), target.split(rows), strict=True):
+        for part, into in zip(*(each.split(CHUNK // row_bytes) for each in (source, target)), strict=True):
             buffer = self._take_buffer()
             filled = self._buffers[buffer][: part.nbytes].view(part.dtype).view(part.shape)
             filled.copy_(part)

@@ -24,8 +24,9 @@ from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.spec import ModelSpec, Norm, Product
 from flashinfer_backend.models.transformer import Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
+from flashinfer_backend.ops import mxfp4
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.ops.weight import DENSE, FLOATS, Int4, Stored, Weight, positive
+from flashinfer_backend.ops.weight import ALL, BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -109,7 +110,7 @@ def _fill_randomly(model: Model, seed: int) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 if name.endswith("norm"):
                     parameter.fill_(1.0)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     parameter.zero_()
                 elif not quantised:
                     parameter.normal_(0.0, model.spec.initializer_range, generator=generator)
@@ -144,7 +145,17 @@ def of_layers(model: Model) -> dict[str, Stored]:
         for norm in layer.spec.norms:
             targets |= _of_norm(norm, getattr(layer, norm.name), prefix)
         for product in layer.spec.products:
-            targets |= of_product(product, getattr(layer, product.name), prefix)
+            weight = getattr(layer, product.name)
+            if product.stacked:  # one rank adds a bias of what is summed over ranks
+                targets |= _of_stack(product, weight, prefix, not (product.adds and model.spec.shard.rank))
+            else:
+                targets |= of_product(product, weight, prefix)
+        if layer.sinks is not None:
+            heads = layer.spec.mixer.own_heads
+            whole = layer.spec.mixer.qkv.sources[0].part.whole[0] // layer.spec.mixer.head_dim
+            targets[f"{prefix}self_attn.sinks"] = Stored(
+                ((whole,),), FLOATS, layer.sinks.copy_, heads, fills=f"{prefix}sinks"
+            )
     return targets
 
 
@@ -178,6 +189,50 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
     if product.padding:
         weight.data[start:] = 0
     return targets
+
+
+def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> dict[str, Stored]:
+    """What fills a stacked product's weight: the experts' matrices transposed, [E, K, N], or in MXFP4 not
+    transposed; and biases [E, N], which become zeros unless the product is `biased` on this rank. The N rows
+    of an expert's sources take turns."""
+    (module, part, _), count = product.sources[0], product.experts
+    turns = len(product.sources) // count
+    rows = slice(part.rows.start * turns, part.rows.stop * turns)
+    (height, width), name = (part.whole[0] * turns, part.whole[1]), f"{prefix}{module}"
+
+    def each(found: Tensor) -> Iterator[tuple[Weight, Tensor]]:
+        for index, matrix in enumerate(found):
+            yield weight.part(index, count), matrix.unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1)
+
+    def take(found: Tensor) -> None:
+        for expert, matrix in each(found.to(weight.data.device).transpose(1, 2)):
+            expert.format.fill(expert, matrix)
+
+    def taking(put: Callable[[Weight, Tensor], None]) -> Callable[[Tensor], None]:
+        def take(found: Tensor) -> None:
+            for expert, values in each(found.to(weight.data.device)):
+                put(expert, values)
+
+        return take
+
+    def take_bias(found: Tensor) -> None:
+        for expert, values in each(found):
+            assert expert.bias is not None
+            expert.bias.copy_(values if biased else torch.zeros_like(values))
+
+    fills = f"{prefix}{product.name}"
+    targets = {name: Stored(((count, width, height),), FLOATS, take, ALL, part.columns, more=(rows,))}
+    if isinstance(weight.format, Mxfp4):
+        groups = slice(part.columns.start // mxfp4.GROUP, part.columns.stop // mxfp4.GROUP)
+        scales, blocks = taking(weight.format.take_scales), taking(weight.format.take_elements)
+        shape = count, height, width // mxfp4.GROUP
+        targets = {
+            f"{name}_blocks": Stored(((*shape, mxfp4.GROUP // 2),), BYTES, blocks, ALL, rows, more=(groups,)),
+            f"{name}_scales": Stored((shape,), BYTES, scales, ALL, rows, more=(groups,)),
+        }
+    if product.bias:
+        targets[f"{name}_bias"] = Stored(((count, height),), FLOATS, take_bias, ALL, rows)
+    return {key: stored._replace(fills=fills) for key, stored in targets.items()}
 
 
 def _changed(stored: Stored, change: Callable[[Tensor], Tensor]) -> Stored:

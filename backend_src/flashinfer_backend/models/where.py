@@ -49,9 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _part(stored: Stored) -> str:
-    """What a rank reads of a tensor, where its last shape is that of a matrix or a vector."""
+    """What a rank reads of a tensor, by the last of its shapes."""
     whole = [slice(0, length) for length in stored.shapes[-1]]
-    cuts = zip(("rows", "columns"), (stored.rows, stored.columns), whole, strict=False)
+    matrix = len(whole) < 3
+    names = ("rows", "columns") if matrix else [f"dimension {index}" for index in range(len(whole))]
+    cuts = zip(names, stored.cut(stored.shapes[-1]), whole, strict=False)
     parts = [f"{name} {cut.start}:{cut.stop}" for name, cut, every in cuts if cut not in (ALL, every)]
     return ", ".join(parts) or "all"
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on CUDA, as ops.torch_ops.experts_add, by Triton's kernels: weights of 16 bits or FP8.
+"""A mixture of experts on CUDA, as ops.torch_ops.experts_add, by Triton's kernels: weights of 16 bits, FP8 or
+MXFP4.
 
 In FP8 x is quantised before each of the two products, as the weights' format says. No call waits for the
 device or depends on values there, so all of it can be captured.
@@ -13,12 +14,13 @@ from torch import Tensor
 from flashinfer_backend.core.tuned import ExpertTile, Scales, find
 from flashinfer_backend.ops import device, triton_experts, triton_fp8
 from flashinfer_backend.ops.triton_experts import Tiles
-from flashinfer_backend.ops.weight import DENSE, Fp8Block, Weight
+from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
 
-def router_logits(normed: Tensor, router: Tensor) -> Tensor:
-    """normed[T, H] @ router[E, H].T -> float32 [T, E]."""
-    return torch.mm(normed, router.t(), out_dtype=torch.float32)
+def router_logits(normed: Tensor, router: Weight) -> Tensor:
+    """normed[T, H] @ router[E, H].T, and its bias -> float32 [T, E]."""
+    logits = torch.mm(normed, router.data.t(), out_dtype=torch.float32)
+    return logits if router.bias is None else logits.add_(router.bias)
 
 
 def weighted_sum(
@@ -29,6 +31,7 @@ def weighted_sum(
     experts_per_token: int,
     renormalise: bool,
     residual: Tensor | None,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weight:
     residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
@@ -36,19 +39,26 @@ def weighted_sum(
     pairs = len(logits) * experts_per_token // logits.shape[1]
     tile = choose(pairs, triton_experts.scales_of(gate_up))
     tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens)
-    gated = product_of(normed, gate_up, tiles, tile, gated=True)
+    gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
     products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(normed))
 
 
-def product_of(x: Tensor, weight: Weight, tiles: Tiles, tile: ExpertTile, gated: bool) -> Tensor:
+def product_of(
+    x: Tensor,
+    weight: Weight,
+    tiles: Tiles,
+    tile: ExpertTile,
+    gated: bool,
+    clip: tuple[float, float] | None = None,
+) -> Tensor:
     """triton_experts.product of x in 16 bits, which is quantised as the weight's format says."""
     scales: Tensor | None = None
     if isinstance(weight.format, Fp8Block):
         x, scales = triton_fp8.quantise_groups(x)
-    elif weight.format is not DENSE:
+    elif isinstance(weight.format, Fp8Token):
         x, scales = triton_fp8.quantise_rows(x)
-    return triton_experts.product(x, scales, weight, tiles, tile, gated)
+    return triton_experts.product(x, scales, weight, tiles, tile, gated, clip)
 
 
 @device.cached

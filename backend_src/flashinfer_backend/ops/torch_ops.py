@@ -83,34 +83,46 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Te
     return chosen, weights / weights.sum(-1, keepdim=True) if renormalise else weights
 
 
+def gated(gate: Tensor, up: Tensor, clip: tuple[float, float] | None = None) -> Tensor:
+    """silu(gate) * up; with clip (alpha, limit), of gates up to the limit and ups within it on both sides,
+    gate * sigmoid(alpha * gate) * (up + 1): https://arxiv.org/abs/2508.10925, section 2.1."""
+    if clip is None:
+        return F.silu(gate) * up
+    alpha, limit = clip
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 def experts_add(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    router: Tensor,
+    router: Weight,
     gate_up: Weight,
     down: Weight,
     experts_per_token: int,
     renormalise: bool,
     residual: Tensor | None,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
-    weights: down @ (silu(gate @ n) * (up @ n)) of an expert with n = rms_norm(x). x[T, H], residual[T, H] ->
-    [T, H]. Use the returned tensor.
+    weights: down @ `gated`(gate @ n, up @ n, clip) of an expert with n = rms_norm(x). x[T, H], residual[T, H]
+    -> [T, H]. Use the returned tensor.
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
-    before the up projection's. May overwrite residual.
+    before the up projection's. Each may have a bias. May overwrite residual.
     """
-    normed, count = rms_norm(x, norm_weight, eps), len(router)
+    normed, count = rms_norm(x, norm_weight, eps), len(router.data)
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
-    logits = F.linear(normed.float(), router.float())
+    bias = None if router.bias is None else router.bias.float()
+    logits = F.linear(normed.float(), router.data.float(), bias)
     chosen, weights = route(logits, experts_per_token, renormalise)
     result = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)
         first, second = gate_up.part(expert, count), down.part(expert, count)
-        gate, up = first.format.product(normed[tokens], first).chunk(2, dim=-1)
-        product = second.format.product(F.silu(gate) * up, second)
+        gate, up = first.format.product(normed[tokens], first, first.bias).chunk(2, dim=-1)
+        product = second.format.product(gated(gate, up, clip), second, second.bias)
         result.index_add_(0, tokens, product.float() * weights[tokens, place].unsqueeze(1))
     return (result if residual is None else residual.float() + result).to(x.dtype)
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile, Scales
 from flashinfer_backend.ops.fp8 import BLOCK
-from flashinfer_backend.ops.weight import Weight
+from flashinfer_backend.ops.weight import Mxfp4, Weight
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
@@ -251,12 +251,29 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
     return found
 
 
+@triton.jit
+def _numbers(codes, scale, SIGN: tl.constexpr, SHIFT: tl.constexpr):
+    # Of e2m1 in the four bits of a byte that SIGN is the highest of, times scale. Their exponent and mantissa
+    # are moved to those of float32, where the value is 2 ** 126 times smaller; a subnormal stays one.
+    bits = ((codes & SIGN) << (31 - 3 - SHIFT)) | ((codes & (SIGN - (SIGN >> 3))) << (22 - SHIFT))
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
+
+
+@triton.jit
+def _of_group(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    # Powers of two [ROWS, 16 GROUPS], of which 16 neighbours have one scale, by their exponents in e8m0.
+    found = tl.load(scales + offsets, mask=mask, other=0).to(tl.int32) << 23
+    scale = found.to(tl.float32, bitcast=True)
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, 16]), [ROWS, GROUPS * 16])
+
+
 @triton.jit(do_not_specialize=["tiles", "x_rows"])
 def _product(
     x,
     x_scales,
     weight,
     scales,
+    bias,
     factors,
     experts,
     filled,
@@ -268,6 +285,8 @@ def _product(
     K: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALES: tl.constexpr,
     APART: tl.constexpr,
     GROUP: tl.constexpr,
@@ -301,43 +320,79 @@ def _product(
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     # With blocks, INNER is one, and ROWS divides its rows: one scale for a product, which is loaded
     # a turn ahead. Each group has a sum of its own, as in triton_fp8.
-    LAST: tl.constexpr = K // INNER - 1
+    LAST: tl.constexpr = (K + INNER - 1) // INNER - 1
     if SCALES == "blocks":
         own_scales = scales + (expert * HEIGHT + row) // GROUP * APART
         x_scale = tl.load(x_scales + x_row, mask=there, other=0.0)
         scale = tl.load(own_scales)
         if GATED:
             up_scale = tl.load(own_scales + N // GROUP * APART)
-    for i in tl.range(0, LAST + 1, num_stages=STAGES):
-        # The weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
-        x_block = tl.load(source + i * INNER, mask=there[:, None], other=0.0).T
-        block = tl.load(own + i * INNER, mask=inside[:, None], other=0.0)
-        if GATED:
-            up_block = tl.load(own + N * K + i * INNER, mask=inside[:, None], other=0.0)
-        if SCALES == "blocks":
-            ahead = tl.minimum(i + 1, LAST)
-            next_x_scale = tl.load(x_scales + ahead * x_rows.to(tl.int64) + x_row, mask=there, other=0.0)
-            next_scale = tl.load(own_scales + ahead)
-            of_group = tl.dot(block, x_block)
+    if SCALES == "mxfp4":
+        # Two columns in a byte, j and j + 16 of each 32, so two products of half of the columns.
+        h, g = tl.arange(0, INNER // 2), tl.arange(0, INNER // 32)
+        first_row = expert * HEIGHT + n[:, None]
+        own_bytes = weight + first_row * (K // 2) + h[None, :]
+        own_groups = first_row * APART + g[None, :]
+        half = x + x_row[:, None] * K + (h // 16 * 32 + h % 16)[None, :]
+        for i in tl.range(0, LAST + 1, num_stages=STAGES):
+            left = K // 2 - i * (INNER // 2)
+            real = (h < left)[None, :]
+            real_groups = inside[:, None] & (g < left // 16)[None, :]
+            low_x = tl.load(half + i * INNER, mask=there[:, None] & real, other=0.0).T
+            high_x = tl.load(half + i * INNER + 16, mask=there[:, None] & real, other=0.0).T
+            codes = tl.load(own_bytes + i * (INNER // 2), mask=inside[:, None] & real, other=0).to(tl.int32)
+            groups = own_groups + i * (INNER // 32)
+            scale = _of_group(scales, groups, real_groups, INNER // 32, ROWS)
+            acc = tl.dot(_numbers(codes, scale, 8, 0).to(low_x.dtype), low_x, acc)
+            acc = tl.dot(_numbers(codes, scale, 128, 4).to(low_x.dtype), high_x, acc)
             if GATED:
-                next_up_scale = tl.load(own_scales + N // GROUP * APART + ahead)
-                up_of_group = tl.dot(up_block, x_block)
-                up += up_of_group * (x_scale * up_scale)[None, :]
-                up_scale = next_up_scale
-            acc += of_group * (x_scale * scale)[None, :]
-            x_scale, scale = next_x_scale, next_scale
-        else:
-            acc = tl.dot(block, x_block, acc)
+                beyond = own_bytes + N * (K // 2) + i * (INNER // 2)
+                codes = tl.load(beyond, mask=inside[:, None] & real, other=0).to(tl.int32)
+                scale = _of_group(scales, groups + N * APART, real_groups, INNER // 32, ROWS)
+                up = tl.dot(_numbers(codes, scale, 8, 0).to(low_x.dtype), low_x, up)
+                up = tl.dot(_numbers(codes, scale, 128, 4).to(low_x.dtype), high_x, up)
+    else:
+        for i in tl.range(0, LAST + 1, num_stages=STAGES):
+            # The weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
+            x_block = tl.load(source + i * INNER, mask=there[:, None], other=0.0).T
+            block = tl.load(own + i * INNER, mask=inside[:, None], other=0.0)
             if GATED:
-                up = tl.dot(up_block, x_block, up)
+                up_block = tl.load(own + N * K + i * INNER, mask=inside[:, None], other=0.0)
+            if SCALES == "blocks":
+                ahead = tl.minimum(i + 1, LAST)
+                next_x_scale = tl.load(x_scales + ahead * x_rows.to(tl.int64) + x_row, mask=there, other=0.0)
+                next_scale = tl.load(own_scales + ahead)
+                of_group = tl.dot(block, x_block)
+                if GATED:
+                    next_up_scale = tl.load(own_scales + N // GROUP * APART + ahead)
+                    up_of_group = tl.dot(up_block, x_block)
+                    up += up_of_group * (x_scale * up_scale)[None, :]
+                    up_scale = next_up_scale
+                acc += of_group * (x_scale * scale)[None, :]
+                x_scale, scale = next_x_scale, next_scale
+            else:
+                acc = tl.dot(block, x_block, acc)
+                if GATED:
+                    up = tl.dot(up_block, x_block, up)
     if SCALES == "rows":
         x_scale = tl.load(x_scales + x_row, mask=there, other=0.0)[None, :]
         row_scales = scales + expert * HEIGHT + n
         acc *= tl.load(row_scales, mask=inside, other=0.0)[:, None] * x_scale
         if GATED:
             up *= tl.load(row_scales + N, mask=inside, other=0.0)[:, None] * x_scale
+    if bias is not None:
+        own_bias = bias + expert * HEIGHT + n
+        acc += tl.load(own_bias, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(own_bias + N, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc * tl.sigmoid(acc) * up
+        if LIMIT is None:
+            acc = acc * tl.sigmoid(acc) * up
+        else:
+            # NaN stays: a row that went wrong must show.
+            acc = tl.where(acc > LIMIT, LIMIT, acc)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+            acc = acc * tl.sigmoid(ALPHA * acc) * (up + 1)
     if factors is not None:
         acc *= tl.load(factors + pair, mask=there, other=0.0)[None, :]
     cells = out + pair[:, None] * N + n[None, :]
@@ -345,22 +400,30 @@ def _product(
 
 
 def product(
-    x: Tensor, x_scales: Tensor | None, weight: Weight, tiles: Tiles, tile: ExpertTile, gated: bool
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Weight,
+    tiles: Tiles,
+    tile: ExpertTile,
+    gated: bool,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """Each pair's row of x times the weight of its expert, transposed -> [T k, N].
 
-    gated: x[T, K] has a row for each token, the weight is [E 2N, K], and the result is silu of its first N
-    rows' product times that of the others. Else x[T k, K] has a row for each pair, the weight is [E N, K],
-    and the result is multiplied by the pair's weight. With a weight in e4m3 x is, too, with scales [rows, 1]
-    or of groups as triton_fp8.quantise_groups makes them; the result is in bfloat16 then.
+    gated: x[T, K] has a row for each token, the weight is [E 2N, K], and the result is ops.torch_ops.gated of
+    its first N rows' product and that of the others. Else x[T k, K] has a row for each pair, the weight is
+    [E N, K], and the result is multiplied by the pair's weight. The weight's bias is added before. With a
+    weight in e4m3 x is, too, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes them; the
+    result is in bfloat16 then. A weight in MXFP4 is turned into x's type on the way.
     """
     data, scales = weight.data, getattr(weight, "scale", None)
     (tokens, chosen), experts = tiles.weights.shape, tiles.of_experts
-    inner, rows = data.shape[1], len(data) // experts // (2 if gated else 1)
+    inner, rows = weight.shape[1], len(data) // experts // (2 if gated else 1)
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
     block_rows, block_inner = block_shape(block, inner, kind)
-    dtype = x.dtype if scales is None else torch.bfloat16
+    dtype = torch.bfloat16 if kind in ("rows", "blocks") else x.dtype
+    alpha, limit = clip or (None, None)
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
     most = len(tiles.experts)
     _product[(most * triton.cdiv(rows, block_rows),)](
@@ -368,6 +431,7 @@ def product(
         x_scales,
         data,
         scales,
+        weight.bias,
         None if gated else tiles.weights,
         tiles.experts,
         tiles.filled,
@@ -379,6 +443,8 @@ def product(
         K=inner,
         PAIRS_A_ROW=chosen if gated else 1,
         GATED=gated,
+        ALPHA=alpha,
+        LIMIT=limit,
         SCALES=kind,
         APART=scales.stride(0) if scales is not None else 0,
         GROUP=BLOCK,
@@ -395,7 +461,9 @@ def product(
 
 
 def scales_of(weight: Weight) -> Scales:
-    """The kind of scales that a weight of 16 bits or in e4m3 has."""
+    """The kind of scales that a weight of 16 bits, in e4m3 or in MXFP4 has."""
+    if isinstance(weight.format, Mxfp4):
+        return "mxfp4"
     scales = getattr(weight, "scale", None)
     return "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
 
@@ -403,7 +471,10 @@ def scales_of(weight: Weight) -> Scales:
 def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, int]:
     """Rows and columns of a weight [rows, inner] that a program multiplies at a time: the block's, but fewer
     columns where those do not divide `inner`; with scales of blocks columns of one, and rows of no more than
-    one, also where the other product, by whose scales the tile was chosen, has none."""
+    one, also where the other product, by whose scales the tile was chosen, has none. In MXFP4 the last
+    columns can be fewer."""
+    if scales == "mxfp4":
+        return block.rows, block.inner
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK
     return block.rows, math.gcd(block.inner, inner)

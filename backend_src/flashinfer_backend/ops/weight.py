@@ -2,7 +2,7 @@
 """Weights of matrix products, which know what they are for and how they are stored.
 
 A format says which tensors of a checkpoint a weight is made of, and what its product is, in plain torch.
-ops.cuda_fp8 and ops.cuda_int4 compute the same on a GPU.
+ops.cuda_fp8, ops.cuda_int4 and ops.cuda_experts compute the same on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from flashinfer_backend.core.shard import Part
 from flashinfer_backend.core.tuned import Role
-from flashinfer_backend.ops import fp8, int4
+from flashinfer_backend.ops import fp8, int4, mxfp4
 
 FLOATS = ("F32", "F16", "BF16")
 FP8 = ("F8_E4M3",)
 INTEGERS = ("I32", "I64")
+BYTES = ("U8",)
 DUMMY_INPUT_SCALE = 1 / 16  # of random weights: activations up to 28
 
 
@@ -30,7 +31,7 @@ Reading = Callable[[Tensor], Tensor]  # of a tensor as it is stored
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint: the shapes and safetensors types it may have, who takes its value, and which
-    rows and columns of it (of dimensions of size 1: all).
+    rows and columns of it (of dimensions of size 1: all), and which part of its further dimensions.
 
     `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
     fills: what of the model, for readers.
@@ -43,6 +44,7 @@ class Stored(NamedTuple):
     columns: slice = ALL
     optional: bool = False
     fills: str = ""
+    more: tuple[slice, ...] = ()
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:
@@ -65,14 +67,15 @@ class Stored(NamedTuple):
 
     def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """What to read of a tensor of this shape."""
-        dimensions = zip((self.rows, self.columns), shape, strict=False)
+        parts = self.rows, self.columns, *self.more
+        dimensions = zip(parts + (ALL,) * (len(shape) - len(parts)), shape, strict=False)
         return tuple(part if size > 1 else ALL for part, size in dimensions)
 
 
 class Weight(nn.Module):
     """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `shape`: [N, K]. `data` [N, K] holds its
-    elements (of 4 bits: packed as in ops.int4), `scale`, `zero` and `order` further tensors of a format.
-    `input_scales`: of formats with scales for x, first row of a module -> scale."""
+    elements (of 4 bits: packed as in ops.int4 or ops.mxfp4), `scale`, `zero` and `order` further tensors of a
+    format. `input_scales`: of formats with scales for x, first row of a module -> scale."""
 
     scale: nn.Parameter
     bias: nn.Parameter | None  # [N], of the product
@@ -106,6 +109,8 @@ class Weight(nn.Module):
         kind = FORMATS[format]
         if isinstance(kind, Int4):
             return kind.empty(role, shape, dtype, device)
+        if isinstance(kind, Mxfp4):
+            return kind.empty(role, shape, device)
         elements = fp8.E4M3 if kind.scales(shape) else dtype
         scale = torch.empty(kind.scales(shape), device=device) if kind.scales(shape) else None
         if isinstance(kind, Fp8Block):
@@ -121,7 +126,11 @@ class Weight(nn.Module):
             return stored[index * rows : (index + 1) * rows]
 
         scale = own(self.scale) if hasattr(self, "scale") else None
-        return Weight(self.role, own(self.data), self.format, scale)
+        part = Weight(self.role, own(self.data), self.format, scale)
+        part.shape = self.shape[0] // count, self.shape[1]
+        if self.bias is not None:
+            part.bias = nn.Parameter(own(self.bias), requires_grad=False)
+        return part
 
 
 class Format(Protocol):
@@ -390,6 +399,46 @@ class Int4:
         return _result(F.linear(ordered.float(), matrix), x, bias)
 
 
+class Mxfp4:
+    """ops.mxfp4, of experts that are stacked in a checkpoint's tensors."""
+
+    name = "mxfp4"
+
+    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Of uint8."""
+        return shape[0], shape[1] // mxfp4.GROUP
+
+    def empty(self, role: Role, shape: tuple[int, int], device: torch.device) -> Weight:
+        data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
+        rows, groups = self.scales(shape)
+        apart = -(-groups // mxfp4.ALIGNED) * mxfp4.ALIGNED
+        scale = torch.zeros(rows, apart, dtype=torch.uint8, device=device)[:, :groups]
+        weight = Weight(role, data, self, scale)
+        weight.shape = shape
+        return weight
+
+    def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
+        raise NotImplementedError("Product.check_format refuses matrices that are not stacked")
+
+    def take_elements(self, weight: Weight, blocks: Tensor) -> None:
+        """blocks: uint8 [N, K / 32, 16], two neighbours in a byte, the first in its lowest 4 bits."""
+        weight.data.copy_(mxfp4.pack(mxfp4.neighbours(blocks)))
+
+    def take_scales(self, weight: Weight, scales: Tensor) -> None:
+        """scales: uint8 [N, K / 32]. Raises ValueError where one is none."""
+        if bool((scales == mxfp4.NAN).any()):
+            raise ValueError("has scales that are not finite")
+        weight.scale.copy_(scales)
+
+    def fill(self, weight: Weight, values: Tensor) -> None:
+        elements, scales = mxfp4.quantise(values)
+        weight.data.copy_(elements)
+        weight.scale.copy_(scales)
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return _result(F.linear(x.float(), mxfp4.dequantise(weight.data, weight.scale)), x, bias)
+
+
 def _all_zero(found: Tensor) -> None:
     if bool(found.count_nonzero()):
         raise ValueError("is not zero, but config.json describes a model without it")
@@ -426,6 +475,7 @@ _ALL: tuple[Format, ...] = (
     Fp8OnLoad(),
     Fp8Block("fp8_block", "weight_scale_inv"),
     Fp8Block("fp8_block_scale", "weight_scale"),
+    Mxfp4(),
     *(Int4(layout, group) for layout in Int4.LAYOUTS for group in Int4.GROUPS),
 )
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}

@@ -235,8 +235,11 @@ def scores_of(model: Transformer, layers: Sequence[int]) -> list[Scores]:
     """Of these layers of the model; of a proposer's, which are behind them, the usual ones."""
     found = []
     for index in layers:
-        mixer = model.spec.layers[index].mixer if index < len(model.spec.layers) else None
-        cap = None if mixer is None else mixer.soft_cap
-        scale = None if mixer is None else mixer.scale
-        found.append(Scores(scale or model.spec.attention.head_dim**-0.5, cap))
+        usual = model.spec.attention.head_dim**-0.5
+        if index >= len(model.layers):
+            found.append(Scores(usual))
+            continue
+        layer = model.layers[index]
+        mixer = layer.spec.mixer
+        found.append(Scores(mixer.scale or usual, mixer.soft_cap, layer.sinks))
     return found

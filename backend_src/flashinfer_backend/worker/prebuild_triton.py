@@ -294,13 +294,10 @@ def _call_int4_product(product: Product, empty: Callable[..., Tensor]) -> None:
 
 def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_experts does, with each tile."""
+    from flashinfer_backend.models.transformer import weight
     from flashinfer_backend.ops import cuda_experts, triton_experts
-    from flashinfer_backend.ops.weight import Weight
 
-    def weight(product: Product) -> Weight:
-        role, dtype = product.role, empty(0).dtype
-        return Weight.empty(role, product.shape, product.format, dtype, torch.device("meta"))
-
+    where = empty(0).dtype, torch.device("meta")
     of_experts = [product for product in model.products if product.experts]
     pairs_of_products = itertools.product(
         (product for product in of_experts if product.gated),
@@ -308,7 +305,7 @@ def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) 
     )
     for gate_up, down in pairs_of_products:
         fewest = 0  # tokens an expert that take the next tile
-        weights = weight(gate_up), weight(down)
+        weights = weight(gate_up, *where), weight(down, *where)
         scales = triton_experts.scales_of(weights[0])
         for limit, _ in steps(device.active().experts, scales):
             least = max(1, -(-fewest * mlp.count // mlp.per_token))
@@ -322,7 +319,7 @@ def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) 
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
                 logits = empty(tokens, mlp.count, of=torch.float32)
                 routing = mlp.per_token, mlp.norm_topk
-                cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual)
+                cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, mlp.clip)
 
 
 def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:

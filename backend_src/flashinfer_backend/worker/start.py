@@ -202,6 +202,10 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
         if product.format == "dense":
             continue
         rows, inner = product.shape
+        if product.format == "mxfp4":
+            if dtype != torch.bfloat16:
+                raise ValueError(f"weights in MXFP4 need dtype=bfloat16 on a GPU, not {dtype}; set it")
+            continue
         if product.format.startswith("int4"):
             if inner % BLOCK:
                 raise ValueError(
@@ -225,6 +229,7 @@ def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
         "windows": any(spec.windows(config.max_seq_len)),
         "soft caps": any(mixer.soft_cap for mixer in mixers),
         "scales of scores": any(mixer.scale for mixer in mixers),
+        "sinks": any(mixer.sinks for mixer in mixers),
     }
     for name in (name for name, there in found.items() if there):
         raise ValueError(

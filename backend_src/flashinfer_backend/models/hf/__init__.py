@@ -20,6 +20,7 @@ from flashinfer_backend.models.hf.exaone4 import exaone4
 from flashinfer_backend.models.hf.gemma2 import gemma2
 from flashinfer_backend.models.hf.gemma3 import gemma3_text
 from flashinfer_backend.models.hf.glm4 import glm4
+from flashinfer_backend.models.hf.gpt_oss import gpt_oss
 from flashinfer_backend.models.hf.granite import granite
 from flashinfer_backend.models.hf.helium import helium
 from flashinfer_backend.models.hf.hunyuan_v1_dense import hunyuan_v1_dense
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Glm4ForCausalLM": glm4,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3_text,
+    "GptOssForCausalLM": gpt_oss,
 }
 
 

@@ -254,6 +254,13 @@ class Config:
 
     def experts(self, size_key: str, block: str, names: tuple[str, str, str], norm_topk: bool) -> Experts:
         """block: the module that has the router and the experts. names: of an expert's gate, up and down."""
+        count, per_token = self.expert_counts()
+        mlps = self._gated(size_key, [f"{block}.experts.{index}" for index in range(count)], names, count)
+        router = Product("router", (whole(f"{block}.gate", count, self.hidden_size),), None, "")
+        return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, router, count, per_token, norm_topk)
+
+    def expert_counts(self) -> tuple[int, int]:
+        """How many experts there are, and how many a token has."""
         keys = "num_experts", "num_local_experts"
         found = {key: self.raw[key] for key in keys if self.raw.get(key) is not None}
         if len(found) > 1 and found["num_experts"] != found["num_local_experts"]:
@@ -265,9 +272,7 @@ class Config:
             raise ValueError(
                 f"num_experts_per_tok is {per_token}; it should be at most the number of experts, {count}"
             )
-        mlps = self._gated(size_key, [f"{block}.experts.{index}" for index in range(count)], names, count)
-        router = Product("router", (whole(f"{block}.gate", count, self.hidden_size),), None, "")
-        return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, router, count, per_token, norm_topk)
+        return count, per_token
 
     def _gated(
         self, size_key: str, mlps: Sequence[str], names: tuple[str, str, str], experts: int = 0

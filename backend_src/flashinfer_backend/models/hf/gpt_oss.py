@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-OSS: https://arxiv.org/abs/2508.10925. Windows in every other layer, sinks, biases everywhere, experts
+gated by a clipped SwiGLU whose gate and up projections take turns row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flashinfer_backend.models.hf.config import Config, whole
+from flashinfer_backend.models.spec import Experts, ModelSpec, Product
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+SIZE = "intermediate_size"
+
+
+def gpt_oss(config: Config) -> ModelSpec:
+    """A token's weights are a softmax of its own experts' logits: those of all, divided by their sum."""
+    config.only("attention_bias")
+    if config.raw.get("rope_scaling") is None and config.raw.get("rope_parameters") is None:
+        config = config.changed(rope_scaling=YARN)
+    bias, window, layers = (
+        config.flag("attention_bias", True),
+        config.window(otherwise=128),
+        config.num_layers,
+    )
+    windows = (
+        config.windows(window)
+        if config.layer_types()
+        else [None if index % 2 else window for index in range(layers)]
+    )
+    attention = config.attention(kv_heads=8, head_dim=64, theta=150000.0, bias=bias, o_bias=bias)
+    attention, mlp = replace(attention, sinks=True), _experts(config)
+    return config.model([(replace(attention, window=own), mlp) for own in windows])
+
+
+def _experts(config: Config) -> Experts:
+    (count, per_token), size, hidden = config.expert_counts(), config.count(SIZE), config.hidden_size
+    rows = whole("mlp.experts.gate_up_proj", size, hidden)
+    columns = whole("mlp.experts.down_proj", hidden, size)
+    stack: dict[str, Any] = {"experts": count, "bias": True, "stacked": True}
+    return Experts(
+        size,
+        SIZE,
+        Product("gate_up", (rows, rows) * count, "rows", "gate_up", **stack),
+        Product("down", (columns,) * count, "columns", "down", **stack),
+        Product("router", (whole("mlp.router", count, hidden),), None, "", bias=True),
+        count,
+        per_token,
+        norm_topk=True,
+        clip=(config.number("swiglu_alpha") or 1.702, config.number("swiglu_limit") or 7.0),
+    )
