@@ -21,7 +21,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Part, Shard
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import ARCHITECTURES, read_spec
-from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
+from flashinfer_backend.models.hf.end_ids import tokenizer_end_ids
 from flashinfer_backend.models.rope import cos_sin, inv_freq
 from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
@@ -345,7 +345,16 @@ def test_the_tokenizers_end_id_is_read_from_its_files(tmp_path, kind, token):
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<s>"}))
-    assert tokenizer_end_id(tmp_path) == TextTokenizer(tmp_path).eos_id
+    expected = TextTokenizer(tmp_path).eos_id
+    assert tokenizer_end_ids(tmp_path) == ([] if expected is None else [expected])
+
+
+def test_a_call_of_harmony_ends_a_text_as_well(tmp_path):
+    backend = small_tokenizers.byte_level()
+    backend.add_special_tokens(["<|return|>", "<|call|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
+    assert tokenizer_end_ids(tmp_path) == [backend.token_to_id(name) for name in ("<|return|>", "<|call|>")]
 
 
 def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):

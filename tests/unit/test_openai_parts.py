@@ -25,7 +25,7 @@ from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.formats import choice
+from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
@@ -281,6 +281,44 @@ def test_several_calls_for_templates_that_take_one() -> None:
     for call in calls:
         del call["id"]
     assert "(of b)(of a)" in template.render(plain_messages([turn, *results]))
+
+
+# What GPT-OSS's template does with calls and reasoning.
+HARMONY = (
+    "{% set last = namespace(name='') %}Reasoning: {{ reasoning_effort or 'medium' }}"
+    "{% for message in messages %}"
+    "{% if message.tool_calls %}{% if message.content and message.thinking %}{{ raise_exception('both') }}"
+    "{% endif %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking or message.content }}"
+    "<|end|>{% set last.name = message.tool_calls[0].function.name %}<|start|>assistant "
+    "to=functions.{{ last.name }}<|channel|>commentary json<|message|>"
+    "{{ message.tool_calls[0].function.arguments|tojson }}<|call|>"
+    "{% elif message.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary"
+    "<|message|>{{ message.content|tojson }}<|end|>{% else %}<|start|>{{ message.role }}<|message|>"
+    "{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_calls_and_their_reasoning_for_harmony() -> None:
+    """Its template shows the first of several calls alone, and refuses reasoning next to text."""
+    calls = [{"id": i, "function": {"name": i, "arguments": '{"a": 1}'}} for i in ("one", "two")]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ("two", "one")]
+    turn = {"role": "assistant", "reasoning_content": "Hm.", "content": None, "tool_calls": calls}
+    template = ChatTemplate(HARMONY, {})
+    ask = {"role": "user", "content": "?"}
+    text = template.render(plain_messages([ask, turn, *results]), variables={"reasoning_effort": "high"})
+    assert text.startswith("Reasoning: high<|start|>user<|message|>?<|end|>")
+    shown = [
+        f'to=functions.{name}<|channel|>commentary json<|message|>{{"a": 1}}<|call|><|start|>functions.{name}'
+        f' to=assistant<|channel|>commentary<|message|>"of {name}"<|end|>'
+        for name in ("one", "two")
+    ]
+    places = [text.index(each) for each in shown]
+    assert places == sorted(places) and text.count("Hm.") == 1 and "analysis<|message|>Hm.<|end|>" in text
+    both = template.render(plain_messages([ask, turn | {"content": "I look."}, *results]))
+    assert "analysis<|message|>Hm.\nI look.<|end|>" in both
+    assert harmony.opened(text) == f"{text}<|channel|>final<|message|>"
+    assert harmony.opened("<|start|>user<|message|>") == "<|start|>user<|message|>"
 
 
 def test_ids_for_templates_that_want_short_ones() -> None:

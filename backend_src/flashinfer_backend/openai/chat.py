@@ -28,6 +28,7 @@ from flashinfer_backend.openai.answer import (
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice as formats
+from flashinfer_backend.openai.formats import harmony
 from flashinfer_backend.openai.formats.calls import ListReader, NamedReader
 from flashinfer_backend.openai.formats.events import (
     ARGUMENTS,
@@ -116,7 +117,10 @@ class Turn:
         """Renders the prompt, and makes what takes time by the request's size. Raises ApiError."""
         conversation, door = self.conversation, self.door
         limits = door.limits
-        self.text = text = render(door, conversation)
+        text = render(door, conversation)
+        if self.guide != NO_GUIDE and door.reasoning_format == "harmony":
+            text = harmony.opened(text)
+        self.text = text
         if self.tools.choice == AUTO and door.tool_format == "none":
             known = ", ".join(name for name in formats.TOOL_FORMATS if name != "none")
             raise ApiError(

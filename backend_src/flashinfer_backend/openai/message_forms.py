@@ -16,6 +16,9 @@ from typing import Any
 _ASKS_FOR_NONE = re.compile(r"content\W{0,2} is (not )?none", re.IGNORECASE)
 _ASKS_FOR_IDS = re.compile(r"\bid\W{0,4}\|\s*length|call_id\W{0,4}\|\s*length")
 _COUNTS_CALLS = re.compile(r"tool_calls\W{0,4}\|\s*length")
+_SHOWS_FIRST_CALL = re.compile(r"tool_calls\[0\]")
+_SHOWS_ALL_CALLS = re.compile(r"\bin \w+(\.|\[.)tool_calls\b")
+_NAMES_THINKING = re.compile(r"\bmessage(\.|\[.)thinking\b")
 
 
 def forms(messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[list[dict[str, Any]]]:
@@ -24,6 +27,10 @@ def forms(messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[list[d
     for message in first:
         if message["role"] == "developer" and "developer" not in source:
             message["role"] = "system"
+        if "reasoning_content" in message and _NAMES_THINKING.search(source):  # GPT-OSS
+            message.setdefault("thinking", message.pop("reasoning_content"))
+    if _SHOWS_FIRST_CALL.search(source) and not _SHOWS_ALL_CALLS.search(source):
+        first = _with_single_calls(first)
     seen: list[list[dict[str, Any]]] = []
     for mended in _mended(first, source):
         found = [mended]
@@ -46,6 +53,8 @@ def _mended(messages: list[dict[str, Any]], source: str) -> Iterator[list[dict[s
     if "raise_exception" in source:
         if _COUNTS_CALLS.search(source):
             yield _with_single_calls(messages)
+        if any(message.get("thinking") for message in messages):
+            yield (messages := [_with_all_thought(message) for message in messages])
         yield (messages := with_joined_neighbours(messages))
         if _COUNTS_CALLS.search(source):
             yield _with_single_calls(messages)
@@ -93,12 +102,22 @@ def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for result in results:
             given = result.get("tool_call_id")
             (own[given] if _is_id(given) and given in own else others).append(result)
+        without = {**message, "content": ""}
+        without.pop("thinking", None)
         for n, call in enumerate(calls):
-            changed.append({**message, "content": message["content"] if n == 0 else "", "tool_calls": [call]})
+            changed.append({**(without if n else message), "tool_calls": [call]})
             if _is_id(call.get("id")):
                 changed += own.pop(call["id"], [])
         changed += others
     return changed
+
+
+def _with_all_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn of calls with its text as a part of its reasoning, for templates that take one of them, as
+    GPT-OSS's."""
+    if not (message.get("tool_calls") and message.get("thinking") and message["content"]):
+        return message
+    return {**message, "thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
 
 
 def _is_id(value: Any) -> bool:

@@ -14,7 +14,7 @@ from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.arcee import arcee
 from flashinfer_backend.models.hf.config import MULTIMODAL, Config
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
-from flashinfer_backend.models.hf.end_ids import tokenizer_end_id
+from flashinfer_backend.models.hf.end_ids import tokenizer_end_ids
 from flashinfer_backend.models.hf.ernie4_5 import ernie4_5
 from flashinfer_backend.models.hf.exaone4 import exaone4
 from flashinfer_backend.models.hf.gemma2 import gemma2
@@ -85,9 +85,9 @@ def read_spec(
     generation = read_object_if_there(generation_path)
     check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
     hf_quant = read_object_if_there(model_dir / "hf_quant_config.json")
-    end_id = tokenizer_end_id(Path(tokenizer_dir or model_dir))
+    end_ids = tokenizer_end_ids(Path(tokenizer_dir or model_dir))
     with _explained(path):
-        config = Config(raw, generation, hf_quant, end_id)
+        config = Config(raw, generation, hf_quant, end_ids)
         check_config(config.raw, model_dir)
         return _family(config.raw)(config).checked()
 

@@ -103,23 +103,27 @@ WINDOW = 4096
 
 
 class Config:
-    """One checkpoint's config.json (`raw`), generation_config.json and hf_quant_config.json, and the id that
-    ends a text by its tokenizer. Methods raise ValueError for wrong values, UnsupportedModelError for what is
+    """One checkpoint's config.json (`raw`), generation_config.json and hf_quant_config.json, and the ids that
+    end a text by its tokenizer. Methods raise ValueError for wrong values, UnsupportedModelError for what is
     not computed, and KeyError for a key that is missing."""
 
     def __init__(
-        self, raw: dict[str, Any], generation: dict[str, Any], hf_quant: dict[str, Any], end_id: int | None
+        self,
+        raw: dict[str, Any],
+        generation: dict[str, Any],
+        hf_quant: dict[str, Any],
+        end_ids: Sequence[int] = (),
     ) -> None:
         raw, part = _text_part(raw)
         check_kinds(raw, KINDS)
-        self.raw, self._end_id = raw, end_id
+        self.raw, self._end_ids = raw, end_ids
         self.aliases = ALIASES if part else ()
         self.ignored = IGNORED if part else ()
         self._generation, self._hf_quant = generation, hf_quant
 
     def changed(self, **keys: Any) -> Config:
         """The same with other values in config.json."""
-        return Config(self.raw | keys, self._generation, self._hf_quant, self._end_id)
+        return Config(self.raw | keys, self._generation, self._hf_quant, self._end_ids)
 
     def only(self, *read: str, **implemented: Any) -> None:
         """Refuse keys that change the computation, where they have another value than the one implemented:
@@ -356,7 +360,7 @@ class Config:
         eps = self.raw["rms_norm_eps"]
         if not eps or eps < 0:
             raise ValueError(f"rms_norm_eps is {shown(eps)}; it should be a number greater than 0")
-        ends = self._generation.get("eos_token_id"), self.raw.get("eos_token_id"), self._end_id
+        ends = self._generation.get("eos_token_id"), self.raw.get("eos_token_id"), list(self._end_ids)
         eos = [token for found in ends for token in _ids(found) if 0 <= token < vocab]  # some say -1 for none
         return ModelSpec(
             layers=tuple(layer(index, *parts) for index, parts in enumerate(layers)),

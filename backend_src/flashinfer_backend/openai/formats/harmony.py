@@ -16,6 +16,12 @@ _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
+def opened(prompt: str) -> str:
+    """A prompt with the header of its answer, for one that a guide makes: the answer is content then."""
+    begun = f"{START}assistant"
+    return f"{prompt}{CHANNEL}final{MESSAGE}" if prompt.endswith(begun) else prompt
+
+
 class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
     tokens as text. A message to a function is a call. A line break separates two messages of one kind."""
