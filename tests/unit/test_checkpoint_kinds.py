@@ -58,8 +58,19 @@ KINDS = {
         {}, {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
         "T5ForConditionalGeneration is an encoder-decoder model", "take a decoder-only model",
     ),
-    "embedding": ({}, {"architectures": ["Qwen3Model"]}, "Qwen3Model is an embedding model", "take a"),
-    "pooling": ({"modules.json": POOLING}, {}, "holds an embedding model (modules", "take a"),
+    "embedding": ({}, {"architectures": ["BertModel"]}, "BertModel is an embedding model", "serve it with"),
+    "pooling": (
+        {"modules.json": POOLING, "1_Pooling/config.json": '{"pooling_mode_mean_tokens": true}'}, {},
+        "1_Pooling/config.json pools by mean_tokens; only lasttoken", "serve it with",
+    ),
+    "dense": ({"modules.json": POOLING.replace("Pooling", "Dense")}, {}, "has a module Dense", "serve it"),
+    "bidirectional": (
+        {}, {"architectures": ["LlamaBidirectionalModel"]}, "is an embedding model", "serve it with",
+    ),
+    "labels": (
+        {}, {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"},
+        "is a classifier with 2 labels", "serve it with",
+    ),
     "classifier": (
         {}, {"architectures": ["LlamaForSequenceClassification"]},
         "LlamaForSequenceClassification is a classifier or reward model", "take a decoder-only",
@@ -81,6 +92,7 @@ def test_kinds_are_named_with_the_thing_to_do(refused, tmp_path, kind):
         if text is None:
             (folder / name).unlink()
         else:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
     told = refused(model=folder)
     assert "1 to correct" in told and what in told and cure in told[told.index(what) :]

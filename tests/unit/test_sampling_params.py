@@ -13,7 +13,7 @@ from flashinfer_backend.worker.warm_up import FEATURES
 
 PACKAGE = Path(flashinfer_backend.__file__).parent
 ENGINE = ("engine", "scheduler", "sampling", "structured")
-DOORS = ("openai/sampling.py", "triton_server/requests.py")
+DOORS = ("openai/sampling.py", "openai/embeddings.py", "triton_server/requests.py")
 # Values that ask for something; None: nothing by itself.
 ASKING: dict[str, Any] = {
     "max_tokens": None,
@@ -24,6 +24,7 @@ ASKING: dict[str, Any] = {
     "stop_sequences": None,  # found by the loop
     "context_logits": None,  # of the prompt, before anything is sampled
     "perf_metrics": None,
+    "speculative_decoding": None,  # of the scheduler
     "top_logprobs": None,  # of log_probs
     "bias_values": None,  # of bias_ids
     "grammar": None,  # of grammar_type
@@ -39,6 +40,7 @@ ASKING: dict[str, Any] = {
     "grammar_type": "json",
     "log_probs": True,
     "generation_logits": True,
+    "pooled": True,
 }
 
 

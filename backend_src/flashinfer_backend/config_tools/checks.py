@@ -44,7 +44,7 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
         problems.append(f"model_dir={name}: {error}")
         return None
     try:
-        model = read_spec(folder)
+        model = read_spec(folder, task=values["task"])  # type: ignore[arg-type]
         if values["load_format"] != "dummy":
             try:
                 weight_files(folder)

@@ -50,6 +50,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     tokenizer_dir: Annotated[
         str, Setting("folder of the tokenizer; auto = model_dir", words=(AUTO, BUNDLED))
     ] = ""
+    task: Annotated[
+        Literal["auto", "generate", "embed", "score"],
+        Setting(
+            "what the checkpoint is for; auto = as its files say: embed for an embedding model, score for a "
+            "reranker, else generate. Qwen3-Reranker's files do not say it: set score"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"],
         Setting("auto = the checkpoint's safetensors; dummy = random weights, for benchmarks"),

@@ -46,6 +46,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     context_logits: bool = False
     generation_logits: bool = False
     perf_metrics: bool = False
+    pooled: bool = False  # what a model with pooling gives; max_tokens is 1 then, and the token means nothing
     speculative_decoding: bool = True  # False: no drafts, where the engine makes some
 
     @property
@@ -62,7 +63,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def reports_logits(self) -> bool:
-        return self.log_probs or self.generation_logits
+        return self.log_probs or self.generation_logits or self.pooled
 
     @property
     def asks_for_logits(self) -> bool:

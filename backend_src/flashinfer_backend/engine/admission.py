@@ -29,7 +29,7 @@ class Admission:
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         self._config = config
         self._vocab_size, self._longest_seq_len = spec.vocab_size, spec.longest_seq_len
-        self._end_ids = set(spec.eos_token_ids)
+        self._end_ids, self._pooling = set(spec.eos_token_ids), spec.pooling
 
     def request(self, message: protocol.Submit, queued: int) -> Request:
         """The request of a message, whose parameters stay as they are. queued: how many wait already, beyond
@@ -67,6 +67,10 @@ class Admission:
             return (
                 f"{protocol.QUEUE_FULL} of {config.max_queue_size} has been reached, please try again later"
             )
+        if self._pooling is not None and not (params.pooled and params.max_tokens == 1):
+            return f"the model is {self._pooling.what}"
+        if params.pooled and self._pooling is None:
+            return "the model writes text: it has neither embeddings nor scores"
         if not len(prompt):
             return "the prompt has no tokens; it should have at least one"
         if len(prompt) > config.max_input_len:

@@ -256,7 +256,8 @@ class EngineLoop:
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
         end_grammars(outcome, output)
-        self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
+        if self.runner.state.model.spec.pooling is None:
+            self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
         if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it

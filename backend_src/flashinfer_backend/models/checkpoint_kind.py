@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from flashinfer_backend.core.checkpoint_json import read_object_if_there, shards
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.pooling import INSTEAD
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
@@ -75,9 +76,6 @@ def check_folder(folder: Path) -> None:
         )
     if not has_config:
         raise FileNotFoundError(f"{folder} is not a checkpoint folder: it has no config.json")
-    modules = folder / "modules.json"
-    if modules.is_file() and "sentence_transformers" in modules.read_text(encoding="utf-8", errors="replace"):
-        _refuse(f"{folder} holds an embedding model (modules.json of sentence-transformers): {generator()}")
 
 
 def check_config(raw: dict[str, Any], folder: Path) -> None:
@@ -96,7 +94,7 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
         )
     for end, kind in OTHER_TASKS.items():
         if any(name.endswith(end) and not name.endswith(GENERATORS) for name in architectures):
-            _refuse(f"{named} is {kind}: {generator()}")
+            _refuse(f"{named} is {kind}: {INSTEAD}, or {generator()}")
     if "pretrained_config" in raw or ("architecture" in raw and not architectures):
         _refuse("it is a config.json of TensorRT-LLM: name the Hugging Face checkpoint that it was made from")
     scheme = raw.get("quantization_config")

@@ -16,6 +16,7 @@ from flashinfer_backend.core.shard import WHOLE, Part, Shard
 from flashinfer_backend.core.tuned import GATED, Role, Shape
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.pooling import Pooling
 from flashinfer_backend.models.quantization import BLOCK, GROUP_MXFP4, WeightFormat
 
 Spec = TypeVar("Spec", bound="ModelSpec")
@@ -381,6 +382,7 @@ class ModelSpec:
     not computed; None: there is none. aliases: beginnings of its tensors' names, and what they are here.
     ignored: beginnings of names of tensors that are not read. embedding_scale: what embeddings are multiplied
     by, rounded to the model's type. logits_soft_cap: logits become soft_cap * tanh(logit / soft_cap).
+    pooling: what an embedding model or a reranker gives in place of logits.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -400,6 +402,7 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()
     embedding_scale: float = 1.0
     logits_soft_cap: float | None = None
+    pooling: Pooling | None = None
 
     def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -414,6 +417,30 @@ class ModelSpec:
             for layer in self.layers
         )
         return replace(self, layers=layers, shard=shard).checked()
+
+    def pooled(self: Spec, pooling: Pooling | None) -> Spec:
+        """The same as an embedding model or a reranker. Tensors may lack the prefix of the model's module; a
+        head whose logits are not read is not kept."""
+        if pooling is None:
+            return self
+        if self.final_norm.scale != 1:
+            raise UnsupportedModelError("this family's hidden states are scaled, so they are no embeddings")
+        bare = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
+        headless = not pooling.tokens
+        return replace(
+            self,
+            pooling=pooling,
+            aliases=(*self.aliases, *bare),
+            ignored=(*self.ignored, "lm_head.") if headless else self.ignored,
+            tie_word_embeddings=self.tie_word_embeddings or headless,
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Numbers for each sampled token: logits of the vocabulary, or what a pooling model gives."""
+        if self.pooling is None:
+            return self.vocab_size
+        return self.hidden_size if self.pooling.task == "embed" else len(self.pooling.tokens) or 1
 
     def with_format(self: Spec, format: WeightFormat) -> Spec:
         """The same with all products of its layers in this format. Raises as checked()."""

@@ -181,6 +181,7 @@ class Transformer(nn.Module):
     """
 
     layers: list[Layer]
+    _wanted: Tensor  # int64, tokens whose logits are scores
 
     def __init__(
         self,
@@ -212,6 +213,11 @@ class Transformer(nn.Module):
         self.lm_head = (
             Weight("head", self.embed_tokens) if tied else weight(spec.head, self.dtype, self.device)
         )
+        scores = spec.pooling is not None and spec.pooling.task == "score" and not spec.pooling.tokens
+        shape = (1, spec.hidden_size)
+        self.score = parameter(shape, self.dtype, self.device) if scores else None  # all of it on every rank
+        wanted = spec.pooling.tokens if spec.pooling is not None else ()
+        self.register_buffer("_wanted", torch.tensor(wanted, dtype=torch.int64, device=self.device))
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
@@ -299,7 +305,24 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if
-        given. Only rank 0 gets them; on others, what is returned is their own columns."""
+        given. Only rank 0 gets them; on others, what is returned is their own columns. Of a model with
+        pooling, what it gives in place of them, [R, spec.outputs]."""
+        if self.spec.pooling is not None:
+            pooled = self._pooled(hidden)
+            return pooled if out is None else out.copy_(pooled)
+        return self._logits(hidden, out)
+
+    def _pooled(self, hidden: Tensor) -> Tensor:
+        """See logits(). The residual stream is the same on all ranks, so each computes all of it, but for
+        logits of tokens."""
+        if len(self._wanted):
+            logits = self._logits(hidden, None)
+            # On ranks other than 0, whose columns are fewer, nobody reads it.
+            return logits[:, self._wanted] if self.spec.shard.rank == 0 else logits[:, : len(self._wanted)]
+        normed = self.ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
+        return normed if self.score is None else F.linear(normed, self.score)
+
+    def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         spec, alone = self.spec, self.spec.shard.size == 1
         own = self.ops.norm_linear(
             hidden, self.final_norm, spec.norm_eps, self.lm_head, None, out=out if alone else None

@@ -134,6 +134,8 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     targets |= _of_norm(spec.final_norm, model.final_norm, "model.")
     if not spec.tie_word_embeddings:
         targets |= of_product(spec.head, model.lm_head)
+    if model.score is not None:
+        targets["score.weight"] = Stored.into(model.score)._replace(fills="score")
     return targets | of_layers(model)
 
 

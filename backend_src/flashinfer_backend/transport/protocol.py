@@ -141,8 +141,8 @@ class Perf(msgspec.Struct):
 
 class RowReport(msgspec.Struct, omit_defaults=True):
     """What a request asked for with its tokens. Logits are float32 little endian, row major:
-    context [prompt_len, vocab], generation [1, vocab] for the row's token. queue_ns comes unasked
-    with the first row of a sequence: nanoseconds until its first step."""
+    context [prompt_len, vocab], generation [1, vocab] for the row's token, or what a model with pooling gives
+    instead. queue_ns comes unasked with the first row of a sequence: nanoseconds until its first step."""
 
     local_id: int
     turn: int = 0  # rows of the sequence in this frame before its own

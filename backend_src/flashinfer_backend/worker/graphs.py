@@ -126,7 +126,7 @@ class DecodeGraphs:
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model = state.model
         most = max([self._sizes[-1], *(size * (1 + count) for size, count in drafted.items())])
-        shape = (0 if model.collectives.shard.rank else most, model.spec.vocab_size)
+        shape = (0 if model.collectives.shard.rank else most, model.spec.outputs)
         self._logits = torch.empty(shape, dtype=model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
         shapes = [(size, 1) for size in self._sizes]

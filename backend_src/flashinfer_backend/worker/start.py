@@ -53,7 +53,7 @@ def start_runner(
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
-    spec = read_spec(model_dir, tokenizer_dir)
+    spec = read_spec(model_dir, tokenizer_dir, task=config.task)
     if config.quantization == "fp8":
         spec = spec.quantised_on_load()
     spec.check_max_seq_len(config.max_seq_len)
@@ -90,6 +90,10 @@ def start_runner(
 
     layers, proposer = spec.windows(config.max_seq_len), None
     make_proposer = make_proposer or chosen(config)
+    if make_proposer is not None and spec.pooling is not None:
+        raise ValueError(
+            f"the checkpoint is {spec.pooling.what}. It has no use for drafts: set speculative_method=none"
+        )
     if make_proposer is not None:
         if window := min(filter(None, layers), default=None):
             raise ValueError(
@@ -335,6 +339,8 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
         # Plain torch has none, and what is compared runs layer by layer.
         if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
             sizes = config.cuda_graph_batch_sizes
+            if runner.state.model.spec.pooling is not None:
+                sizes = [1]  # it has no decode steps
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
         warm_up_sampling(config, runner)
     runner.rehearse(_prompt_plan(runner.state.dummy_slot, 1))

@@ -33,6 +33,7 @@ FEATURES: list[dict[str, object]] = [
     {"log_probs": True},
     {"log_probs": True, "top_logprobs": 5},
     {"generation_logits": True},
+    {"pooled": True},
 ]
 
 
@@ -43,8 +44,11 @@ def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
     The rows use real slots, whose block tables are all block 0 then; every step ends them again.
     """
     began = time.monotonic()
-    all_of_them = {k: v for feature in FEATURES for k, v in feature.items()}
-    cases = [*FEATURES, all_of_them]
+    if runner.state.model.spec.pooling is None:
+        features = [feature for feature in FEATURES if "pooled" not in feature]
+        cases = [*features, {k: v for feature in features for k, v in feature.items()}]
+    else:
+        cases = [{"pooled": True}]
     steps = [
         (rows, params, suppressed)
         for rows in sorted({1, 2, 16, min(130, config.max_num_seqs)} & set(range(1, config.max_num_seqs + 1)))

@@ -37,6 +37,7 @@ from flashinfer_backend.models.hf.qwen3 import qwen3
 from flashinfer_backend.models.hf.qwen3_moe import qwen3_moe
 from flashinfer_backend.models.hf.seed_oss import seed_oss
 from flashinfer_backend.models.hf.smollm3 import smollm3
+from flashinfer_backend.models.pooling import Task, causal_name, read_pooling
 from flashinfer_backend.models.spec import ModelSpec
 
 # Each function has the name of its family's model_type.
@@ -68,10 +69,14 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
 
 
 def read_spec(
-    model_dir: str | Path, tokenizer_dir: str | Path | None = None, changes: dict[str, Any] | None = None
+    model_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
+    changes: dict[str, Any] | None = None,
+    task: Task = "auto",
 ) -> ModelSpec:
     """Read config.json, of which `changes` win, and, where present, generation_config.json of a checkpoint
     folder, and which token ends a text by the tokenizer in tokenizer_dir (default: in the same folder).
+    task: of EngineConfig.
 
     Raises FileNotFoundError without a config.json, UnsupportedModelError for a kind, architecture, rotary
     embedding, layer variant or quantisation that is not implemented, and ValueError for a key that is missing
@@ -81,6 +86,7 @@ def read_spec(
     check_folder(model_dir)
     path = model_dir / "config.json"
     raw = read_object(path) | (changes or {})
+    pooling = read_pooling(model_dir, Path(tokenizer_dir or model_dir), task)
     generation_path = model_dir / "generation_config.json"
     generation = read_object_if_there(generation_path)
     check_kinds(generation, {"eos_token_id": "ids"}, f"{generation_path}: ")
@@ -88,8 +94,12 @@ def read_spec(
     end_ids = tokenizer_end_ids(Path(tokenizer_dir or model_dir))
     with _explained(path):
         config = Config(raw, generation, hf_quant, end_ids)
+        if pooling is not None:
+            names = map(causal_name, config.raw.get("architectures") or [])
+            if served := [name for name in names if name in ARCHITECTURES]:
+                config = config.changed(architectures=served)
         check_config(config.raw, model_dir)
-        return _family(config.raw)(config).checked()
+        return _family(config.raw)(config).pooled(pooling).checked()
 
 
 def read_drafter(folder: str | Path) -> Eagle3Spec:
