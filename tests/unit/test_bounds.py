@@ -15,9 +15,9 @@ import pytest
 from small_tokenizers import byte_level
 
 from flashinfer_backend.config_tools import model_config
-from flashinfer_backend.core.bounds import FIELDS, NUMBER
+from flashinfer_backend.core.bounds import FIELDS
 from flashinfer_backend.openai import requests
-from flashinfer_backend.openai.bounds import values
+from flashinfer_backend.openai.bounds import bound_of, values
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -33,6 +33,9 @@ KINDS = [
     requests.MessagesRequest,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
+    requests.EmbeddingRequest,
+    requests.RerankRequest,
+    requests.ScoreRequest,
 ]
 BODY_FIELDS = [(kind, field.name) for kind in KINDS for field in msgspec.structs.fields(kind)]
 REFUSED = {*refused._FEATURES, *preprocessing.REFUSED}
@@ -134,7 +137,9 @@ def test_every_field_that_can_be_of_any_size_has_a_row() -> None:
     for name in inputs("ensemble"):
         assert taken[name] in steps, name
     # And no row is of a field that is gone.
-    assert FIELDS.keys() == open_fields | (tensors - REFUSED) | {"parameters", "decoder_input_ids"}
+    own = {f"{kind.__name__}.{name}" for kind, name in BODY_FIELDS if is_open(hints[kind][name])}
+    others = {"parameters", "decoder_input_ids"} | (own & FIELDS.keys())
+    assert FIELDS.keys() == open_fields | (tensors - REFUSED) | others
 
 
 @pytest.mark.parametrize(("kind", "name"), BODY_FIELDS)
@@ -152,7 +157,7 @@ def test_a_body_may_hold_what_its_bounds_say_and_no_more(kind: Any, name: str) -
             return error.message if error.param == name else ""
         return ""
 
-    bound = FIELDS.get(name, NUMBER)
+    bound = bound_of(kind, name)
     if bound.size is not None:
         assert "bytes of JSON" not in refusal(f'"{"x" * (bound.size - 2)}"')
         assert f"bytes of JSON; {beyond(bound.size)}" in refusal(f'"{"x" * (bound.size - 1)}"')

@@ -3,10 +3,10 @@
 seconds, or ends it.
 
 FIELDS has a row for each field that takes text, a list or an object: of the OpenAI API by its name in a body
-(openai/requests.py), of the Triton models by the tensor's name (config.pbtxt; the ensemble's by the name that
-its steps know). Tensors that are refused whatever they hold are in triton_server/refused.py and
-triton_server/preprocessing.py instead. Bounds are checked before any work that grows with the size. GRAMMAR
-bounds what a guide says.
+(openai/requests.py; behind the body's name where it has another bound there), of the Triton models by the
+tensor's name (config.pbtxt; the ensemble's by the name that its steps know). Tensors that are refused
+whatever they hold are in triton_server/refused.py and triton_server/preprocessing.py instead. Bounds are
+checked before any work that grows with the size. GRAMMAR bounds what a guide says.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def check(name: str, found: int, most: int | None, of: str, where: str = "") -> 
 MOST_WORD = 1 << 14  # bytes, or ids, of one stop or bad word
 MOST_IDS = 1 << 20  # a second's work for the tokenizer
 MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
+MOST_INPUTS = 2048  # texts of one request for embeddings, documents of one for scores
 MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
 MOST_TOP_LOGPROBS = 20
 ALL_PROMPTS = 8  # times what one prompt may have: all prompts of a request to the ensemble
@@ -86,7 +87,12 @@ FIELDS = {
     # Bodies of the OpenAI API
     "messages": CONVERSATION,
     "input": CONVERSATION,
+    "EmbeddingRequest.input": Bound(MOST_IDS),
     "documents": CONVERSATION,
+    "RerankRequest.documents": Bound(4 * MOST_INPUTS),  # texts, or objects that hold them
+    "query": Bound(1),
+    **dict.fromkeys(("ScoreRequest.documents", "queries", "text_1", "text_2"), Bound(MOST_INPUTS)),
+    "instruction": NAME,
     "instructions": Bound(1),
     "system": CONVERSATION,
     "suffix": Bound(1),
@@ -113,7 +119,9 @@ FIELDS = {
     **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "top_logprobs"), OPTIONS),
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
-    **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key", "reasoning_effort"), NAME),
+    **dict.fromkeys(
+        ("model", "prompt_name", "user", "safety_identifier", "prompt_cache_key", "reasoning_effort"), NAME
+    ),
     # Tensors of preprocessing, and so of the ensemble
     "QUERY": Bound(1),
     "STOP_WORDS_DICT": WORDS,

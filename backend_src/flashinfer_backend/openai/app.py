@@ -27,6 +27,14 @@ from flashinfer_backend.openai.anthropic import count_tokens, message, read_coun
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
 from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.embeddings import (
+    embeddings,
+    read_embeddings,
+    read_rerank,
+    read_score,
+    rerank,
+    score,
+)
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.request_ids import RequestIds
@@ -58,11 +66,18 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     readers = ThreadPoolExecutor(READERS, "large bodies")
 
     def post(
-        path: str, read: Callable[[Door, bytes], Any], handle: Callable[[Door, Any], Awaitable[Any]]
+        path: str,
+        read: Callable[[Door, bytes], Any],
+        handle: Callable[[Door, Any], Awaitable[Any]],
+        *tasks: str,
+        versions: Sequence[str] = ("/v1", ""),
     ) -> None:
-        """read: does all the work that grows with the body, but for tokenizing."""
+        """read: does all the work that grows with the body, but for tokenizing. tasks: of the models that
+        serve the path; none: all do."""
 
         async def endpoint(request: Request) -> Response:
+            if tasks:
+                door.check_task(request.url.path, tasks)
             async with bodies.arriving(request) as body:
                 if len(body) < LARGE_BODY:
                     asked = read(door, body)
@@ -71,14 +86,17 @@ def make_app(door: Door, access: Access) -> ASGIApp:
             answer = await handle(door, asked)
             return answer if isinstance(answer, Response) else _json(answer)
 
-        for prefix in ("/v1", ""):
+        for prefix in versions:
             app.add_api_route(prefix + path, endpoint, methods=["POST"], response_model=None)
 
-    post("/chat/completions", read_chat, chat)
-    post("/completions", read_completion, completions)
-    post("/responses", read_responses, responses)
-    post("/messages", read_message, message)
+    post("/chat/completions", read_chat, chat, "generate")
+    post("/completions", read_completion, completions, "generate")
+    post("/responses", read_responses, responses, "generate")
+    post("/messages", read_message, message, "generate")
     post("/messages/count_tokens", read_count, count_tokens)
+    post("/embeddings", read_embeddings, embeddings, "embed")
+    post("/rerank", read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
+    post("/score", read_score, score, "score")
     post("/tokenize", read_tokenize, tokenize)
     post("/detokenize", read_detokenize, shown_text)
 

@@ -9,7 +9,7 @@ from functools import cache
 import msgspec
 from msgspec import Raw
 
-from flashinfer_backend.core.bounds import FIELDS, NUMBER, check
+from flashinfer_backend.core.bounds import FIELDS, NUMBER, Bound, check
 from flashinfer_backend.openai.errors import ApiError
 
 
@@ -26,7 +26,7 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
     fields = msgspec.json.decode(body, type=_fields(kind))
     found = {name: raw for name in fields.__struct_fields__ if (raw := bytes(getattr(fields, name)))}
     for name, raw in found.items():
-        bound = FIELDS.get(name, NUMBER)
+        bound = bound_of(kind, name)
         _checked(name, len(raw), bound.size, "bytes of JSON")
         if raw.count(b",") >= bound.values:
             _checked(name, values(raw, bound.values), bound.values, bound.of)
@@ -34,10 +34,15 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in found.items()) + b"}"
 
 
+def bound_of(kind: type[msgspec.Struct], name: str) -> Bound:
+    """Of a field of a kind of body."""
+    return FIELDS.get(f"{kind.__name__}.{name}") or FIELDS.get(name, NUMBER)
+
+
 def check_items(body: msgspec.Struct) -> None:
     """Raises ApiError for a list of a body that has too many elements."""
     for name in body.__struct_fields__:
-        bound, value = FIELDS.get(name, NUMBER), getattr(body, name)
+        bound, value = bound_of(type(body), name), getattr(body, name)
         if bound.items is not None and isinstance(value, list):
             _checked(name, len(value), bound.items, "elements")
 

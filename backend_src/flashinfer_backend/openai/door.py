@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE
+from flashinfer_backend.models.pooling import Task, read_pooling, read_prompts
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
@@ -42,6 +43,7 @@ class Model:
     reasoning_format: str = "auto"
     openai_defaults: bool = False  # instead of generation_config.json's
     max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
+    task: Task = "auto"  # of EngineConfig
 
 
 class Door:
@@ -52,6 +54,8 @@ class Door:
         self.model, self.metrics = model, metrics
         self.link: EngineLink  # set once the event loop runs
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
+        self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.task)
+        self.prompts, self.default_prompt = read_prompts(model.folder)
         self.template = ChatTemplate.load(model.tokenizer_folder, model.template_file)
         self.defaults = Defaults() if model.openai_defaults else Defaults.load(model.folder)
         sources = (self.template.tool_source, self.template.source) if self.template else ("", "")
@@ -91,21 +95,39 @@ class Door:
             )
         return name or self.model.names[0]
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Ids of each text. Raises ApiError for one that is too long to be tokenized."""
+    def check_task(self, path: str, tasks: Sequence[str]) -> None:
+        """Raises ApiError where the model is for another task than a path's."""
+        pooling = self.pooling
+        if (pooling.task if pooling is not None else "generate") in tasks:
+            return
+        if pooling is None:
+            needs = "an embedding model" if "embed" in tasks else "a reranker"
+            says = f"writes text, and {path} needs {needs} (docs/embeddings.md)"
+        else:
+            says = f"is {pooling.what}"
+        raise ApiError(f"The model `{self.model.names[0]}` {says}", 404, "model")
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, places: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Ids of each text. places: their names in the request, for errors; without, each is a prompt. Raises
+        ApiError for one that is too long to be tokenized."""
         most = self.model.max_prompt_bytes
-        for text in texts if most else ():
+        for number, text in enumerate(texts) if most else ():
             if (size := len(text.encode(errors="replace"))) > most:
+                place = places[number] if places else None
                 raise ApiError(
-                    f"the prompt is too long: it has {size} bytes; this server takes at most {most}"
-                    " (--max-prompt-bytes)",
+                    f"{place or 'the prompt'} is too long: it has {size} bytes; this server takes at most"
+                    f" {most} (--max-prompt-bytes)",
+                    param=place,
                     code="context_length_exceeded",
                 )
         if most and (size := sum(map(len, texts))) > ALL_PROMPTS * most:
+            name = places[0].partition("[")[0] if places else "prompt"
             raise ApiError(
-                f"prompt has {size} characters in {len(texts)} texts; it should have at most"
-                f" {ALL_PROMPTS * most} in a request. Send fewer prompts in one",
-                param="prompt",
+                f"{name} has {size} characters in {len(texts)} texts; it should have at most"
+                f" {ALL_PROMPTS * most} in a request. Send fewer texts in one",
+                param=name,
             )
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_batch(texts, add_special_tokens)

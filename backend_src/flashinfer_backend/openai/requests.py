@@ -326,6 +326,45 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             )
 
 
+class PooledRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What requests for embeddings and scores have in common; priority and queue_timeout as in Sampling."""
+
+    model: str = ""
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
+
+
+class EmbeddingRequest(PooledRequest, kw_only=True):
+    """prompt_name: of the checkpoint's prompts, which is put before each text."""
+
+    input: str | list[Any]
+    dimensions: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class RerankRequest(PooledRequest, kw_only=True):
+    """Cohere's and Jina's, as vLLM takes it. top_n: 0 or null for all documents."""
+
+    query: str
+    documents: list[Any]
+    top_n: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    return_documents: bool = True
+    instruction: str | None = None
+
+
+class ScoreRequest(PooledRequest, kw_only=True):
+    """vLLM's, by its newer names and its older ones."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    instruction: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either a prompt or messages."""
 

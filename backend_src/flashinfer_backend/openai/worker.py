@@ -125,6 +125,7 @@ async def _run(options: WorkerOptions) -> int:
         reasoning_format=options.reasoning_format,
         openai_defaults=options.openai_defaults,
         max_prompt_bytes=options.max_prompt_bytes,
+        task=config.task,
     )
     try:
         door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)))

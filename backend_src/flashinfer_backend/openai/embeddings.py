@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/embeddings of embedding models; /v1/rerank and /v1/score of rerankers.
+
+Each text is a sequence of one token to the engine, which gives the pooled values in place of its logits. Here
+they become embeddings or scores.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from flashinfer_backend.core.bounds import MOST_INPUTS, check
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.values import shown
+from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.link import Streams
+from flashinfer_backend.openai.requests import (
+    EmbeddingRequest,
+    PooledRequest,
+    RerankRequest,
+    ScoreRequest,
+    decode,
+)
+from flashinfer_backend.serving.generation import GenerationRequest
+
+# Qwen3-Reranker's prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+RERANK_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
+    ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+class Pairs(NamedTuple):
+    """What is scored: the prompts, and the place in the request of what differs in each."""
+
+    request: RerankRequest | ScoreRequest
+    prompts: list[str]
+    places: list[str]
+    documents: list[str]
+
+
+def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any]]:
+    """A request, and its inputs: texts with their prompt, or ids. Raises ApiError."""
+    request = decode(EmbeddingRequest, body)
+    door.check_model(request.model)
+    limits, name, given = door.limits, request.prompt_name, request.input
+    if name is not None and name not in door.prompts:
+        known = ", ".join(door.prompts) or "none"
+        raise ApiError(
+            f"prompt_name is {shown(name)}; the checkpoint's prompts are: {known}", param="prompt_name"
+        )
+    assert door.pooling is not None
+    most, size = request.dimensions, door.pooling.size
+    if most is not None and most > size:
+        raise ApiError(f"dimensions is {most}; the model's embeddings have {size}", param="dimensions")
+    inputs: list[Any] = [given] if isinstance(given, str) or (given and type(given[0]) is int) else given
+    _check_count("input", len(inputs))
+    kinds = set(map(type, inputs))
+    if kinds == {str}:
+        _check_texts("input", inputs)
+        before = door.prompts.get(name or door.default_prompt or "", "")
+        return request, [before + text for text in inputs] if before else inputs
+    if name is not None:
+        raise ApiError("prompt_name goes with texts, not with token ids", param="prompt_name")
+    for place, ids in zip(_places("input", len(inputs)), inputs, strict=True):
+        if kinds != {list} or not ids or set(map(type, ids)) != {int}:
+            raise ApiError(
+                "input should be a text, a list of texts, a list of token ids or a list of those lists, none"
+                f" of them empty; {place} is {shown(ids)}",
+                param=place,
+            )
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < limits.vocab_size:
+                raise ApiError(
+                    f"{place} holds {token}; token ids should lie in 0..{limits.vocab_size - 1}", param=place
+                )
+    return request, inputs
+
+
+async def embeddings(door: Door, asked: tuple[EmbeddingRequest, list[Any]]) -> Response:
+    """Raises ApiError."""
+    request, inputs = asked  # texts, or lists of ids
+    places = _places("input", len(inputs))
+    if isinstance(inputs[0], str):
+        inputs = await door.encode(inputs, request.add_special_tokens, places)
+    streams = _submit(door, request, inputs, places)
+    assert door.pooling is not None
+    normalize, as_text = door.pooling.normalize, request.encoding_format == "base64"
+
+    def shape(values: np.ndarray) -> msgspec.Raw:
+        found = values[: request.dimensions]
+        if normalize or request.dimensions is not None:
+            found = found / max(float(np.linalg.norm(found)), 1e-12)
+        # Written at once: JSON of thousands of embeddings would keep the loop for seconds.
+        content = base64.b64encode(found.astype("<f4").tobytes()).decode() if as_text else found.tolist()
+        return msgspec.Raw(msgspec.json.encode(content))
+
+    def content(found: list[Any]) -> dict[str, Any]:
+        data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(found)]
+        return {"object": "list", "data": data}
+
+    return _answer(door, request, streams, "embd", shape, content)
+
+
+def read_rerank(door: Door, body: bytes) -> Pairs:
+    """Raises ApiError."""
+    request = decode(RerankRequest, body)
+    door.check_model(request.model)
+    _check_texts("query", [request.query])
+    documents: list[Any] = [
+        each.get("text") if isinstance(each, dict) else each for each in request.documents
+    ]
+    _check_count("documents", len(documents))
+    _check_texts("documents", documents)
+    prompts = [_prompt(request, request.query, document) for document in documents]
+    return Pairs(request, prompts, _places("documents", len(documents)), documents)
+
+
+async def rerank(door: Door, asked: Pairs) -> Response:
+    """Raises ApiError."""
+    request = asked.request
+    assert isinstance(request, RerankRequest)
+
+    def content(found: list[float]) -> dict[str, Any]:
+        best = sorted(range(len(found)), key=lambda i: -found[i])[: request.top_n or None]
+        results = []
+        for i in best:
+            document = {"document": {"text": asked.documents[i]}} if request.return_documents else {}
+            results.append({"index": i, **document, "relevance_score": found[i]})
+        return {"results": results}
+
+    return await _scored(door, asked, "rerank", content)
+
+
+def read_score(door: Door, body: bytes) -> Pairs:
+    """Raises ApiError."""
+    request = decode(ScoreRequest, body)
+    door.check_model(request.model)
+    names: list[str] = []
+    sides: list[list[Any]] = []
+    for new, old in (("queries", "text_1"), ("documents", "text_2")):
+        given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}
+        if len(given) != 1:
+            raise ApiError(f"{new} or {old} should be there, and not both", param=new)
+        ((name, value),) = given.items()
+        texts: list[Any] = [value] if isinstance(value, str) else value
+        _check_count(name, len(texts))
+        _check_texts(name, texts)
+        names.append(name)
+        sides.append(texts)
+    queries, documents = sides
+    if len(queries) not in (1, len(documents)):
+        raise ApiError(
+            f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}; give one query for all"
+            " documents, or as many of both",
+            param=names[0],
+        )
+    queries = queries * len(documents) if len(queries) == 1 else queries
+    prompts = [_prompt(request, *pair) for pair in zip(queries, documents, strict=True)]
+    return Pairs(request, prompts, _places(names[1], len(documents)), documents)
+
+
+async def score(door: Door, asked: Pairs) -> Response:
+    """Raises ApiError."""
+
+    def content(found: list[float]) -> dict[str, Any]:
+        data = [{"index": i, "object": "score", "score": each} for i, each in enumerate(found)]
+        return {"object": "list", "created": int(time.time()), "data": data}
+
+    return await _scored(door, asked, "score", content)
+
+
+async def _scored(
+    door: Door, asked: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
+) -> Response:
+    prompts = await door.encode(asked.prompts, True, asked.places)
+    streams = _submit(door, asked.request, prompts, asked.places)
+
+    def probability(values: np.ndarray) -> float:
+        """The share of yes in the softmax of both logits, or the sigmoid of one."""
+        logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
+        return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
+
+    return _answer(door, asked.request, streams, name, probability, content)
+
+
+def _submit(
+    door: Door, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
+) -> Streams:
+    most = door.limits.max_input_len
+    rows = []
+    for place, ids in zip(places, prompts, strict=True):
+        if not 1 <= len(ids) <= most:
+            raise ApiError(
+                f"{place} has {len(ids)} tokens; it should have 1 to {most}",
+                param=place,
+                code="context_length_exceeded" if ids else None,
+            )
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True)
+        timeout_us = round((request.queue_timeout or 0) * 1e6)
+        row = GenerationRequest(
+            np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us
+        )
+        rows.append((row, 1))
+    return door.generate(rows, skip_special_tokens=False)
+
+
+def _answer(
+    door: Door,
+    request: PooledRequest,
+    streams: Streams,
+    name: str,
+    shape: Callable[[np.ndarray], Any],
+    content: Callable[[list[Any]], dict[str, Any]],
+) -> Response:
+    """shape: of the values float32 [n] of one input. content: the answer, of what this gave for each."""
+    own_id = f"{name}-{secrets.token_hex(16)}"
+    usage = Usage(streams)
+
+    async def body() -> dict[str, Any]:
+        found: list[Any] = [None] * len(streams.all)
+        async for stream, chunk in streams:
+            usage.note(stream, chunk)
+            chunk.ids.clear()  # the engine's one token means nothing
+            note_sent(door, stream, chunk)
+            values = [report.generation_logits for report in chunk.reports if report.generation_logits]
+            found[stream.index] = shape(np.frombuffer(values[0], "<f4"))
+            chunk.reports.clear()
+        counts = usage.body()
+        del counts["completion_tokens"]
+        return {"id": own_id, **content(found), "model": door.check_model(request.model), "usage": counts}
+
+    return JsonResponse(door, streams, body, own_id)
+
+
+def _prompt(request: RerankRequest | ScoreRequest, query: str, document: str) -> str:
+    return RERANK_PROMPT.format(request.instruction or INSTRUCTION, query, document)
+
+
+def _places(name: str, count: int) -> list[str]:
+    return [f"{name}[{i}]" for i in range(count)]
+
+
+def _check_count(name: str, found: int) -> None:
+    try:
+        check(name, found, MOST_INPUTS, "elements")
+    except ValueError as error:
+        raise ApiError(str(error), param=name) from None
+    if not found:
+        raise ApiError(f"{name} is empty; it should have at least one text", param=name)
+
+
+def _check_texts(name: str, texts: Sequence[Any]) -> None:
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            place = f"{name}[{i}]" if name != "query" else name
+            raise ApiError(f"{place} is {shown(text)}; it should be a text that is not empty", param=place)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/embeddings of an embedding model; /v1/rerank and /v1/score of a reranker."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from openai_server import OpenAiServer, openai_running
+from running import wait_for
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from embedding_checkpoints import ANSWERS, PROMPTS, make_embedder, make_reranker
+
+TEXTS = ["Once upon a time", "The king and the queen had a son. " * 20, "a", "Once upon a time there was"]
+QUERY, DOCUMENTS = (
+    "Who is the king?",
+    ["The king is old.", "A tree", "The queen has a dog.", "The king is old!"],
+)
+RUNNING, ABORTED = "engine_requests_running", 'sequences_finished_total{finish_reason="aborted"}'
+LIMITS = ("max_num_tokens=64", "max_num_tokens_while_decoding=64", "max_seq_len=512")
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_embedder(tmp_path_factory.mktemp("models") / "tiny-embed")
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reranker(tmp_path_factory.mktemp("models") / "tiny-rerank")
+
+
+@pytest.fixture(scope="module")
+def embedding(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    with openai_running(embedder, tmp_path_factory.mktemp("run"), *LIMITS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reranking(reranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+    with openai_running(reranker, tmp_path_factory.mktemp("run"), *LIMITS) as started:
+        yield started
+
+
+def theirs(folder: Path, texts: list[str]) -> tuple[np.ndarray, list[list[int]]]:
+    """Normalised embeddings by transformers, and the ids of the texts."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = [AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for text in texts]
+    with torch.inference_mode():
+        found = [model(torch.tensor([each])).last_hidden_state[0, -1] for each in ids]
+    return torch.nn.functional.normalize(torch.stack(found), dim=1).numpy(), ids
+
+
+def close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=1e-5)
+
+
+def test_the_openai_package_gets_embeddings_of_all_kinds_of_input(
+    embedding: OpenAiServer, embedder: Path
+) -> None:
+    expected, ids = theirs(embedder, TEXTS)
+    assert all(each[-1] == 1 for each in ids)  # the tokenizer's last token, which is pooled
+    with openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none", max_retries=0) as client:
+        for given in (TEXTS, ids):
+            answer = client.embeddings.create(model="tiny-embed", input=given)  # which asks for base64
+            assert [each.index for each in answer.data] == [0, 1, 2, 3]
+            close([each.embedding for each in answer.data], expected)
+            assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        for given in (TEXTS[0], ids[0]):
+            answer = client.embeddings.create(model="tiny-embed", input=given, encoding_format="float")
+            close([each.embedding for each in answer.data], expected[:1])
+        short = client.embeddings.create(model="tiny-embed", input=TEXTS, dimensions=16)
+        cut = expected[:, :16] / np.linalg.norm(expected[:, :16], axis=1, keepdims=True)
+        close([each.embedding for each in short.data], cut)
+    body = {"input": TEXTS[:1], "prompt_name": "query", "encoding_format": "base64"}
+    (one,) = embedding.call("/v1/embeddings", body)[2]["data"]
+    prompted = theirs(embedder, [PROMPTS["query"] + TEXTS[0]])[0][0]
+    close(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), prompted)
+
+
+def test_many_inputs_share_steps_and_blocks(embedding: OpenAiServer, embedder: Path) -> None:
+    """Of many lengths, in chunks; a second time most is in the cache."""
+    texts = [TEXTS[1][: 7 * i + 1] for i in range(60)]
+    expected, ids = theirs(embedder, texts)
+    for cached in (0, 1500):
+        answer = embedding.call("/v1/embeddings", {"input": texts})[2]
+        close([each["embedding"] for each in answer["data"]], expected)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
+    assert embedding.metric("completion_tokens_sum") == 0
+
+
+def test_wrong_inputs_are_named(embedding: OpenAiServer) -> None:
+    def told(**body: Any) -> tuple[int, str, str | None]:
+        return embedding.error("/v1/embeddings", {"input": "a", **body})[:3]
+
+    assert told(input=["a", "b", "", "c"]) == (
+        400,
+        'input[2] is ""; it should be a text that is not empty',
+        "input[2]",
+    )
+    assert told(input=["a", 5])[2] == "input[0]" and told(input=[[1], [2, "x"]])[2] == "input[1]"
+    assert told(input=[]) == (400, "input is empty; it should have at least one text", "input")
+    assert told(input=[[1], [2], [9, 2048]])[1:] == (
+        "input[2] holds 2048; token ids should lie in 0..2047", "input[2]",
+    )  # fmt: skip
+    assert told(input=[[5], [5] * 512])[1:] == (
+        "input[1] has 512 tokens; it should have 1 to 511",
+        "input[1]",
+    )
+    assert told(input=["a"] * 2049)[1:] == ("input has 2049 elements; it should have at most 2048", "input")
+    assert told(dimensions=65)[1:] == ("dimensions is 65; the model's embeddings have 64", "dimensions")
+    assert told(prompt_name="passage")[1].endswith("the checkpoint's prompts are: query, document")
+    assert (
+        told(encoding_format="int8")[2] == "encoding_format" and told(queue_timeout=0)[2] == "queue_timeout"
+    )
+    for path in ("chat/completions", "completions", "responses", "messages"):
+        status, _, answer = embedding.call(f"/v1/{path}", {"messages": [], "max_tokens": 1})
+        assert status == 404, path
+        assert "is an embedding model, which writes no text; send texts" in answer["error"]["message"]
+    assert embedding.error("/v1/rerank", {})[0] == 404
+
+
+def test_a_client_that_leaves_ends_its_inputs(embedding: OpenAiServer) -> None:
+    before = embedding.metric(ABORTED)
+    with embedding.asked("/v1/embeddings", {"input": [[i] * 500 for i in range(1, 2001)]}):
+        wait_for(lambda: embedding.metric(RUNNING) > 0, "the inputs to run")
+    wait_for(lambda: embedding.metric(RUNNING) == 0, "the inputs to be cancelled")
+    assert embedding.metric(ABORTED) - before > 500
+    assert embedding.call("/v1/embeddings", {"input": "a"})[0] == 200
+
+
+def scores(folder: Path, instruction: str | None = None) -> list[float]:
+    """By transformers, with the prompt as Qwen3-Reranker's page puts it together."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    task = instruction or "Given a web search query, retrieve relevant passages that answer the query"
+    before = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
+        ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    after = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    found = []
+    for document in DOCUMENTS:
+        text = f"{before}<Instruct>: {task}\n<Query>: {QUERY}\n<Document>: {document}{after}"
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1, list(ANSWERS)]
+        found.append(float(logits.softmax(0)[0]))
+    return found
+
+
+def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path) -> None:
+    expected = scores(reranker)
+    order = sorted(range(4), key=lambda i: -expected[i])
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = reranking.call(path, body)[2]
+        assert set(answer) == {"id", "model", "results", "usage"} and answer["model"] == "tiny-rerank"
+        assert [each["index"] for each in answer["results"]] == order
+        close([each["relevance_score"] for each in answer["results"]], sorted(expected, reverse=True))
+        assert [each["document"]["text"] for each in answer["results"]] == [DOCUMENTS[i] for i in order]
+    few = reranking.call("/rerank", {**body, "top_n": 2, "return_documents": False})[2]["results"]
+    assert [set(each) for each in few] == [{"index", "relevance_score"}] * 2
+    told = reranking.call("/rerank", {**body, "documents": [{"text": DOCUMENTS[0]}], "instruction": "Find"})[
+        2
+    ]
+    close(told["results"][0]["relevance_score"], scores(reranker, "Find")[0])
+    for sides in ({"queries": QUERY, "documents": DOCUMENTS}, {"text_1": [QUERY] * 4, "text_2": DOCUMENTS}):
+        answer = reranking.call("/v1/score", sides)[2]
+        assert answer["object"] == "list" and {each["object"] for each in answer["data"]} == {"score"}
+        close([each["score"] for each in answer["data"]], expected)
+
+
+def test_wrong_documents_are_named(reranking: OpenAiServer) -> None:
+    body = {"query": QUERY, "documents": ["a", None]}
+    assert reranking.error("/rerank", body)[1:3] == (
+        "documents[1] is null; it should be a text that is not empty", "documents[1]",
+    )  # fmt: skip
+    assert reranking.error("/rerank", {"query": "", "documents": ["a"]})[2] == "query"
+    assert reranking.error("/rerank", {"query": QUERY, "documents": []})[2] == "documents"
+    long = {"query": QUERY, "documents": ["a", "word " * 600]}
+    assert reranking.error("/rerank", long)[2:] == ("documents[1]", "context_length_exceeded")
+    both = {"queries": ["a", "b"], "documents": ["a"] * 3}
+    assert reranking.error("/score", both)[1].startswith("queries has 2 texts and documents has 3; give one")
+    assert reranking.error("/score", {"text_2": "a"})[1] == "queries or text_1 should be there, and not both"
+    status, message, *_ = reranking.error("/v1/embeddings", {"input": "a"})
+    assert status == 404 and "is a reranker, which writes no text; send queries and documents" in message
