@@ -104,6 +104,12 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "gpt-oss": ("GptOss", GPT_OSS, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0]}, {}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 32, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        {},
+    ),
     "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
 }
 

@@ -22,6 +22,7 @@ KINDS = [
     "hunyuan",
     "olmo3",
     "phi3",
+    "qwen2-moe",
     "smollm3",
 ]
 

@@ -91,6 +91,7 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         ("olmo2", 4, 10),
         ("gemma3", 2, 10),
         ("gpt-oss", 2, 10),
+        ("qwen2-moe", 2, 10),
     ],
 )
 def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ KINDS = {
     "olmo2": {},
     "olmo3": {},
     "phi3": {},
+    "qwen2-moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
     "seed-oss": {},
     "smollm3": {},
 }

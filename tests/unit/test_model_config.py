@@ -400,8 +400,6 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: some layers have no experts. Only models"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: some layers"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it should be an integer of at least 1"),
         ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[true\]; it should be a list of layers' numbers"),
         ({"num_experts": 9}, "num_experts and num_local_experts differ"),

@@ -32,7 +32,6 @@ NOT_COMPUTED = {
     "KimiK2": "latent attention (MLA)",
     "Qwen3Next": "recurrent layers (gated delta net)",
     "Qwen3_5": "recurrent layers (gated delta net)",
-    "Qwen2Moe": "shared experts",
     "Glm4Moe": "shared experts",
     "Ernie4_5_Moe": "shared experts",
     "Mamba": "recurrent layers (Mamba)",

@@ -20,6 +20,7 @@ from flashinfer_backend.models.pooling import Pooling
 from flashinfer_backend.models.quantization import BLOCK, GROUP_MXFP4, WeightFormat
 
 Spec = TypeVar("Spec", bound="ModelSpec")
+MLP = TypeVar("MLP", bound="Gated")
 
 ROWS_MOVE = "dense", "fp8_token", "fp8_static", "fp8_on_load"  # formats whose rows can be put in any order
 STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
@@ -319,12 +320,12 @@ class Gated:
     def products(self) -> tuple[Product, ...]:
         return self.gate_up, self.down
 
-    def share(self, shard: Shard) -> Gated:
+    def share(self: MLP, shard: Shard) -> MLP:
         """An equal part of the gate's rows."""
         _check_divides(shard.size, self.size, self.size_key)
         return replace(self.map(lambda product: product.share(shard)), size=self.size // shard.size)
 
-    def map(self, change: Callable[[Product], Product]) -> Gated:
+    def map(self: MLP, change: Callable[[Product], Product]) -> MLP:
         """The same with other products."""
         return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
@@ -334,17 +335,33 @@ class Experts(Gated):
     """The weighted sum of `per_token` of `count` gated MLPs, which a router chooses for each token by the
     softmax of its logits: https://arxiv.org/abs/2101.03961. norm_topk: a token's weights are divided by their
     sum. gate_up and down hold those of the first expert, then of the second and so on. clip: of their
-    activation, as ops.torch_ops.gated takes it."""
+    activation, as ops.torch_ops.gated takes it. shared: an MLP of every token, whose result is added, times
+    the sigmoid of shared_gate's one value. Its products are named shared_gate_up and shared_down."""
 
     router: Product
     count: int
     per_token: int
     norm_topk: bool
     clip: tuple[float, float] | None = None
+    shared: Gated | None = None
+    shared_gate: Product | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return self.router, self.gate_up, self.down
+        own = self.router, self.gate_up, self.down
+        if self.shared is None or self.shared_gate is None:
+            return own
+        return *own, *self.shared.products, self.shared_gate
+
+    def share(self, shard: Shard) -> Experts:
+        """An equal part of the gates' rows."""
+        own = super().share(shard)
+        return own if self.shared is None else replace(own, shared=self.shared.share(shard))
+
+    def map(self, change: Callable[[Product], Product]) -> Experts:
+        """The same with other products."""
+        own = super().map(change)
+        return own if self.shared is None else replace(own, shared=self.shared.map(change))
 
 
 @dataclass(frozen=True)
@@ -473,7 +490,7 @@ class ModelSpec:
     def products(self) -> tuple[Product, ...]:
         """Those of all layers that differ in name, shape or format, and the head."""
         every = (product for layer in self.layers for product in layer.products)
-        found = {(product.name, product.shape, product.format): product for product in every}
+        found = {(product.name, product.shape, product.experts, product.format): product for product in every}
         return *found.values(), self.head
 
     @property
@@ -501,8 +518,23 @@ class ModelSpec:
 
     @property
     def mlp(self) -> Gated:
-        """That of every layer."""
+        """That of the first layer."""
         return self.layers[0].mlp
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of every layer that has some."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    @property
+    def mlps(self) -> list[Gated]:
+        """Those of layers without experts, and those that all tokens share; each once."""
+        found: list[Gated] = []
+        for layer in self.layers:
+            mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+            if mlp is not None and mlp not in found:
+                found.append(mlp)
+        return found
 
     @property
     def longest_seq_len(self) -> int:

@@ -54,6 +54,9 @@ class Layer(nn.Module):
     router: Weight
     gate_up: Weight
     down: Weight
+    shared_gate_up: Weight
+    shared_down: Weight
+    shared_gate: Weight
 
     def __init__(
         self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, cos_sin: Tensor, dtype: torch.dtype
@@ -148,6 +151,9 @@ class Layer(nn.Module):
             weights = self.router, self.gate_up, self.down
             routing = mlp.per_token, mlp.norm_topk
             residual = self._of_one_rank(residual)
+            if mlp.shared is not None:
+                shared = self._shared(hidden)
+                residual = shared if residual is None else residual + shared
             return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, mlp.clip)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
@@ -155,6 +161,14 @@ class Layer(nn.Module):
         else:
             inner = ops.activate(self._product(hidden, self.post_norm, self.gate_up), mlp.activation)
         return self._added(inner, self.down, residual)
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """A rank's part of what the MLP adds that all tokens share."""
+        assert self.post_norm is not None
+        ops, normed = self.ops, self.ops.rms_norm(hidden, self.post_norm, self.eps)
+        inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.shared_gate_up)
+        gate = torch.sigmoid(F.linear(normed, self.shared_gate.data))
+        return gate * ops.linear_add(inner, self.shared_down, None)
 
     def _added(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
         """A rank's part of residual + weight of x + bias."""

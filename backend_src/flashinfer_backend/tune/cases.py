@@ -24,7 +24,7 @@ from flashinfer_backend.core.tuned import (
     Tiling,
     Tuned,
 )
-from flashinfer_backend.models.spec import Experts, ModelSpec, Product
+from flashinfer_backend.models.spec import ModelSpec, Product
 from flashinfer_backend.ops.int4_linear import TILES
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.tune.search import Case, Kind, is_gated
@@ -72,9 +72,9 @@ def of_model(spec: ModelSpec, sizes: Sizes, numbers: Tuned, gated: bool) -> list
             formats = ", ".join(sorted({product.format, *others}))
             raise ValueError(f"the {product.role} weights have several formats: {formats}")
         found += _of_product(product, sizes, None if gated else numbers)
-    if isinstance(spec.mlp, Experts):
+    if (mlp := spec.experts) is not None:
         (format,) = {product.format for product in spec.products if product.experts}
-        found.append(of_experts(format, spec.mlp.count, spec.mlp.per_token, sizes["experts"]))
+        found.append(of_experts(format, mlp.count, mlp.per_token, sizes["experts"]))
     return found
 
 

@@ -31,7 +31,6 @@ import torch
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.step import StepPlan
-from flashinfer_backend.models.spec import Experts
 from flashinfer_backend.models.transformer import Taps
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
@@ -432,7 +431,7 @@ class MixedGraphs:
     def _layer_seconds(self, size: int) -> float:
         """Median time of the piece between two layers' attention."""
         *before, graph = self._graphs[size]
-        if isinstance(self._model.spec.mlp, Experts):
+        if self._model.spec.experts is not None:
             # Tokens that differ, as in a step: which experts they have decides how long it takes.
             with torch.inference_mode():
                 self._inputs[0, :size] = torch.arange(size) % self._model.spec.vocab_size

@@ -34,7 +34,7 @@ import torch
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
-from flashinfer_backend.models.spec import Experts, ModelSpec
+from flashinfer_backend.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -111,13 +111,11 @@ def needed(
         return ["sampling"]  # top-k and top-p; all else is plain torch
     kinds: set[Kind] = {"sampling", "norm"}
     kinds |= _attention_kinds(model, config, capability)
-    activations = {layer.mlp.activation for layer in model.layers}
+    # Experts' products are Triton's, with the activation.
+    activations = {mlp.activation for mlp in model.mlps}
     kinds.update(name for name in ACTIVATIONS if name in activations)
-    formats = {product.format for product in model.products if product.gated}
-    if isinstance(model.mlp, Experts):  # whose products are Triton's, with the activation
-        formats = set()
-        kinds.discard("silu")
-    if capability == (9, 0) and model.mlp.size % 64 == 0:
+    formats = {product.format for product in model.products if product.gated and not product.experts}
+    if capability == (9, 0) and any(mlp.size % 64 == 0 for mlp in model.mlps):
         if model.hidden_size % 64 == 0 and "dense" in formats:
             kinds.add("gated_linear")
         if model.hidden_size % 128 == 0 and formats & {"fp8_token", "fp8_on_load", "fp8_static"}:

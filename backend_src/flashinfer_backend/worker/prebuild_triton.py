@@ -225,9 +225,10 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
 def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:
     """What is computed with a product of so many tokens, as Triton's kernels are told."""
     rows, _ = product.shape
+    adds = product.adds and model.shard.rank == 0 and product.name != "shared_down"
     return {
         "bias": empty(rows) if product.bias else None,
-        "residual": empty(tokens, rows) if product.adds and model.shard.rank == 0 else None,
+        "residual": empty(tokens, rows) if adds else None,
         "gated": product.gated,
     }
 
@@ -324,8 +325,8 @@ def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) 
 
 def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_ops does."""
-    if isinstance(model.mlp, Experts):
-        _call_experts(model, model.mlp, empty)
+    if model.experts is not None:
+        _call_experts(model, model.experts, empty)
     for product in model.products:
         if product.experts or not product.role:
             continue

@@ -136,9 +136,8 @@ def start_runner(
 
 def _stored(spec: ModelSpec) -> str:
     """What the log says of the weights."""
-    stored, mlp = "not quantised" if spec.format == "dense" else spec.format, spec.mlp
-    experts = f", {mlp.count} experts, {mlp.per_token} a token" if isinstance(mlp, Experts) else ""
-    return stored + experts
+    stored, mlp = "not quantised" if spec.format == "dense" else spec.format, spec.experts
+    return stored if mlp is None else f"{stored}, {mlp.count} experts, {mlp.per_token} a token"
 
 
 def _device(config: EngineConfig, shard: Shard) -> torch.device:
@@ -200,8 +199,8 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
         )
     if config.attention_backend in ("fa2", "xqa"):
         _check_scores(config, spec)
-    if isinstance(spec.mlp, Experts):
-        _check_experts(spec)
+    if spec.experts is not None:
+        _check_experts(spec, spec.experts)
     for product in spec.products:
         if product.format == "dense":
             continue
@@ -242,8 +241,8 @@ def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def _check_experts(spec: ModelSpec) -> None:
-    for name, size in {"hidden_size": spec.hidden_size, spec.mlp.size_key: spec.mlp.size}.items():
+def _check_experts(spec: ModelSpec, experts: Experts) -> None:
+    for name, size in {"hidden_size": spec.hidden_size, experts.size_key: experts.size}.items():
         if size % EXPERT_GRAIN:
             where = f" on each of {spec.shard.size} GPUs" if spec.shard.size > 1 else ""
             raise ValueError(

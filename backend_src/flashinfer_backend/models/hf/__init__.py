@@ -33,6 +33,7 @@ from flashinfer_backend.models.hf.olmo2 import olmo2
 from flashinfer_backend.models.hf.olmo3 import olmo3
 from flashinfer_backend.models.hf.phi3 import phi3
 from flashinfer_backend.models.hf.qwen2 import qwen2
+from flashinfer_backend.models.hf.qwen2_moe import qwen2_moe
 from flashinfer_backend.models.hf.qwen3 import qwen3
 from flashinfer_backend.models.hf.qwen3_moe import qwen3_moe
 from flashinfer_backend.models.hf.seed_oss import seed_oss
@@ -48,6 +49,7 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3ForCausalLM": qwen3,
     "MixtralForCausalLM": mixtral,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "SeedOssForCausalLM": seed_oss,
     "MinistralForCausalLM": ministral,
     "InternLM3ForCausalLM": internlm3,

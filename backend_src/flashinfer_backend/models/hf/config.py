@@ -263,6 +263,24 @@ class Config:
         router = Product("router", (whole(f"{block}.gate", count, self.hidden_size),), None, "")
         return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, router, count, per_token, norm_topk)
 
+    def shared_expert(self, size_key: str, block: str) -> tuple[Gated, Product]:
+        """An MLP that all tokens share, and its gate. block: the module that has them."""
+        names = "gate_proj", "up_proj", "down_proj"
+        mlp = self._gated(size_key, [f"{block}.shared_expert"], names)
+        gate_up, down = replace(mlp.gate_up, name="shared_gate_up"), replace(mlp.down, name="shared_down")
+        gate = Product("shared_gate", (whole(f"{block}.shared_expert_gate", 1, self.hidden_size),), None, "")
+        return replace(mlp, gate_up=gate_up, down=down), gate
+
+    def with_dense_layers(self, experts: Experts) -> list[Gated]:
+        """Each layer's MLP: the experts, or another where mlp_only_layers names the layer (as in
+        transformers, it can name layers that the model does not have) or decoder_sparse_step leaves it
+        out."""
+        dense, step = self.raw.get("mlp_only_layers") or [], self.count_or("decoder_sparse_step", 1)
+        if type(dense) is not list or any(type(layer) is not int for layer in dense):
+            raise ValueError(f"mlp_only_layers is {shown(dense)}; it should be a list of layers' numbers")
+        sparse = [index not in dense and (index + 1) % step == 0 for index in range(self.num_layers)]
+        return [experts if each else self.gated() for each in sparse]
+
     def expert_counts(self) -> tuple[int, int]:
         """How many experts there are, and how many a token has."""
         keys = "num_experts", "num_local_experts"
