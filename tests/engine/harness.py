@@ -22,7 +22,7 @@ from flashinfer_backend.speculate.proposer import MakeProposer, Proposer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 class Client:

@@ -22,7 +22,7 @@ from flashinfer_backend.engine.start import Core
 from flashinfer_backend.ops.collectives import Collectives
 from flashinfer_backend.worker import start
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 class Meeting:

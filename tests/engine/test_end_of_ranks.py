@@ -26,7 +26,7 @@ from flashinfer_backend.engine import __main__ as engine
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.records import ProcessRecord, stop
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:

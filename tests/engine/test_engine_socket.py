@@ -16,7 +16,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
 
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
     compile_guide, proceed = GrammarCompiler.compile, threading.Event()
 
     def slow(self: GrammarCompiler, kind: str, text: str, end_id: int) -> Any:
-        assert proceed.wait(60)
+        assert proceed.wait(120)
         return compile_guide(self, kind, text, end_id)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)

@@ -28,7 +28,7 @@ from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.keeper import EngineStartError, Keeper
 from flashinfer_backend.transport.records import EngineRecord
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 # The engine's program, with which the second engine of a model ends at once.
 THE_FIRST_ALONE = """
 import runpy, sys

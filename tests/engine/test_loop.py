@@ -84,7 +84,6 @@ def test_a_step_that_cannot_be_read_ends_the_engine(loop: EngineLoop, monkeypatc
         loop.step()
 
 
-@pytest.mark.timeout(30)
 def test_a_step_that_has_ended_is_not_waited_for(loop: EngineLoop):
     """However wrong the expectation of its end was."""
     recorder: Any = loop.socket

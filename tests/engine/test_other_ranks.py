@@ -51,7 +51,7 @@ def test_a_process_that_does_not_ask_ends_with_a_rank(start, monkeypatch):
     others = start(ENDS, None)
     with pytest.raises(RanksLostError, match="rank 1 has ended"):
         others.serve(limits_steps=False)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not ended:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_is_noticed(start, monkeypatch, script, limit, why):
     others = start(script, lost.append)
     others.serve(limits_steps=True)
     others.send(_prompt_plan(slot=0, length=1))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not lost:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_does_not_keep_rank_0_from_ending(start):
     other.setblocking(True)
     closing = threading.Thread(target=others.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(120)
     assert not closing.is_alive()
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_hang_have_the_time_once_in_which_rank_0_leaves(start, monkey
     monkeypatch.setattr(ranks, "END_S", 90.0)
     closing = threading.Thread(target=others.close, args=(leave,), daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive()
 
 
@@ -148,8 +148,8 @@ def test_a_rank_that_hangs_before_it_has_begun_ends_with_rank_0(start, tmp_path)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         rank = int(process.stdout.readline())
-        process.wait(10)
-    deadline = time.monotonic() + 10
+        process.wait(120)
+    deadline = time.monotonic() + 120
     while process_alive(rank):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_a_process_that_ends_with_a_rank_leaves_no_folder(start, monkeypatch, tm
     monkeypatch.setattr(ranks.os, "_exit", lambda _: left.append(list((tmp_path / "tmp").iterdir())))
     others = start(ENDS, None, folder=None)
     assert Path(others.rendezvous).parent.parent == tmp_path / "tmp"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not left:
         assert time.monotonic() < deadline
         time.sleep(0.02)

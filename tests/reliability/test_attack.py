@@ -26,7 +26,7 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
         def stall() -> str:
             """Those who do not read are cut, so that what they asked for does not stay in memory."""
             name = attack.stall(2, 0.5)
-            wait_for(lambda: attack.look_at_slow_clients() or not attack.slow, "the end of slow clients", 90)
+            wait_for(lambda: attack.look_at_slow_clients() or not attack.slow, "the end of slow clients", 120)
             return name
 
         def hold() -> str:

@@ -28,7 +28,7 @@ def metrics_port_open(server: Server) -> bool:
 
 def scrape(server: Server) -> str:
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return str(answer.read().decode())
 
 

@@ -31,8 +31,8 @@ from flashinfer_backend.transport.addresses import resolve
 from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-START_S = 90
-TIMEOUT_S = 30
+START_S = 240
+TIMEOUT_S = 120
 KEY = "a-key"  # of the OpenAI API, where it asks for one
 LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
 JSON_LOGITS_MIB = 4  # its max_json_logits_mib
@@ -120,7 +120,7 @@ class Server:
         """Readiness of the server, or of a model with path "models/NAME"."""
         with (
             contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{self.url}/v2/{path}/ready", timeout=5) as a,
+            urllib.request.urlopen(f"{self.url}/v2/{path}/ready", timeout=20) as a,
         ):
             return bool(a.status == 200)
         return False

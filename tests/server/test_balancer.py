@@ -50,7 +50,7 @@ class Balanced:
     def post(self, body: dict[str, Any], verb: str = "generate") -> tuple[int, str]:
         request = urllib.request.Request(f"{self.url}/v2/models/ensemble/{verb}", json.dumps(body).encode())
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -63,7 +63,7 @@ class Balanced:
 
     def close(self) -> None:
         self.proxy.terminate()
-        self.proxy.wait(10)
+        self.proxy.wait(120)
         for server in self.servers:
             server.close()
 
@@ -126,7 +126,7 @@ def test_compressed_bodies_and_bodies_without_a_length_never_reach_a_server(bala
             request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
             status = 0
             try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
+                with urllib.request.urlopen(request, timeout=120) as answer:
                     status = answer.status
             except urllib.error.HTTPError as error:
                 status = error.code
@@ -150,7 +150,7 @@ def test_a_server_is_killed_and_another_drained_without_a_lost_answer(balanced: 
     with Load(balanced, json.loads(text)["text_output"]) as load:
         wait_for(lambda: used(first) and used(second), "load on both")
         second.matching("bin/tritonserver")[0].kill()
-        wait_for(lambda: "serve: ready again" in second.log, "the killed one", 60)
+        wait_for(lambda: "serve: ready again" in second.log, "the killed one", 120)
         wait_for(lambda: used(second), "load on it again")
 
         ask = {**body, "max_tokens": 400, "stream": True}
@@ -162,7 +162,7 @@ def test_a_server_is_killed_and_another_drained_without_a_lost_answer(balanced: 
             thread.start()
         time.sleep(0.3)  # they have begun, on both
         first.launcher.terminate()  # its streams have their time, new requests go to the other
-        first.launcher.wait(60)
+        first.launcher.wait(120)
         for thread in reading:
             thread.join()
         before = load.outcomes["whole"]

@@ -155,17 +155,6 @@ def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> No
     assert found["requests"]["reported_tokens"] == found["requests"]["output_tokens"]
 
 
-def test_the_openai_door_is_measured_without_a_model(capfd: Any) -> None:
-    arguments = ["--streams", "8", "--tokens", "30", "--steps-per-second", "40,60", "--seconds", "0.5"]
-    assert bench_openai.main(arguments) == 0
-    lines = [line for line in capfd.readouterr().out.splitlines() if line and "API ready" not in line]
-    assert len(lines) == 4 and "cores" in lines[0] and lines[1].startswith("steps/s")
-    for line in lines[2:]:
-        _, tokens, chunks, cost, *used = line.replace(";", "").split()
-        # A stream's last chunk has no text of its own if its token came with the one before.
-        assert 0 < float(chunks) <= 1.1 * float(tokens) and float(cost) > 0 and len(used) == 3
-
-
 def test_what_a_stream_holds_is_counted_however_it_is_cut() -> None:
     counted: list[int] = []
     event = b'data: {"text":"a"}\n\n'
@@ -216,7 +205,7 @@ def test_chat_through_a_pipe(door: OpenAiServer) -> None:
     lines = "What is it?\nAnd then?\n/set temperature -1\nOnce more?\n/history\n"
     done = subprocess.run(
         [*words, "--max-tokens", "8", "--temperature", "0"],
-        cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     assert done.stdout.count(" tokens, TTFT") == 2 and "\x1b" not in done.stdout and "you>" not in done.stdout

@@ -154,7 +154,7 @@ def test_an_answer_holds_the_outputs_that_were_requested(contract: Server, asked
     with grpcclient.InferenceServerClient(contract.grpc) as client:
         client.start_stream(lambda result, error: answer.put((result, error)))
         client.async_stream_infer(LLM, inputs(values), outputs=outputs, parameters={"Streaming": False})
-        result, error = answer.get(timeout=30)
+        result, error = answer.get(timeout=120)
     always = {"output_ids", "sequence_length", "chunk", "finish_reason"}
     assert error is None
     assert output_names(result) == (asked or always | {"output_log_probs", "cum_log_probs"})
@@ -182,11 +182,11 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
     with grpcclient.InferenceServerClient(contract.grpc) as client:
         client.start_stream(receive)
         client.async_stream_infer(LLM, request, request_id="1", enable_empty_final_response=True)
-        assert started.wait(30)
+        assert started.wait(120)
         if stop_by == "stop request":
             final = {"enable_empty_final_response": True}
             client.async_stream_infer(LLM, inputs({**stop, "stop": flag(True)}), request_id="1", **final)
-            assert ended.wait(30)
+            assert ended.wait(120)
             client.stop_stream()
             assert others == ["empty"]  # the stop request's own answer
         else:
@@ -223,7 +223,7 @@ def test_a_stop_request_is_answered_once_without_outputs(contract: Server, unary
     with grpcclient.InferenceServerClient(contract.grpc) as client:
         client.start_stream(lambda result, error: found.put((result, error)))
         client.async_stream_infer(LLM, inputs(values), request_id="nobody")
-        result, error = found.get(timeout=30)
+        result, error = found.get(timeout=120)
         client.stop_stream()
     assert error is None and found.empty()
     assert (result.get_response().id, output_names(result)) == ("nobody", set())

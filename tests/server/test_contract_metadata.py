@@ -131,7 +131,7 @@ def parse(table: str) -> Tensors:
 def test_tensors_are_those_of_tensorrt_llm(
     contract: Server, model: str, kind: str, tables: dict[str, str]
 ) -> None:
-    with urllib.request.urlopen(f"{contract.url}/v2/models/{model}", timeout=30) as answer:
+    with urllib.request.urlopen(f"{contract.url}/v2/models/{model}", timeout=120) as answer:
         metadata = json.load(answer)
     found = {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in metadata[kind]}
     assert found == parse(tables[model]) | parse(ADDED.get((model, kind), ""))
@@ -146,7 +146,7 @@ def test_which_inputs_are_mandatory(contract: Server) -> None:
         "postprocessing": set(),  # TOKENS_BATCH and SEQUENCE_LENGTH, or CHUNK
     }
     for model, names in mandatory.items():
-        with urllib.request.urlopen(f"{contract.url}/v2/models/{model}/config", timeout=30) as answer:
+        with urllib.request.urlopen(f"{contract.url}/v2/models/{model}/config", timeout=120) as answer:
             config = json.load(answer)
         assert {tensor["name"] for tensor in config["input"] if not tensor["optional"]} == names
         batching = config.get("dynamic_batching", {}).get("preferred_batch_size")

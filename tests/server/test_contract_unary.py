@@ -183,7 +183,7 @@ def flood_grpc(server: Server) -> list[tuple[Any, str]]:
         for _ in range(FLOOD):
             request = inputs(ids_request(encode(PROMPT), 100))
             client.async_infer(LLM, request, lambda result, error: answer.put(error))
-        errors = [answer.get(timeout=60) for _ in range(FLOOD)]
+        errors = [answer.get(timeout=120) for _ in range(FLOOD)]
     return [(error.status(), error.message()) for error in errors if error is not None]
 
 
@@ -247,7 +247,7 @@ def test_the_engines_queue_has_a_bound_of_its_own(unary: Server, watch_unary: En
         assert http_answer["error"] == f"in ensemble 'ensemble', {ENGINE_FULL}"
         for number in range(6):
             client.infer(LLM, inputs({**stop, "stop": flag(True)}), request_id=f"queue {number}")
-        assert [answer.get(timeout=30) for _ in range(6)] == [None] * 6
+        assert [answer.get(timeout=120) for _ in range(6)] == [None] * 6
 
 
 @pytest.fixture
@@ -336,10 +336,10 @@ def test_priorities_decide_who_runs_next(
             submit()
             wait_for(lambda: watch_unary.status().requests_waiting == number, "it to wait")  # noqa: B023
         stop(client)
-        found = sorted(first.get(timeout=30) for _ in waiting)
+        found = sorted(first.get(timeout=120) for _ in waiting)
     thread.join()
     assert [label for _, label in found] == ["1", "2", "default", "9"] and found[0][0] > 0
-    assert [two_run.get(timeout=30) for _ in range(2)] == [None, None]
+    assert [two_run.get(timeout=120) for _ in range(2)] == [None, None]
 
 
 def test_binary_answers_over_http_may_have_more_logits_than_json(unary: Server) -> None:

@@ -71,13 +71,13 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield url
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def ask(url: str, query: str) -> list[dict[str, Any]]:
     """The series of a query's answer; none while Prometheus starts."""
     try:
-        with urllib.request.urlopen(url + urllib.parse.urlencode({"query": query}), timeout=10) as answer:
+        with urllib.request.urlopen(url + urllib.parse.urlencode({"query": query}), timeout=120) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 503:  # it starts

@@ -14,7 +14,7 @@ from running import Server, wait_for
 from tritonclient.utils import np_to_triton_dtype
 
 PROMPT = "Once upon a time"
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 def deltas(events: list[dict[str, Any]]) -> list[str]:

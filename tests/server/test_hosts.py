@@ -46,7 +46,7 @@ def test_every_service_answers_at_the_host(host: str, address: str, tmp_path: Pa
         wait_for(lambda: answers(f"http://{address}:{metrics}/metrics"), "the metrics")
     finally:
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(20) == 0
+        assert launcher.wait(120) == 0
 
 
 def answers(url: str) -> bool:

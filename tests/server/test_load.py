@@ -155,7 +155,7 @@ def test_a_unary_call_that_is_cancelled_ends(unary: Server, watch_unary: EngineW
         call = client.async_infer("tensorrt_llm", inputs(values), lambda result, error: errors.put(error))
         wait_for(lambda: watch_unary.status().requests_active == 1, "the request")
         call.cancel()
-        assert "Locally cancelled" in str(errors.get(timeout=30))
+        assert "Locally cancelled" in str(errors.get(timeout=120))
         wait_for(lambda: watch_unary.status().cancellations == before + 1, "the cancellation")
 
 
@@ -172,9 +172,9 @@ def test_a_client_that_does_not_request_text_output(server: Server, streaming: b
     with grpcclient.InferenceServerClient(server.grpc) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", inputs(values), outputs=outputs)
-        found = [answers.get(timeout=60)]
+        found = [answers.get(timeout=120)]
         while streaming and found[-1][1] is None:
-            found.append(answers.get(timeout=60))
+            found.append(answers.get(timeout=120))
     result, error = found[-1]
     if streaming:
         assert "request text_output beside the other outputs" in str(error)

@@ -92,7 +92,7 @@ def test_load_report_in_the_response_header(metered: Server) -> None:
         json.dumps({"text_input": PROMPT, "max_tokens": 2}).encode(),
         {"endpoint-load-metrics-format": "json"},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         report = answer.headers["endpoint-load-metrics"]
     if report is None:
         pytest.skip("this server sends no load reports, which are younger than release 24.10 (2.51)")

@@ -75,7 +75,7 @@ def workers(both: BothDoors) -> list[int]:
 def door_metric(both: BothDoors, door: str) -> float | None:
     """Whether a door is up, as tritonserver's metrics have it."""
     url = f"http://127.0.0.1:{both.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         found = re.search(rf'door_up{{door="{door}"}} (\S+)', answer.read().decode())
     return float(found[1]) if found else None
 
@@ -86,14 +86,14 @@ def test_a_door_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both
     servers = both.matching("bin/tritonserver")
     wait_for(lambda: door_metric(both, "openai") == door_metric(both, "triton") == 1.0, "both to be up")
     for number in [signal.SIGKILL] * 4 + [signal.SIGSTOP]:
-        (before,) = wait_for(lambda: workers(both), "a process", 60)
+        (before,) = wait_for(lambda: workers(both), "a process", 120)
         os.kill(before, number)
-        wait_for(lambda old=before: old not in workers(both), "its end", 60)
+        wait_for(lambda old=before: old not in workers(both), "its end", 120)
         assert both.post({"text_input": "Once", "max_tokens": 1})[0] == 200
     status, answer = both.openai("/health")  # 4 s pass until the next start
     assert status == 503 and "being started again" in answer.decode()
     wait_for(lambda: door_metric(both, "openai") == 0.0, "the other door to say so")
-    wait_for(lambda: both.openai("/health")[0] == 200, "the OpenAI API", 60)
+    wait_for(lambda: both.openai("/health")[0] == 200, "the OpenAI API", 120)
     assert "has been stopped for 5 s: it is killed" in both.log
     assert both.matching("bin/tritonserver") == servers and "serve: ready again" not in both.log
     text = both.openai("/metrics")[1].decode()
@@ -105,7 +105,7 @@ def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
     """tritonserver, its stubs and the engine have none of them, nor have the API's processes."""
     url = f"http://127.0.0.1:{both.openai_port}/v1/models"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=30)
+        urllib.request.urlopen(url, timeout=120)
     found = {process: process.environ() for process in both.commands() if process.pid != both.launcher.pid}
     assert len(found) >= 7 and both.openai("/v1/models")[0] == 200
     assert not [process for process, environment in found.items() if KEYS_VARIABLE in environment]
@@ -116,8 +116,8 @@ def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: both.engine_pid() != first, "another engine")
     asked = {"prompt": "Once", "max_tokens": 1}
-    wait_for(lambda: both.openai("/v1/completions", asked)[0] == 200, "the OpenAI API", 60)
-    wait_for(lambda: both.post({"text_input": "Once", "max_tokens": 1})[0] == 200, "the ensemble", 60)
+    wait_for(lambda: both.openai("/v1/completions", asked)[0] == 200, "the OpenAI API", 120)
+    wait_for(lambda: both.post({"text_input": "Once", "max_tokens": 1})[0] == 200, "the ensemble", 120)
     test_both_doors_give_the_same(both, 0.0)
 
 
@@ -133,7 +133,7 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
     time.sleep(0.2)
     both.matching("/postprocessing/1/")[0].kill()
     asking.join()
-    wait_for(lambda: both.log.count("serve: ready again") > times, "tritonserver", 60)
+    wait_for(lambda: both.log.count("serve: ready again") > times, "tritonserver", 120)
     answers.append(both.openai("/v1/completions", body))
     texts = [json.loads(answer)["choices"][0]["text"] for status, answer in (expected, *answers)]
     assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine

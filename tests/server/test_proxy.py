@@ -79,13 +79,13 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield port, trusted
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)
 
 
 def is_up(port: int, trusted: ssl.SSLContext) -> bool:
     with contextlib.suppress(OSError):
         url = f"https://127.0.0.1:{port}/v2/health/live"
-        with urllib.request.urlopen(url, timeout=30, context=trusted) as answer:
+        with urllib.request.urlopen(url, timeout=120, context=trusted) as answer:
             return bool(answer.status == 200)
     return False
 
@@ -98,7 +98,7 @@ def proxy(nginx: tuple[int, ssl.SSLContext]) -> Ask:
     def ask(path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> tuple[int, str]:
         request = urllib.request.Request(f"https://127.0.0.1:{port}/{path}", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=30, context=trusted) as answer:
+            with urllib.request.urlopen(request, timeout=120, context=trusted) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -174,7 +174,7 @@ def flood_with_chunks(port: int, trusted: ssl.SSLContext, count: int) -> str:
     """
     line = b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=120) as plain,
         trusted.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
     ):
         sock.sendall(line + b"Authorization: Bearer a-key\r\n\r\n")
@@ -199,7 +199,7 @@ def test_slow_senders_wait_in_nginx_and_are_cut(
     with contextlib.ExitStack() as stack:
         slow = []
         for number in range(60):
-            plain = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=120))
             slow.append(stack.enter_context(trusted.wrap_socket(plain, server_hostname="127.0.0.1")))
             slow[-1].sendall((b"", line, head, head + b"{")[number % 4])
         assert generate(proxy, **KEY)[0] == 200

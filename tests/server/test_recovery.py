@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from contract import decode, greedy
 from running import Server, build_repository, plain_command, running, wait_for
 from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
@@ -70,7 +71,7 @@ def kill_engine(server: Server) -> int:
 
 
 def wait_gone(server: Server) -> None:
-    server.launcher.wait(30)
+    server.launcher.wait(120)
     try:
         wait_for(lambda: not server.leftovers(), "nothing to be left")
     except AssertionError as error:
@@ -100,7 +101,6 @@ def harmed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield started
 
 
-@pytest.mark.timeout(400)
 def test_killed_engine_is_replaced(harmed: Server) -> None:
     expected, times = harmed.text(PROMPT, 16), times_ready_again(harmed)
     streams = start_streams(harmed, 12)
@@ -117,7 +117,6 @@ def test_killed_engine_is_replaced(harmed: Server) -> None:
     assert len(harmed.matching("/llm/1/model.py")) == 2
 
 
-@pytest.mark.timeout(400)
 def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
     """One after the other, so the same engine has to outlive them all."""
     parts = ("/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver")
@@ -125,7 +124,7 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
     for times, part in enumerate(parts, before + 1):
         streams = start_streams(harmed, 12)
         harmed.matching(part)[0].kill()
-        wait_for(lambda: not harmed.ready(), f"the server to report not ready without {part}", 10)
+        wait_for(lambda: not harmed.ready(), f"the server to report not ready without {part}", 120)
         for answer in streams.join():  # worded where a process is left that can say it
             assert isinstance(answer, CUT) or re.search(WORDED, str(answer)), (part, answer)
         wait_again(harmed, times)
@@ -136,7 +135,6 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
         assert len(stubs) == len(regions) == 5, part
 
 
-@pytest.mark.timeout(400)
 def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harmed: Server) -> None:
     before = times_ready_again(harmed)
     streams = start_streams(harmed, 12)
@@ -148,11 +146,25 @@ def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harme
     wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
 
 
+def test_a_moment_without_postprocessing_does_not_stop_the_service(harmed: Server) -> None:
+    """After it this tritonserver mostly aborts under load."""
+    streams = start_streams(harmed, 12, 400)  # which it may stream to their end
+    victims = harmed.matching("/postprocessing/1/")
+    for victim in victims:
+        victim.suspend()
+    time.sleep(1.5)
+    for victim in victims:
+        with contextlib.suppress(psutil.Error):
+            victim.resume()
+    streams.join()
+    wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
+
+
 def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Server) -> None:
     """Nothing is given up then, though a process of llm waits for it meanwhile, and runs nothing else."""
-    before = times_ready_again(harmed)
-    wait_for(lambda: not harmed.engine_status().requests_active, "quiet")
+    wait_for(lambda: harmed.ready() and not harmed.engine_status().requests_active, "quiet")
     time.sleep(0.5)
+    before = times_ready_again(harmed)
     (server,) = harmed.matching("bin/tritonserver")
     server.suspend()
     streams = start_streams(harmed, 4, max_tokens=8)
@@ -164,16 +176,21 @@ def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Serv
 
 
 def test_ctrl_c_leaves_nothing_though_streams_are_open(harmed: Server) -> None:
-    """And nothing of what has died before. The last of these tests: it leaves no server."""
+    """And nothing of what has died before, and it sounds like no fault. The last of these tests: it leaves no
+    server."""
     streams = start_streams(harmed, 4)
+    before = len(harmed.log)
     assert harmed.interrupt() == 0
     wait_gone(harmed)
     streams.join()
+    said = harmed.log[before:]
+    assert "[engine] INFO ended after" in said and "WARNING" not in said, said
 
 
 @pytest.mark.timeout(600)
-def test_storm_of_deaths_ends_in_answers(repository: Path, tmp_path: Path) -> None:
-    """Also of what is just being started: two stubs that look for an engine, an engine that is loaded."""
+def test_storm_of_deaths_ends_in_answers_and_with_its_launcher(repository: Path, tmp_path: Path) -> None:
+    """Also of what is just being started: two stubs that look for an engine, an engine that is loaded. All
+    processes end with serve, which is killed."""
     rng = random.Random(7)
     with running(repository, tmp_path, options=["--restarts", "0"]) as server:
         expected = server.text(PROMPT, 16)
@@ -190,31 +207,10 @@ def test_storm_of_deaths_ends_in_answers(repository: Path, tmp_path: Path) -> No
         wait_for(lambda: server.ready() and server.answers(PROMPT), "an answer that lasts", 120)
         assert server.text(PROMPT, 16) == expected
         assert len(server.matching("flashinfer_backend.engine")) == 1
-        assert server.interrupt() == 0
-        wait_gone(server)
-
-
-@pytest.mark.timeout(400)
-def test_a_moment_without_postprocessing_does_not_stop_the_service_which_ends_with_its_launcher(
-    repository: Path, tmp_path: Path
-) -> None:
-    """After it this tritonserver mostly aborts under load."""
-    with running(repository, tmp_path) as server:
-        streams = start_streams(server, 12, 400)  # which it may stream to their end
-        victims = server.matching("/postprocessing/1/")
-        for victim in victims:
-            victim.suspend()
-        time.sleep(1.5)
-        for victim in victims:
-            with contextlib.suppress(psutil.Error):
-                victim.resume()
-        streams.join()
-        wait_for(lambda: server.ready() and server.answers(PROMPT), "an answer", 120)
         server.launcher.kill()
         wait_gone(server)
 
 
-@pytest.mark.timeout(400)
 def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_path: Path) -> None:
     """By what a gRPC client has asked for and does not read. What is open has its time; the engine stays.
     And a server that is stopped while it starts again leaves nothing."""
@@ -252,18 +248,16 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
         wait_gone(server)
 
 
-@pytest.mark.timeout(400)
 def test_serve_gives_up_a_server_that_dies_again_and_again(repository: Path, tmp_path: Path) -> None:
     with running(repository, tmp_path, options=["--restarts", "1"]) as server:
         server.matching("bin/tritonserver")[0].kill()
         wait_again(server, 1)
         server.matching("bin/tritonserver")[0].kill()
-        assert server.launcher.wait(60) == 1
+        assert server.launcher.wait(120) == 1
         assert "started again 1 times in a row, giving up" in server.log
         wait_gone(server)
 
 
-@pytest.mark.timeout(400)
 def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -284,15 +278,29 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
         assert finished[0][-1]["finish_reason"] == "length", finished
         for events in streams.join():
             assert "shutting down" in str(events[-1]), events[-1]
-        assert server.launcher.wait(60) == 0
+        assert server.launcher.wait(120) == 0
         wait_gone(server)
 
 
-def test_nothing_is_waited_for_once_nothing_is_open(tmp_path: Path) -> None:
-    """tritonserver would wait for the client that has left, for ten minutes. For one that is still there it
-    does. The model is spread over two ranks, which end, too."""
+def test_a_lost_rank_is_replaced_and_nothing_is_waited_for_once_nothing_is_open(tmp_path: Path) -> None:
+    """The model is spread over two ranks: when one ends, its engine is replaced. At the server's end
+    tritonserver would wait for the client that has left, for ten minutes, and does so for one that is there.
+    """
     repository = build_repository(tmp_path, "tensor_parallel_size=2")
     with running(repository, tmp_path, options=["--drain-seconds", "600"]) as server:
+        expected = decode(greedy(PROMPT, 16))
+        assert server.text(PROMPT, 16) == expected
+        (rank,) = server.matching("flashinfer_backend.worker")
+        assert psutil.Process(server.engine_pid()).children() == [rank]
+        assert re.search(r"^\[engine rank 1\] INFO read ", server.log, re.M), "each rank's start can be seen"
+        streams = start_streams(server, 6)
+        rank.kill()
+        for events in streams.join():
+            assert re.search(WORDED, str(events)), events
+        wait_again(server, 1)
+        assert server.text(PROMPT, 16) == expected
+        (new,) = server.matching("flashinfer_backend.worker")
+        assert new.pid != rank.pid and "rank 1 has ended" in server.log
         with contextlib.closing(server.connection()) as left:
             left.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(ENDLESS))
             assert left.getresponse().read(10)
@@ -333,7 +341,7 @@ def test_without_decoupled_mode_and_without_model_control(tmp_path: Path) -> Non
                 client.async_infer(
                     "ensemble", inputs(values), lambda result, error: answers.put((result, error))
                 )
-            for result, error in (answers.get(timeout=30) for _ in range(32)):
+            for result, error in (answers.get(timeout=120) for _ in range(32)):
                 assert error is None and result.as_numpy("text_output")[0].decode() == PROMPT + expected
             for changes in ({"stream": np.array([[True]])}, {"num_return_sequences": int32(2)}):
                 with pytest.raises(InferenceServerException, match="deployed using decoupled mode"):
@@ -344,11 +352,11 @@ def test_without_decoupled_mode_and_without_model_control(tmp_path: Path) -> Non
 
         killed = kill_engine(server)
         wait_for(lambda: "the next one is started" in server.log, "the restart")
-        wait_for(lambda: server.post({"text_input": PROMPT, "max_tokens": 1})[0] == 200, "answers again", 60)
+        wait_for(lambda: server.post({"text_input": PROMPT, "max_tokens": 1})[0] == 200, "answers again", 120)
         assert server.engine_pid() != killed
         assert server.text(PROMPT, 16) == expected
         (tritonserver,) = server.matching("bin/tritonserver")
         server.launcher.terminate()
-        server.launcher.wait(30)
+        server.launcher.wait(120)
         assert not tritonserver.is_running() or tritonserver.status() == psutil.STATUS_ZOMBIE
         wait_gone(server)

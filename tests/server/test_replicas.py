@@ -48,7 +48,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     server = BothDoors(build_repository(folder, "replicas=2"), folder)
     try:
         server.wait_ready()
-        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 90)
+        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 120)
         wait_for(lambda: metrics_port_open(server), "the metrics port")
         yield server
     finally:

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from running import Server, running, wait_for
+from running import Server, wait_for
 
 from flashinfer_backend.launch import preflight
 from ports import free_ports
@@ -39,7 +39,7 @@ def test_stubs_that_cannot_start_end_the_server(
     words += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
     server = Server(repository, tmp_path, words)
     try:
-        assert server.launcher.wait(60) != 0
+        assert server.launcher.wait(120) != 0
         last = server.log.splitlines()[-1]
         assert last.startswith("serve: the server cannot start: ") and said in last
         wait_for(lambda: not server.leftovers(), "nothing to be left")
@@ -63,7 +63,9 @@ def test_a_server_that_dies_while_it_starts_is_started_again(repository: Path, t
 def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     server = Server(repository, tmp_path)
     try:
-        wait_for(lambda: "TRITONBACKEND_ModelInstanceInitialize" in server.log or server.ready(), "stubs", 60)
+        wait_for(
+            lambda: "TRITONBACKEND_ModelInstanceInitialize" in server.log or server.ready(), "stubs", 120
+        )
         assert server.interrupt() == 0
         wait_for(lambda: not server.leftovers(), "nothing to be left")
     finally:
@@ -98,27 +100,10 @@ def test_a_full_disk_of_logs_ends_neither_api(repository: Path, tmp_path: Path) 
         wait_for(other_api, "the OpenAI API")
         (first,) = server.matching("bin/tritonserver")
         first.kill()
-        first.wait(60)
+        first.wait(120)
         wait_for(lambda: not server.ready(), "serve to notice")
         server.wait_ready()
         assert server.answers("Once") and other_api()
         assert server.interrupt() == 0
     finally:
         server.close()
-
-
-def test_an_end_with_streams_in_flight_sounds_like_no_fault(repository: Path, tmp_path: Path) -> None:
-    """Their model's process is killed in the end: tritonserver waits for them."""
-    with running(repository, tmp_path) as server:
-        body = b'{"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 1048576}'
-        request = urllib.request.Request(f"{server.url}/v2/models/ensemble/generate_stream", body)
-        streams = [urllib.request.urlopen(request, timeout=60) for _ in range(8)]
-        try:
-            assert all(stream.readline() for stream in streams)
-            before = len(server.log)
-            assert server.interrupt() == 0
-        finally:
-            for stream in streams:
-                stream.close()
-        said = server.log[before:]
-        assert "[engine] INFO ended after" in said and "WARNING" not in said, said

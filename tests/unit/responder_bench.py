@@ -18,7 +18,7 @@ from flashinfer_backend.triton_server.requests import Row
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
 
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
 OUTPUTS |= {"context_logits"}
 FINAL = 1

@@ -353,7 +353,7 @@ def test_command_line_runs_without_torch(tmp_path, checkpoint):
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert read(tmp_path / "out", "llm").parameters["model_dir"].string_value == str(checkpoint)
 

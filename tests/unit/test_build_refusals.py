@@ -279,7 +279,7 @@ def test_what_may_not_be_read_is_named(tmp_path):
         for output, model in ((closed / "repo", readable), (Path("/tmp/unwritten"), closed / "model")):
             run = subprocess.run(
                 [sys.executable, "-c", program, "--output", str(output), "--model", str(model)],
-                capture_output=True, text=True, timeout=60,
+                capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             assert run.returncode == 2 and "Permission denied" in run.stderr, run.stderr
             assert str(closed) in run.stderr and "Traceback" not in run.stderr

@@ -137,7 +137,6 @@ def written(output):
     return {p.name: p.read_bytes() for p in output.iterdir()}
 
 
-@pytest.mark.timeout(300)
 def test_training_is_repeatable(tmp_path, monkeypatch):
     """In a process of its own, and in this one, which hashes words otherwise."""
     a, b = tmp_path / "a", tmp_path / "b"

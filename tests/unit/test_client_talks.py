@@ -79,7 +79,7 @@ def test_generate_says_that_nothing_listens(capsys):
 
 def test_without_grpcs_packages_it_is_said_what_to_install():
     words = [sys.executable, "-S", "-E", "-m", "client", "generate", "--grpc", "Hello"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stderr.startswith("client generate needs numpy: `pip install -e")
 
 

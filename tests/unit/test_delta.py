@@ -239,3 +239,11 @@ def test_a_negative_id_is_refused():
             call()
     with pytest.raises(ValueError, match="negative"):
         decoder.decode([5, -1])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_ids_behind_the_vocabulary_write_nothing(kind):
+    decoder, tokenizer = DECODERS[kind, True], KINDS[kind]()
+    beyond, ids = vocabulary_size(tokenizer), tokenizer.encode("the fox", add_special_tokens=False).ids
+    assert decoder.decode([ids[0], beyond, *ids[1:]]) == tokenizer.decode(ids)
+    assert decoder.delta([ids[0], beyond], ids[1:], True) == decoder.delta(ids[:1], ids[1:], True)

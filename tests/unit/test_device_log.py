@@ -35,7 +35,7 @@ def logged(readings: list[Reading]) -> dict:
     left = iter(readings)
     log = DeviceLog(Devices((GPU,), lambda: [next(left)]), period=0.001)
     with log:
-        log._thread.join(30)
+        log._thread.join(120)
     return log.result()
 
 

@@ -29,7 +29,7 @@ from flashinfer_backend.transport.protocol import SOCKET
 from flashinfer_backend.transport.records import EngineRecord, read_engine, read_keeper, stop
 from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 ENDLESS = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENDLESS
 # Ends with what it needs some time for, as an engine that writes its last words.

@@ -143,7 +143,7 @@ def test_threads_read_on_while_a_tensor_is_used(monkeypatch, tmp_path):
     found = places(tmp_path / "some", {f"t{i:02d}": torch.full((250,), float(i)) for i in range(40)})
     with closing(Uploader(torch.device("cpu"), found)) as uploader:
         assert uploader.next()[0] == 0
-        assert enough.wait(10) and len(began) == 5
+        assert enough.wait(120) and len(began) == 5
         for i in range(1, 40):
             assert uploader.next()[0] == i
             assert len(began) <= i + 5

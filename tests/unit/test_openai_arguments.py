@@ -143,7 +143,7 @@ def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments,
         preexec_fn=lambda: resource.setrlimit(*limit),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert ran.returncode == 1 and ran.stdout == ""
     assert re.fullmatch(f"openai: {words}.*\n", ran.stderr)
@@ -158,7 +158,7 @@ def test_as_many_connections_as_there_are_files_for():
             assert room_for_connections(asked) == room
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Running:
         await send({"type": "http.response.body", "body": b"done"})
 
     def connect(self, data: bytes = b"") -> socket.socket:
-        sock = socket.create_connection(self.listener.getsockname(), timeout=20)
+        sock = socket.create_connection(self.listener.getsockname(), timeout=120)
         sock.sendall(data)
         return sock
 
@@ -78,7 +78,7 @@ def running(receive_s: float = LONG_S, connections: int = 100) -> Iterator[Runni
     finally:
         server.release.set()
         server.server.should_exit = server.server.force_exit = True
-        server.thread.join(20)
+        server.thread.join(120)
         server.listener.close()
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_ends_waits_for_whole_requests_alone() -> None:
         assert got.startswith(b"HTTP/1.1 503 ") and b"shutting down" in got and server.errors == [503]
         server.release.set()
         assert answer(open_).endswith(b"done")
-        server.thread.join(20)
+        server.thread.join(120)
         assert not server.thread.is_alive()
 
 
@@ -250,7 +250,7 @@ def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -111,7 +111,7 @@ def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_stand_in_answers(
         if replaced >= 4 and len(running._again) == 2 and not answers:
             url = f"http://127.0.0.1:{running._port}/health"
             with pytest.raises(urllib.error.HTTPError) as caught:
-                urllib.request.urlopen(url, timeout=10)
+                urllib.request.urlopen(url, timeout=120)
             answers.append((caught.value.code, caught.value.read().decode()))
         if replaced >= 6:
             running.stop()

@@ -140,7 +140,7 @@ def test_the_first_chat_imports_nothing() -> None:
         "assert not late & {'transformers', 'jinja2', 'torch', 'numpy'}, late\n"
     )
     command = [sys.executable, "-c", program, str(resolve_model_dir("bundled"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -90,12 +90,12 @@ def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_sta
         def started():
             return [p for p in tmp_path.glob("perf-vllm-*/vllm.log") if p.read_text() == "loading weights\n"]
 
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not started():
             assert call.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         call.terminate()
-        error = call.communicate(timeout=60)[1]
+        error = call.communicate(timeout=120)[1]
     assert call.returncode == 143
     (path,) = (tmp_path / "out").glob("*.json")
     assert [(r["server"], r["row"]) for r in results.load(path)["runs"]] == [("ours", "a")]
@@ -240,7 +240,7 @@ def test_peers_cache_prefixes_where_ours_does(tmp_path):
                 os.environ | _variables(spec, 8300, tmp_path) | {f"{name.upper()}_PYTHON": str(noted)}
             )
             environment |= {"MODEL_DIR": "m", "LOAD_FORMAT": "dummy", "TENSOR_PARALLEL_SIZE": "1"}
-            subprocess.run(["bash", "-ec", spec.command], check=True, timeout=60, env=environment)
+            subprocess.run(["bash", "-ec", spec.command], check=True, timeout=120, env=environment)
             arguments = (tmp_path / "arguments").read_text().split()
             assert (off not in arguments) is settings.prefix_caching and "--port" in arguments, spec.label
         assert sum(settings.prefix_caching for settings in spec_of[name].variants.values()) == 1

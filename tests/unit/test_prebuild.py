@@ -259,7 +259,7 @@ def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build
 
     def after_looks() -> float:
         for _ in range(4):
-            assert looks.acquire(timeout=20)
+            assert looks.acquire(timeout=120)
         return progress.last_progress(run)
 
     def wait() -> None:
@@ -280,7 +280,7 @@ def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build
         later = after_looks()
         assert began < later == after_looks()
         other.kill()
-        waiting.join(20)
+        waiting.join(120)
     assert not waiting.is_alive()
 
 

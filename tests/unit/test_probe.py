@@ -122,7 +122,7 @@ def test_the_stand_in_answers_until_the_next_server_listens() -> None:
         assert outcomes(port) == {"stand-in"}  # although the old server still listens
         old.close()
         assert outcomes(port) == {"stand-in"}
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=120) as answer:
             assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(

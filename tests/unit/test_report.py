@@ -116,7 +116,7 @@ def test_without_matplotlib_there_is_help_and_no_half_report(tmp_path):
         "import sys; sys.modules['matplotlib'] = None; from client.__main__ import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", program, "report"]
-    asked = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    asked = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert asked.returncode == 0 and "--title" in asked.stdout, asked.stderr
     run = subprocess.run(
         [*command, runs, "--out", wanted], cwd=ROOT, capture_output=True, text=True, timeout=60

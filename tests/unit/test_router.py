@@ -206,7 +206,7 @@ def test_processes_see_at_once_what_others_have_open(other: subprocess.Popen[str
     other.stdout.readline()
     assert table.of_others().tolist() == [[1, 20], [0, 0]]
     other.stdin.close()  # it closes its table
-    other.wait(30)
+    other.wait(120)
     assert table.of_others().tolist() == [[0, 0], [0, 0]]
     table.close()
     assert not list(tmp_path.glob("load-*"))
@@ -215,7 +215,7 @@ def test_processes_see_at_once_what_others_have_open(other: subprocess.Popen[str
 def test_what_a_killed_process_had_open_counts_no_more(other: subprocess.Popen[str], tmp_path: Path) -> None:
     table = LoadTable(tmp_path, 2)
     other.kill()
-    other.wait(30)
+    other.wait(120)
     assert list(tmp_path.glob(f"load-*-{other.pid}"))
     assert table.of_others().tolist() == [[0, 0], [0, 0]]
     assert names(tmp_path) == [own_name()]  # nor is it left behind

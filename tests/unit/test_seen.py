@@ -77,7 +77,7 @@ for number in range(0, ENTRIES, 512):
 def test_a_full_disk_is_said_when_the_table_is_made(tmp_path: Path) -> None:
     command = ["unshare", "-rm", "bash", "-c", FULL, "bash", str(tmp_path), sys.executable]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
         pytest.skip("this system has no unshare")
     if ended.returncode == 77 or "unshare failed" in ended.stderr:

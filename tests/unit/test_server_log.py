@@ -46,7 +46,11 @@ def passed_on(lines, before="pass"):
     """(stdout, what the log says in the end) of a process that follows a server writing these lines."""
     code = FOLLOW.format(before=before)
     done = subprocess.run(
-        [sys.executable, "-c", code, "\n".join(lines)], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code, "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     output, _, summary = done.stdout.partition("SUMMARY ")
     return output.splitlines(), summary.strip()
@@ -110,7 +114,7 @@ def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, told, tmp_path):
     log = server_log.ServerLog()
     child = log.popen([sys.executable, "-c", server])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (reason := log.cannot_start(child.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)
         ended = "a process of the Python backend ended while it was starting"

@@ -63,7 +63,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
     children = Child(tmp_path / "runs" / "processes"), Child(tmp_path / "runs" / "processes")
     try:
         for child in children:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not child.sees_another():
                 assert time.monotonic() < deadline, "the processes do not know each other"
                 time.sleep(0.05)
@@ -86,7 +86,7 @@ def test_a_process_that_stood_still_alone_handles_nothing_more(pair):
     stopped, other = pair
     stand_still(stopped)
     assert stopped.ask("something") == ""
-    assert stopped.process.wait(10) == 1
+    assert stopped.process.wait(120) == 1
     assert "this process stood still for 1." in stopped.process.stderr.read()
     assert not stopped.file.exists()
     assert other.ask("something") == "handled"
@@ -121,7 +121,7 @@ def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
 def test_files_that_were_removed_are_made_again(pair):
     stopped, other = pair
     shutil.rmtree(stopped.file.parent.parent)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (stopped.file.exists() and other.file.exists()):
         assert time.monotonic() < deadline, "the files are not made again"
         time.sleep(0.05)
@@ -134,7 +134,7 @@ def test_files_that_were_removed_are_made_again(pair):
 def test_nothing_is_left_when_all_have_ended(pair):
     for child in pair:
         child.process.stdin.close()
-        assert child.process.wait(10) == 0
+        assert child.process.wait(120) == 0
     assert not pair[0].file.parent.parent.exists()
 
 
@@ -153,7 +153,6 @@ def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path, monkeyp
     guard.close()
 
 
-@pytest.mark.timeout(20)
 def test_a_place_where_no_folder_can_be_made_is_said():
     with pytest.raises(OSError, match="/proc/nowhere"):
         Standstill(Path("/proc/nowhere/processes"))

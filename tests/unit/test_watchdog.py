@@ -131,7 +131,7 @@ def test_a_pid_that_is_used_again_is_another_process(
             records.write(folder / records.ENGINE, EngineRecord(other.pid, ticks, ready=True))
             assert run._engines.begin() is same
             assert run.problem() == ("" if same else "the last engine of llm ended")
-            assert not same or other.wait(10) == -signal.SIGKILL, "what is taken for dead has to be"
+            assert not same or other.wait(120) == -signal.SIGKILL, "what is taken for dead has to be"
             assert same or rundir.is_stopped(other.pid)
     finally:
         run.end()
