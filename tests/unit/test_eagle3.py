@@ -132,7 +132,7 @@ def test_config_refusals_name_the_key(form: str, changes: dict[str, Any], reason
         ("speculators", {"heads": 2}, "num_attention_heads 2, and the target 4"),
         ("speculators", {"kv_heads": 1}, "num_key_value_heads 1, and the target 2"),
         ("speculators", {"head_dim": 32}, "head_dim 32, and the target 16"),
-        ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 6]}, "in front of layer 6"),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 7]}, "in front of layer 7"),
     ],
 )
 def test_heads_for_other_targets_are_refused(
@@ -143,6 +143,21 @@ def test_heads_for_other_targets_are_refused(
         read_drafter(tmp_path).check_fits(target.spec, 128)
     assert reason in str(caught.value)
     assert "trained for this target" in str(caught.value) or "deeper target" in str(caught.value)
+
+
+def test_the_head_of_gpt_oss(target: Transformer, tmp_path: Path):
+    """NVIDIA's form: YaRN and states of two layers are read; the last layer's are refused by name."""
+    make_head("nvidia", tmp_path, **SIZES)
+    eagle = json.loads((tmp_path / "config.json").read_text())["eagle_config"]
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64}
+    layers = "eagle_aux_hidden_state_layer_ids"
+    edit(tmp_path, {"rope_scaling": yarn, "eagle_config": eagle | {layers: [2, 4], "norm_before_fc": True}})
+    head = read_drafter(tmp_path)
+    head.check_fits(target.spec, 128)
+    assert head.taken == (2, 4) and head.fc_norms == "whole" and head.attention.rope.scaling.factor == 32
+    edit(tmp_path, {"eagle_config": eagle | {layers: [2, 4, 6]}})
+    with pytest.raises(ValueError, match=r"behind the target's last layer .* has 6.* of earlier"):
+        read_drafter(tmp_path).check_fits(target.spec, 128)
 
 
 def test_windows_of_a_head_bound_sequences(target: Transformer, tmp_path: Path):

@@ -101,6 +101,11 @@ class Eagle3Spec(ModelSpec):
                 f"the drafter names no layers of its target ({AUX_LAYERS}), and 2, half of all and all but 3"
                 f" do not suit a target of {count} layers"
             )
+        if max(taken) == count:
+            raise UnsupportedModelError(
+                f"the drafter takes the hidden states behind the target's last layer ({AUX_LAYERS} has"
+                f" {count}), which are not kept for drafters: name one that takes those of earlier layers"
+            )
         if outside := [layer for layer in taken if layer >= count]:
             raise UnsupportedModelError(
                 f"the drafter takes hidden states in front of layer {', '.join(map(str, outside))}, and the"
