@@ -58,9 +58,9 @@ def _with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def make_embedder(folder: Path, normalize: bool = True) -> Path:
+def make_embedder(folder: Path, normalize: bool = True, **sizes: Any) -> Path:
     """As Qwen3-Embedding's folder: tensors without the beginning "model.", architecture Qwen3ForCausalLM."""
-    make_model("qwen3", **OPTIONS).model.save_pretrained(folder)
+    make_model("qwen3", **OPTIONS | sizes).model.save_pretrained(folder)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))
     write_modules(folder, "Transformer", "Pooling", *(["Normalize"] if normalize else []))
@@ -70,14 +70,14 @@ def make_embedder(folder: Path, normalize: bool = True) -> Path:
     return _with_tokenizer(folder)
 
 
-def make_reranker(folder: Path, classifier: bool = False) -> Path:
+def make_reranker(folder: Path, classifier: bool = False, **sizes: Any) -> Path:
     """As Qwen3-Reranker's, with sentence-transformers' LogitScore; or as Qwen3ForSequenceClassification."""
     if classifier:
         torch.manual_seed(0)
-        config = Qwen3Config(**SIZES | OPTIONS, num_labels=1, pad_token_id=2)
+        config = Qwen3Config(**SIZES | OPTIONS | sizes, num_labels=1, pad_token_id=2)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     else:
-        make_checkpoint("qwen3", folder, **OPTIONS)
+        make_checkpoint("qwen3", folder, **OPTIONS | sizes)
         write_modules(folder, "Transformer", "LogitScore")
         tokens = dict(zip(("true_token_id", "false_token_id"), ANSWERS, strict=True))
         (folder / "1_LogitScore" / "config.json").write_text(json.dumps(tokens))

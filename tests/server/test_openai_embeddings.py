@@ -23,7 +23,8 @@ QUERY, DOCUMENTS = (
     "Who is the king?",
     ["The king is old.", "A tree", "The queen has a dog.", "The king is old!"],
 )
-RUNNING, ABORTED = "engine_requests_running", 'sequences_finished_total{finish_reason="aborted"}'
+RUNNING, WAITING = "engine_requests_running", "engine_requests_waiting"
+ABORTED = 'sequences_finished_total{finish_reason="aborted"}'
 LIMITS = ("max_num_tokens=64", "max_num_tokens_while_decoding=64", "max_seq_len=512")
 
 
@@ -128,13 +129,20 @@ def test_wrong_inputs_are_named(embedding: OpenAiServer) -> None:
     assert embedding.error("/v1/rerank", {})[0] == 404
 
 
-def test_a_client_that_leaves_ends_its_inputs(embedding: OpenAiServer) -> None:
+def test_a_flood_of_inputs_is_overtaken_and_ends_with_its_client(embedding: OpenAiServer) -> None:
+    def ask(**more: Any) -> tuple[int, Any]:
+        status, _, answer = embedding.call("/v1/embeddings", {"input": "a", **more})
+        return status, answer
+
     before = embedding.metric(ABORTED)
     with embedding.asked("/v1/embeddings", {"input": [[i] * 500 for i in range(1, 2001)]}):
-        wait_for(lambda: embedding.metric(RUNNING) > 0, "the inputs to run")
+        wait_for(lambda: embedding.metric(WAITING) > 1000, "the inputs to wait")
+        status, answer = ask(queue_timeout=0.001)
+        assert (status, answer["error"]["code"]) == (503, "queue_timeout")
+        assert ask(priority=-1)[0] == 200 and embedding.metric(WAITING) > 500
     wait_for(lambda: embedding.metric(RUNNING) == 0, "the inputs to be cancelled")
     assert embedding.metric(ABORTED) - before > 500
-    assert embedding.call("/v1/embeddings", {"input": "a"})[0] == 200
+    assert ask()[0] == 200
 
 
 def scores(folder: Path, instruction: str | None = None) -> list[float]:
