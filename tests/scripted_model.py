@@ -30,6 +30,8 @@ AGENTS = {
         '<tool_call>{"name": "exec_command", ',
         '"arguments": {"cmd": "cat note.txt"}}</tool_call>',
     ],
+    "agents__close 0": ['<tool_call>{"name": "agents__close", "arguments": {}}</tool_call>'],
+    "agents__close 1": ["It is closed."],
     "exec_command 1": ["The note says: ", "water the plants."],
 }
 END_ID = 1  # of the bundled tokenizer

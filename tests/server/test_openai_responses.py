@@ -190,8 +190,6 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include holds"),
         ({"top_logprobs": 2}, "top_logprobs is not supported"),
         ({"store": True}, "keeps nothing"),
-        ({"tools": [{"type": "web_search"}]}, "only functions"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"truncation": "auto"}, "truncation"),

@@ -109,7 +109,7 @@ FIELDS = {
     "text": GUIDE,
     "output_config": GUIDE,
     "chat_template_kwargs": OPTIONS,
-    "metadata": OPTIONS,
+    **dict.fromkeys(("metadata", "client_metadata"), OPTIONS),
     "tool_choice": Bound(4096, 256 * KIB),
     **dict.fromkeys(("stream_options", "reasoning", "include", "modalities"), Bound(64, 4 * KIB)),
     **dict.fromkeys(

@@ -202,6 +202,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex: which session and turn it is
     # Refused unless they ask for nothing.
     background: bool | None = None
     conversation: Any = None

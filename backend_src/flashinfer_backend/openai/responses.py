@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from starlette.responses import Response
@@ -33,6 +35,12 @@ from flashinfer_backend.openai.sampling import Guide, guide_of
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
 
+# Tools that OpenAI's servers run, or that are called in other ways than by arguments in JSON.
+LEFT_OUT = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom", "tool_search"),
+)
+
 
 def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn]:
     """A request, its model, and its turn, prepared. Raises ApiError."""
@@ -40,6 +48,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     model = door.check_model(request.model)
     variables = dict(request.chat_template_kwargs or {})
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
+    reasoning.pop("summary", None)  # reasoning is there whole
     if "effort" in reasoning:
         add_effort(variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
@@ -47,7 +56,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     conversation = Conversation(
         plain_messages(*messages_of(request)),
         read_tools(
-            [_tool(tool) for tool in request.tools or []],
+            [tool for _, tool in functions_of(request.tools or [])],
             _tool_choice(request.tool_choice),
             request.parallel_tool_calls,
         ),
@@ -86,13 +95,14 @@ def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[P
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
-            if not isinstance(item.get("name"), str):
-                told = shown(item.get("name"))
+            name, namespace = item.get("name"), item.get("namespace")
+            if not isinstance(name, str) or not isinstance(namespace, str | None):
+                told = shown(name)
                 raise ApiError(f"input[{n}].name is {told}; it should be the function's", param="input")
             call = {
                 "id": item.get("call_id"),
                 "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+                "function": {"name": flat_name(namespace, name), "arguments": item.get("arguments")},
             }
             _assistant(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -141,18 +151,63 @@ def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, A
     return messages[-1]
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as a chat has it."""
-    if tool.get("type") != "function":
-        raise ApiError(
-            f"tools of type {shown(tool.get('type'))} are not supported, only functions", param="tools"
-        )
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, dict[str, Any]]]:
+    """The functions as a chat has them, each with its namespace, whose name begins theirs there. Tools that
+    OpenAI runs are left out: agents offer them to every server. Raises ApiError."""
+    found: list[tuple[str | None, dict[str, Any]]] = []
+    for n, tool in enumerate(tools):
+        kind, inner = tool.get("type"), tool.get("tools")
+        if kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str):
+            for k, one in enumerate(inner):
+                if isinstance(one, dict) and one.get("type") == "function":
+                    found.append((tool["name"], _function(one, tool["name"])))
+                elif isinstance(one, dict) and one.get("type") == "custom":
+                    _log_left_out("custom")
+                else:
+                    raise ApiError(f"tools[{n}].tools[{k}] should be a function", param="tools")
+        elif kind == "function":
+            found.append((None, _function(tool, None)))
+        elif kind in LEFT_OUT:
+            _log_left_out(kind)
+        else:
+            raise ApiError(
+                f"tools[{n}] is of type {shown(kind)}, which is not supported; functions and namespaces are",
+                param="tools",
+            )
+    return found
+
+
+def _function(tool: Mapping[str, Any], namespace: str | None) -> dict[str, Any]:
+    function = {key: value for key, value in tool.items() if key not in ("type", "defer_loading")}
+    if isinstance(tool.get("name"), str):
+        function["name"] = flat_name(namespace, tool["name"])
+    return {"type": "function", "function": function}
+
+
+def shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool in an answer, with the fields that all functions have there."""
+    return {"strict": None, "parameters": None, **tool} if tool.get("type") == "function" else tool
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """A function's name for the model."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+@cache
+def _log_left_out(kind: str) -> None:
+    """Once in a process."""
+    print(
+        f"openai: tools of type {kind} are left out of requests to /v1/responses", file=sys.stderr, flush=True
+    )
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        name, namespace = choice.get("name"), choice.get("namespace")
+        if isinstance(name, str) and isinstance(namespace, str):
+            name = flat_name(namespace, name)
+        return {"type": "function", "function": {"name": name}}
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("tools")
         if isinstance(allowed, list):
@@ -187,6 +242,8 @@ class _Reply:
         self._usage = Usage(turn.streams)
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
+        functions = functions_of(request.tools or [])
+        self._namespaces = {tool["function"].get("name"): space for space, tool in functions if space}
         self._number = 0
 
     def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
@@ -208,7 +265,7 @@ class _Reply:
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [{"strict": None, "parameters": None, **tool} for tool in request.tools or []],
+            "tools": [shown_tool(tool) for tool in request.tools or [] if tool.get("type") not in LEFT_OUT],
             "top_p": request.top_p,
             "truncation": "disabled",
             "metadata": request.metadata or {},
@@ -321,6 +378,8 @@ class _Reply:
             }
         elif kind == "function_call":
             item = {"type": kind, "id": f"fc_{secrets.token_hex(16)}", "name": each.text, "arguments": ""}
+            if space := self._namespaces.get(each.text):
+                item |= {"namespace": space, "name": each.text[len(flat_name(space, "")) :]}
             item["call_id"] = each.call_id or new_call_id(self._turn.door.tool_format)
         else:
             part = {"type": "reasoning_text", "text": ""}
