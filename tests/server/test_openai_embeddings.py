@@ -108,7 +108,7 @@ def test_wrong_inputs_are_named(embedding: OpenAiServer) -> None:
         "input[2]",
     )
     assert told(input=["a", 5])[2] == "input[0]" and told(input=[[1], [2, "x"]])[2] == "input[1]"
-    assert told(input=[]) == (400, "input is empty; it should have at least one text", "input")
+    assert told(input=[]) == (400, "input has 0 elements; it should have 1 to 2048", "input")
     assert told(input=[[1], [2], [9, 2048]])[1:] == (
         "input[2] holds 2048; token ids should lie in 0..2047", "input[2]",
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_wrong_inputs_are_named(embedding: OpenAiServer) -> None:
         "input[1] has 512 tokens; it should have 1 to 511",
         "input[1]",
     )
-    assert told(input=["a"] * 2049)[1:] == ("input has 2049 elements; it should have at most 2048", "input")
+    assert told(input=["a"] * 2049)[1:] == ("input has 2049 elements; it should have 1 to 2048", "input")
     assert told(dimensions=65)[1:] == ("dimensions is 65; the model's embeddings have 64", "dimensions")
     assert told(prompt_name="passage")[1].endswith("the checkpoint's prompts are: query, document")
     assert (
@@ -195,6 +195,8 @@ def test_wrong_documents_are_named(reranking: OpenAiServer) -> None:
     assert reranking.error("/rerank", {"query": QUERY, "documents": []})[2] == "documents"
     long = {"query": QUERY, "documents": ["a", "word " * 600]}
     assert reranking.error("/rerank", long)[2:] == ("documents[1]", "context_length_exceeded")
+    many = {"query": "a" * 10_000, "documents": ["b"] * 1000}  # each brings the query
+    assert reranking.error("/rerank", many)[1].startswith("documents has 10001000 characters, with the query")
     both = {"queries": ["a", "b"], "documents": ["a"] * 3}
     assert reranking.error("/score", both)[1].startswith("queries has 2 texts and documents has 3; give one")
     assert reranking.error("/score", {"text_2": "a"})[1] == "queries or text_1 should be there, and not both"

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from flashinfer_backend.core.bounds import MOST_INPUTS, check
+from flashinfer_backend.core.bounds import ALL_PROMPTS, MIB, MOST_INPUTS
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
@@ -119,14 +119,8 @@ def read_rerank(door: Door, body: bytes) -> Pairs:
     """Raises ApiError."""
     request = decode(RerankRequest, body)
     door.check_model(request.model)
-    _check_texts("query", [request.query])
-    documents: list[Any] = [
-        each.get("text") if isinstance(each, dict) else each for each in request.documents
-    ]
-    _check_count("documents", len(documents))
-    _check_texts("documents", documents)
-    prompts = [_prompt(request, request.query, document) for document in documents]
-    return Pairs(request, prompts, _places("documents", len(documents)), documents)
+    documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
+    return _pairs(door, request, "query", [request.query], "documents", documents)
 
 
 async def rerank(door: Door, asked: Pairs) -> Response:
@@ -149,28 +143,14 @@ def read_score(door: Door, body: bytes) -> Pairs:
     """Raises ApiError."""
     request = decode(ScoreRequest, body)
     door.check_model(request.model)
-    names: list[str] = []
-    sides: list[list[Any]] = []
+    sides: list[Any] = []
     for new, old in (("queries", "text_1"), ("documents", "text_2")):
         given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}
         if len(given) != 1:
             raise ApiError(f"{new} or {old} should be there, and not both", param=new)
-        ((name, value),) = given.items()
-        texts: list[Any] = [value] if isinstance(value, str) else value
-        _check_count(name, len(texts))
-        _check_texts(name, texts)
-        names.append(name)
-        sides.append(texts)
-    queries, documents = sides
-    if len(queries) not in (1, len(documents)):
-        raise ApiError(
-            f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}; give one query for all"
-            " documents, or as many of both",
-            param=names[0],
-        )
-    queries = queries * len(documents) if len(queries) == 1 else queries
-    prompts = [_prompt(request, *pair) for pair in zip(queries, documents, strict=True)]
-    return Pairs(request, prompts, _places(names[1], len(documents)), documents)
+        for name, value in given.items():
+            sides += [name, [value] if isinstance(value, str) else value]
+    return _pairs(door, request, *sides)
 
 
 async def score(door: Door, asked: Pairs) -> Response:
@@ -246,8 +226,38 @@ def _answer(
     return JsonResponse(door, streams, body, own_id)
 
 
-def _prompt(request: RerankRequest | ScoreRequest, query: str, document: str) -> str:
-    return RERANK_PROMPT.format(request.instruction or INSTRUCTION, query, document)
+def _pairs(
+    door: Door,
+    request: RerankRequest | ScoreRequest,
+    query: str,
+    queries: list[Any],
+    name: str,
+    texts: list[Any],
+) -> Pairs:
+    """query, name: the fields that hold the queries and the documents."""
+    _check_texts(query, queries)
+    _check_texts(name, texts)
+    if len(queries) not in (1, len(texts)):
+        raise ApiError(
+            f"{query} has {len(queries)} texts and {name} has {len(texts)}; give one query for all documents,"
+            " or as many of both",
+            param=query,
+        )
+    queries = queries * len(texts) if len(queries) == 1 else queries
+    # Before they are put together: each document brings its query.
+    size, most = (
+        sum(map(len, queries)) + sum(map(len, texts)),
+        ALL_PROMPTS * (door.model.max_prompt_bytes or MIB),
+    )
+    if size > most:
+        raise ApiError(
+            f"{name} has {size} characters, with the query of each; it should have at most {most} in a"
+            " request. Send fewer documents in one",
+            param=name,
+        )
+    task = request.instruction or INSTRUCTION
+    prompts = [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
+    return Pairs(request, prompts, _places(name, len(texts)), texts)
 
 
 def _places(name: str, count: int) -> list[str]:
@@ -255,16 +265,13 @@ def _places(name: str, count: int) -> list[str]:
 
 
 def _check_count(name: str, found: int) -> None:
-    try:
-        check(name, found, MOST_INPUTS, "elements")
-    except ValueError as error:
-        raise ApiError(str(error), param=name) from None
-    if not found:
-        raise ApiError(f"{name} is empty; it should have at least one text", param=name)
+    if not 1 <= found <= MOST_INPUTS:
+        raise ApiError(f"{name} has {found} elements; it should have 1 to {MOST_INPUTS}", param=name)
 
 
 def _check_texts(name: str, texts: Sequence[Any]) -> None:
-    for i, text in enumerate(texts):
+    _check_count(name, len(texts))
+    for place, text in zip(_places(name, len(texts)), texts, strict=True):
         if not isinstance(text, str) or not text:
-            place = f"{name}[{i}]" if name != "query" else name
+            place = place if name != "query" else name
             raise ApiError(f"{place} is {shown(text)}; it should be a text that is not empty", param=place)
