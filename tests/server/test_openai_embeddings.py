@@ -159,7 +159,9 @@ def scores(folder: Path, instruction: str | None = None) -> list[float]:
     for document in DOCUMENTS:
         text = f"{before}<Instruct>: {task}\n<Query>: {QUERY}\n<Document>: {document}{after}"
         with torch.inference_mode():
-            logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1, list(ANSWERS)]
+            logits = model(torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])).logits[
+                0, -1, list(ANSWERS)
+            ]
         found.append(float(logits.softmax(0)[0]))
     return found
 

@@ -166,7 +166,8 @@ async def score(door: Door, asked: Pairs) -> Response:
 async def _scored(
     door: Door, asked: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
 ) -> Response:
-    prompts = await door.encode(asked.prompts, True, asked.places)
+    # The prompt's own last token is the one that is answered.
+    prompts = await door.encode(asked.prompts, False, asked.places)
     streams = _submit(door, asked.request, prompts, asked.places)
 
     def probability(values: np.ndarray) -> float:
