@@ -28,6 +28,9 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
     ("gptq", "qwen2"),
     ("packed-zeros", "qwen3"),
     ("gptq-ordered", "mistral"),
+    ("awq", "qwen3-moe"),
+    ("gptq", "qwen3-moe-mixed"),
+    ("packed", "qwen3-moe"),
 ]
 
 
@@ -53,7 +56,8 @@ def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
 
 @pytest.mark.parametrize("layout", ["awq", "gptq-zeros", "gptq-rows", "packed-zeros", "packed-rows"])
 def test_ranks_serve_4_bits(layout, tmp_path, monkeypatch):
-    checkpoint = make_int4(layout, "llama", tmp_path / "model")
+    kind = "qwen3-moe" if layout == "gptq-zeros" else "llama"
+    checkpoint = make_int4(layout, kind, tmp_path / "model")
     core = start_ranks(checkpoint.folder, 2, monkeypatch)
     check(checkpoint, core, tmp_path / "run")
     core.close()
@@ -62,13 +66,14 @@ def test_ranks_serve_4_bits(layout, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "size", "problem"),
     [
+        ("gptq-ordered", 1, "g_idx of layer 0's .*experts.* puts? columns"),
         ("gptq-ordered", 2, "columns of several ranks into one group; set tensor_parallel_size=1"),
         ("awq", 4, "down_proj have 32 columns on each of 4 ranks; .* multiple of 64"),
     ],
 )
 def test_groups_that_ranks_would_cut_are_refused(layout, size, problem, tmp_path):
     sizes = {"head_dim": 128, "intermediate_size": 128} if size == 4 else {}
-    folder = make_int4(layout, "llama", tmp_path, **sizes).folder
+    folder = make_int4(layout, "llama" if size > 1 else "qwen3-moe", tmp_path, **sizes).folder
     with pytest.raises((UnsupportedModelError, WeightsError), match=problem):
-        config = read_spec(folder).share(Shard(1, size))
+        config = read_spec(folder).share(Shard(size - 1, size))
         load_weights(Transformer(config, torch_ops, "float32", "cpu"), folder)

@@ -25,9 +25,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = ["dense", "fp8_token", "fp8_block", "mxfp4"]
+FORMATS = ["dense", "fp8_token", "fp8_block", "mxfp4", "int4_awq_128"]
 # Of a row's relative error. In FP8 a last bit of the first product decides over roundings to e4m3.
-BOUND = {"dense": 2e-2, "fp8_token": 6e-2, "fp8_block": 6e-2, "mxfp4": 2e-2}
+BOUND = {"dense": 2e-2, "fp8_token": 6e-2, "fp8_block": 6e-2, "mxfp4": 2e-2, "int4_awq_128": 2e-2}
 # Experts, of which a token has, hidden size, intermediate size: as Qwen3-30B-A3B, and as Mixtral on 8 GPUs.
 SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 1792)]
 GPT_OSS = (32, 4, 2880, 2880)  # of 20B
@@ -113,7 +113,7 @@ def test_products(shape, format, clip):
 
 TABLE = tuned.fallback().experts
 TILES = [(scales, tile) for scales in TABLE for _, tile in tuned.steps(TABLE, scales)]
-OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "mxfp4": "mxfp4"}
+OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "4 bits": "mxfp4"}
 
 
 @pytest.mark.parametrize(("scales", "tile"), TILES, ids=lambda each: getattr(each, "tokens", each))

@@ -419,17 +419,6 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
         ),
         (
             {
-                "quantization_config": {
-                    "quant_method": "awq",
-                    "bits": 4,
-                    "zero_point": True,
-                    "group_size": 128,
-                }
-            },
-            "experts with weights of 4 bits are not supported; take the 16-bit checkpoint, with the knob",
-        ),
-        (
-            {
                 "head_dim": 64,
                 "quantization_config": {
                     "quant_method": "fp8",

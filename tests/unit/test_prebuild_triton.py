@@ -305,7 +305,7 @@ def fp8_products(
 EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
 
 
-@pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block", "mxfp4", "int4_awq_128"])
 @pytest.mark.parametrize("experts", [(128, 8), (8, 2), (4, 2), (1, 1)])
 def test_what_experts_compile(format, experts):
     """Two products with each of four tiles. One token, and up to 16, are routed by a kernel of their own, for

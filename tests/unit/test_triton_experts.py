@@ -88,7 +88,7 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
 
     device = torch.device("cpu")
     # NumPy has no bfloat16 to multiply.
-    dtype = torch.float16 if format in ("dense", "mxfp4") else torch.bfloat16
+    dtype = torch.float16 if not format.startswith("fp8") else torch.bfloat16
     x = torch.randn(tokens, hidden).to(dtype)
     router = torch.randn(experts, hidden) * hidden**-0.5
     gate_up = Weight.empty("gate_up", (experts * 2 * inner, hidden), format, dtype, device)
@@ -161,6 +161,8 @@ if __name__ == "__main__":
         check_broken_logits(tokens, renormalise=tokens == 4)
     for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
+    check_products("int4_awq_64", *CASES[2])
+    check_products("int4_packed_32", *CASES[1], clip=(1.702, 1.5))
     for format in ("dense", "mxfp4"):
         check_products(format, *ODD, clip=(1.702, 1.5))
     for format in FORMATS:

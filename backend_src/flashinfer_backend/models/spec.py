@@ -568,13 +568,8 @@ def _check_divides(size: int, count: int, name: str) -> None:
 
 
 def _check_experts_format(format: WeightFormat) -> None:
-    if format.startswith("int4"):
-        found, other = "with weights of 4 bits", ""
-    elif format == "fp8_static":
-        found, other = "in FP8 with stored scales of activations", " one with dynamic scales, or"
-    else:
-        return
-    raise UnsupportedModelError(
-        f"experts {found} are not supported; take{other} the 16-bit checkpoint, with the knob"
-        " quantization=fp8 if it should be FP8"
-    )
+    if format == "fp8_static":
+        raise UnsupportedModelError(
+            "experts in FP8 with stored scales of activations are not supported; take one with dynamic"
+            " scales, or the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
+        )

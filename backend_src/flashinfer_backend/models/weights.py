@@ -435,6 +435,8 @@ def _finish(model: Model, model_dir: Path) -> None:
             if isinstance(weight.format, Int4):
                 try:
                     weight.format.finish(weight)
+                    if product.experts and weight.order is not None:
+                        raise ValueError("puts columns of experts into groups that are not neighbours")
                 except ValueError as error:
                     parts = ", ".join(product.modules)
                     raise WeightsError(f"{model_dir}: g_idx of layer {index}'s {parts} {error}") from None

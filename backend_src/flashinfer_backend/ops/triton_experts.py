@@ -19,13 +19,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile, Scales
+from flashinfer_backend.ops import int4
 from flashinfer_backend.ops.fp8 import BLOCK
-from flashinfer_backend.ops.weight import Mxfp4, Weight
+from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
 PLACED = 64  # pairs that a program places
 SUMMED = 1024  # columns that a program sums
+_MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
 
 
@@ -267,12 +269,25 @@ def _of_group(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, 16]), [ROWS, GROUPS * 16])
 
 
+@triton.jit
+def _quarter(words, scales, zeros, place, mask, NIBBLE: tl.constexpr, KIND: tl.constexpr):
+    # Of int4: the elements in one nibble of words [ROWS, 32], whose rows have a scale each at `place` [ROWS].
+    number = (words >> (4 * NIBBLE) & 15).to(tl.float32)
+    scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
+    if zeros is None:
+        number -= _MIDDLE
+    else:
+        number -= tl.load(zeros + place, mask=mask, other=0).to(tl.float32)[:, None]
+    return (number * scale[:, None]).to(KIND)
+
+
 @triton.jit(do_not_specialize=["tiles", "x_rows"])
 def _product(
     x,
     x_scales,
     weight,
     scales,
+    zeros,
     bias,
     factors,
     experts,
@@ -351,6 +366,23 @@ def _product(
                 scale = _of_group(scales, groups + N * APART, real_groups, INNER // 32, ROWS)
                 up = tl.dot(_numbers(codes, scale, 8, 0).to(low_x.dtype), low_x, up)
                 up = tl.dot(_numbers(codes, scale, 128, 4).to(low_x.dtype), high_x, up)
+    elif SCALES == "int4":
+        # Four columns in a word, 32 apart: four products of 32 columns each. Scales are [groups, rows].
+        h = tl.arange(0, 32)
+        first_row = expert * HEIGHT + n
+        words_of = weight + first_row[:, None] * (K // 4) + h[None, :]
+        quarter = x + x_row[:, None] * K + h[None, :]
+        KIND: tl.constexpr = x.dtype.element_ty
+        for i in tl.range(0, LAST + 1, num_stages=STAGES):
+            words = tl.load(words_of + i * 32, mask=inside[:, None], other=0).to(tl.int32)
+            if GATED:
+                more = tl.load(words_of + N * (K // 4) + i * 32, mask=inside[:, None], other=0).to(tl.int32)
+            for q in tl.static_range(4):
+                x_block = tl.load(quarter + i * 128 + 32 * q, mask=there[:, None], other=0.0).T
+                place = first_row + (i * 128 + 32 * q) // GROUP * APART
+                acc = tl.dot(_quarter(words, scales, zeros, place, inside, q, KIND), x_block, acc)
+                if GATED:
+                    up = tl.dot(_quarter(more, scales, zeros, place + N, inside, q, KIND), x_block, up)
     else:
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
             # The weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
@@ -414,7 +446,7 @@ def product(
     its first N rows' product and that of the others. Else x[T k, K] has a row for each pair, the weight is
     [E N, K], and the result is multiplied by the pair's weight. The weight's bias is added before. With a
     weight in e4m3 x is, too, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes them; the
-    result is in bfloat16 then. A weight in MXFP4 is turned into x's type on the way.
+    result is in bfloat16 then. A weight of 4 bits is turned into x's type on the way.
     """
     data, scales = weight.data, getattr(weight, "scale", None)
     (tokens, chosen), experts = tiles.weights.shape, tiles.of_experts
@@ -422,6 +454,9 @@ def product(
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
     block_rows, block_inner = block_shape(block, inner, kind)
+    group = BLOCK
+    if isinstance(weight.format, Int4):
+        block_inner, group = int4.BLOCK, inner // len(weight.scale)
     dtype = torch.bfloat16 if kind in ("rows", "blocks") else x.dtype
     alpha, limit = clip or (None, None)
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
@@ -431,6 +466,7 @@ def product(
         x_scales,
         data,
         scales,
+        weight.zero,
         weight.bias,
         None if gated else tiles.weights,
         tiles.experts,
@@ -445,9 +481,9 @@ def product(
         GATED=gated,
         ALPHA=alpha,
         LIMIT=limit,
-        SCALES=kind,
+        SCALES=weight.format.name.partition("_")[0] if kind == "4 bits" else kind,
         APART=scales.stride(0) if scales is not None else 0,
-        GROUP=BLOCK,
+        GROUP=group,
         TOKENS=tile.tokens,
         ROWS=block_rows,
         INNER=block_inner,
@@ -461,9 +497,9 @@ def product(
 
 
 def scales_of(weight: Weight) -> Scales:
-    """The kind of scales that a weight of 16 bits, in e4m3 or in MXFP4 has."""
-    if isinstance(weight.format, Mxfp4):
-        return "mxfp4"
+    """The kind of scales that a weight of 16 bits, in e4m3 or of 4 bits has."""
+    if isinstance(weight.format, Mxfp4 | Int4):
+        return "4 bits"
     scales = getattr(weight, "scale", None)
     return "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
 
@@ -471,9 +507,9 @@ def scales_of(weight: Weight) -> Scales:
 def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, int]:
     """Rows and columns of a weight [rows, inner] that a program multiplies at a time: the block's, but fewer
     columns where those do not divide `inner`; with scales of blocks columns of one, and rows of no more than
-    one, also where the other product, by whose scales the tile was chosen, has none. In MXFP4 the last
-    columns can be fewer."""
-    if scales == "mxfp4":
+    one, also where the other product, by whose scales the tile was chosen, has none. The
+    last columns of MXFP4 can be fewer; those of int4 are a block of ops.int4."""
+    if scales == "4 bits":
         return block.rows, block.inner
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK

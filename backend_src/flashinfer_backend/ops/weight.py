@@ -118,15 +118,19 @@ class Weight(nn.Module):
         return cls(role, torch.empty(shape, dtype=elements, device=device), kind, scale)
 
     def part(self, index: int, count: int) -> Weight:
-        """One of `count` weights of equal size that are stored below each other, in the same memory. Formats
-        of 4 bits and those with input_scales cannot be cut."""
+        """One of `count` weights of equal size that are stored below each other, in the same memory; not
+        of formats with input_scales."""
 
         def own(stored: Tensor) -> Tensor:
             rows = len(stored) // count
             return stored[index * rows : (index + 1) * rows]
 
-        scale = own(self.scale) if hasattr(self, "scale") else None
+        by_column = isinstance(self.format, Int4)
+        scale = getattr(self, "scale", None)
+        if scale is not None:
+            scale = own(scale.t()).t() if by_column else own(scale)
         part = Weight(self.role, own(self.data), self.format, scale)
+        part.order, part.zero = self.order, None if self.zero is None else own(self.zero.t()).t()
         part.shape = self.shape[0] // count, self.shape[1]
         if self.bias is not None:
             part.bias = nn.Parameter(own(self.bias), requires_grad=False)

@@ -36,7 +36,7 @@ ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
 GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multiplies
 Shape = tuple[int, int]  # weight [N, K]
 # Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
-Scales = Literal["none", "rows", "blocks", "mxfp4"]
+Scales = Literal["none", "rows", "blocks", "4 bits"]
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
