@@ -21,6 +21,7 @@ from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.ops.collectives import Collectives
 from flashinfer_backend.worker import start
+from flashinfer_backend.worker.ranks import adapter_message, plan_message
 
 TIMEOUT_S = 120
 
@@ -75,21 +76,27 @@ class Threads:
 
     def __init__(self, size: int, meeting: Meeting) -> None:
         self.meeting = meeting
-        self.plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size)]
+        self.messages: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size)]
         self.threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []
 
     def send(self, plan: StepPlan) -> None:
+        self._send(plan_message(plan))
+
+    def load_adapter(self, place: int, folder: str) -> None:
+        self._send(adapter_message(place, folder))
+
+    def _send(self, message: bytes) -> None:
         assert not self.errors, self.errors
-        for plans in self.plans:
-            plans.put(plan.to_bytes())
+        for messages in self.messages:
+            messages.put(message)
 
     def step_read(self) -> None:
         """Steps have no limit here."""
 
     def close(self, leave: Callable[[], None]) -> None:
-        for plans in self.plans:
-            plans.put(None)
+        for messages in self.messages:
+            messages.put(None)
         for thread in self.threads:
             thread.join(TIMEOUT_S)
         assert not self.errors, self.errors
@@ -113,8 +120,8 @@ def start_ranks(
         try:
             _, runner = start_runner(config, Shard(rank, size), "")
             changed(runner)
-            while (data := others.plans[rank - 1].get()) is not None:
-                runner.follow(StepPlan.from_bytes(data))
+            while (data := others.messages[rank - 1].get()) is not None:
+                runner.obey(data)
         except BaseException as error:
             others.errors.append(error)
             meeting.abort()

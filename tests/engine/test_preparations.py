@@ -55,7 +55,7 @@ def engine(**settings: object) -> tuple[Engine, Door]:
     """An engine with a door between its grammars and the room for logits."""
     made, door = Engine(max_num_seqs=1, max_logits_mib=1, **settings), Door()
     loop = made.loop
-    grammars, logits = loop.preparations._line
+    grammars, _, logits = loop.preparations._line
     loop.preparations = Preparations([grammars, door, logits], loop.scheduler, loop._refuse)
     return made, door
 

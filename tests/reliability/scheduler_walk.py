@@ -193,7 +193,7 @@ class World:
         )
         self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
         model_config = SimpleNamespace(
-            vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS
+            vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS, pooling=None
         )
         # What the loop asks of a runner, and of a socket.
         self.device, self.others = SimpleNamespace(type="cpu"), None

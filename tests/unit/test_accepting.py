@@ -49,6 +49,7 @@ def execute(
     bench.responder.metrics = counts  # type: ignore[assignment]
     model = TritonPythonModel()
     model._pb = bench.responder._pb
+    model._adapters = None
     model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
     model._engines = SimpleNamespace(  # type: ignore[assignment]
         submit=lambda sequence, *_: submit(sequence)

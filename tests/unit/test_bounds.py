@@ -16,7 +16,7 @@ from small_tokenizers import byte_level
 
 from flashinfer_backend.config_tools import model_config
 from flashinfer_backend.core.bounds import FIELDS
-from flashinfer_backend.openai import requests
+from flashinfer_backend.openai import adapters, requests
 from flashinfer_backend.openai.bounds import bound_of, values
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -36,6 +36,8 @@ KINDS = [
     requests.EmbeddingRequest,
     requests.RerankRequest,
     requests.ScoreRequest,
+    adapters.LoadRequest,
+    adapters.UnloadRequest,
 ]
 BODY_FIELDS = [(kind, field.name) for kind in KINDS for field in msgspec.structs.fields(kind)]
 REFUSED = {*refused._FEATURES, *preprocessing.REFUSED}

@@ -66,7 +66,7 @@ REFUSALS = [
     (["max_beam_width=4"], "beam search is not supported"),
     (["decoding_mode=medusa"], "decoding is always by top-k and top-p sampling, or greedy"),
     (["medusa_choices=1"], "drafts come from speculative_method=ngram or eagle3"),
-    (["lora_cache_max_adapter_size=64"], "LoRA is not supported: merge the adapter"),
+    (["lora_cache_max_adapter_size=64"], "the largest rank is max_lora_rank"),
     (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
     (["gpu_device_ids=0;1"], "has the GPUs of 2 engines, and replicas=1: set replicas=2, or name 1 groups"),
     (["gpu_device_ids=0", "replicas=3"], "has the GPUs of 1 engine, and replicas=3: set replicas=1"),
@@ -179,7 +179,7 @@ def test_adapters_are_not_left_out_without_a_word(refused, tmp_path, name, base)
     (folder / name).write_bytes(b"")
     if not base:  # as peft saves an adapter
         (folder / "config.json").unlink()
-    assert f"has an adapter ({name}; LoRA, for one), which is not supported: merge" in refused(model=folder)
+    assert f"has an adapter ({name}; LoRA, for one), which is no model: name" in refused(model=folder)
 
 
 def test_missing_shard(refused, tmp_path):

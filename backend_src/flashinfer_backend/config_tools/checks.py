@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flashinfer_backend.core.config import (
     LONGEST_AUTO_SEQ_LEN,
     EngineConfig,
@@ -11,6 +13,7 @@ from flashinfer_backend.core.config import (
 )
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.models.adapters import AdapterError, read_adapter
 from flashinfer_backend.models.checkpoint_kind import weight_files
 from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.spec import ModelSpec
@@ -27,6 +30,7 @@ def check(values: dict[str, str]) -> list[str]:
     problems: list[str] = []
     model = _check_checkpoint(values, problems)
     _check_drafter(values, model, problems)
+    _check_adapters(values, model, problems)
     _check_tokenizer(values, problems)
     _check_lengths(values, model, problems)
     _check_batches(values, problems)
@@ -59,6 +63,16 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")
     return None
+
+
+def _check_adapters(values: dict[str, str], model: ModelSpec | None, problems: list[str]) -> None:
+    if values["lora_modules"] == "none" or model is None:
+        return
+    for entry in values["lora_modules"].split(","):
+        try:
+            read_adapter(Path(entry.partition("=")[2]), model, int(values["max_lora_rank"]))
+        except AdapterError as error:
+            problems.append(f"lora_modules={entry}: {error}")
 
 
 def _check_drafter(values: dict[str, str], model: ModelSpec | None, problems: list[str]) -> None:

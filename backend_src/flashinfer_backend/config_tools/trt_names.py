@@ -32,7 +32,7 @@ class ForeignKnob:
 
 _NO_ENGINE = "there are no engine files here: set model_dir to a Hugging Face checkpoint folder"
 _NO_ENCODER = "encoder-decoder models are not supported"
-_NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
+_LORA_ROOM = "room for adapters is max_loras times max_lora_rank: set these"
 _NO_SPECULATION = "drafts come from speculative_method=ngram or eagle3"
 _NO_MULTIMODAL = "multimodal models are not supported"
 _NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
@@ -83,11 +83,12 @@ FOREIGN: dict[str, ForeignKnob] = {
         (),
         "no second model drafts here: set speculative_method=eagle3 and draft_model=folder of the head",
     ),
-    "lora_cache_optimal_adapter_size": ForeignKnob((), _NO_LORA),
-    "lora_cache_max_adapter_size": ForeignKnob((), _NO_LORA),
-    "lora_cache_gpu_memory_fraction": ForeignKnob((), _NO_LORA),
-    "lora_cache_host_memory_bytes": ForeignKnob((), _NO_LORA),
-    "lora_prefetch_dir": ForeignKnob((), _NO_LORA),
+    "lora_cache_optimal_adapter_size": ForeignKnob((), _LORA_ROOM),
+    "lora_cache_max_adapter_size": ForeignKnob((), "the largest rank is max_lora_rank: set that"),
+    "lora_cache_gpu_memory_fraction": ForeignKnob((), _LORA_ROOM),
+    "lora_prefetch_dir": ForeignKnob(
+        (), "adapters are named by lora_modules, with folders as PEFT writes them"
+    ),
     "gpu_weights_percent": ForeignKnob(("1", "1.0"), "the weights are always on the GPU as a whole"),
     "multi_block_mode": ForeignKnob(("true",), "attention splits long sequences automatically"),
     "enable_context_fmha_fp32_acc": ForeignKnob(

@@ -120,7 +120,17 @@ FIELDS = {
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
     **dict.fromkeys(
-        ("model", "prompt_name", "user", "safety_identifier", "prompt_cache_key", "reasoning_effort"), NAME
+        (
+            "model",
+            "lora_name",
+            "lora_path",
+            "prompt_name",
+            "user",
+            "safety_identifier",
+            "prompt_cache_key",
+            "reasoning_effort",
+        ),
+        NAME,
     ),
     # Tensors of preprocessing, and so of the ensemble
     "QUERY": Bound(1),
@@ -138,6 +148,10 @@ FIELDS = {
     "guided_decoding_guide_type": NAME,
     "guided_decoding_guide": GUIDE,
     "decoder_input_ids": Bound(1, of="ids"),
+    # Of an adapter: numbers of one module, 256 x (8192 + 28672) and more. All of them are compared with
+    # lora_cache_host_memory_bytes.
+    "lora_weights": Bound(1 << 24),
+    "lora_config": Bound(3),
     # Tensors of postprocessing
     "TOKENS_BATCH": Bound(1 << 24, all_values=1 << 24, sequences=MOST_IDS, of="ids"),
     "SEQUENCE_LENGTH": Bound(1 << 16, all_values=1 << 16, of="sequences"),

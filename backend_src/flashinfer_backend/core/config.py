@@ -111,6 +111,27 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         int,
         Setting("of speculative_method=ngram: the fewest last tokens that have to match", low=1, high=16),
     ] = 2
+    max_loras: Annotated[
+        int,
+        Setting(
+            "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = the model"
+            " alone. lora_modules names them",
+            high=256,
+        ),
+    ] = 0
+    lora_modules: Annotated[
+        Literal["none"] | dict[str, str],
+        Setting("adapters that requests can ask for by their names, with their folders, as PEFT writes them"),
+    ] = "none"
+    max_lora_rank: Annotated[
+        int, Setting("the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)
+    ] = 16
+    lora_cache_host_memory_bytes: Annotated[
+        int,
+        Setting(
+            "bytes of adapters that are kept in host memory once they were read, the latest ones", high=2**62
+        ),
+    ] = 1 << 30
     tensor_parallel_size: Annotated[
         Literal[1, 2, 4, 8],
         Setting("GPUs that one model is spread over, each with a part of every layer; on a CPU, processes"),
@@ -317,6 +338,8 @@ class Field:
                 return [int(size) for size in text.split(",")]
             case "groups" if text not in self.values.words:
                 return [[int(number) for number in group.split(",")] for group in text.split(";")]
+            case "folders" if text not in self.values.words:
+                return dict(entry.split("=", 1) for entry in text.split(","))
             case "choice" if isinstance(self.default, int):
                 return int(text)
         return text
@@ -327,6 +350,8 @@ class Field:
             return AUTO
         if isinstance(value, bool):
             return "true" if value else "false"
+        if isinstance(value, dict):
+            return ",".join(f"{name}={folder}" for name, folder in value.items())
         if self.values.kind == "groups" and isinstance(value, list):
             return ";".join(",".join(map(str, group)) for group in value)
         return ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -370,9 +395,9 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
     if get_origin(hint) is Literal:
         return "choice", tuple(map(str, get_args(hint)))
     literal, numbers = get_args(hint)  # of a union
-    kinds: dict[Any, Kind] = {list[int]: "sizes", list[list[int]]: "groups"}
+    kinds: dict[Any, Kind] = {list[int]: "sizes", list[list[int]]: "groups", dict[str, str]: "folders"}
     if numbers not in kinds:
-        raise TypeError(f"{hint} should be a Literal of words | list[int], or of lists of these")
+        raise TypeError(f"{hint} should be a Literal of words | list[int], lists of these or dict[str, str]")
     return kinds[numbers], tuple(get_args(literal))
 
 
@@ -422,6 +447,8 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
+    if config.lora_modules != "none" and not config.max_loras:
+        problems.append("lora_modules needs max_loras, the number of adapters that have room on the GPU")
     return problems + _draft_contradictions(config) + device_contradictions(config)
 
 

@@ -50,6 +50,9 @@ class Request:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    adapter: int = -1  # place of its adapter on the device; -1: none
+    # In front of its tokens in the keys of its blocks: other keys and values come of another adapter.
+    cache_root: bytes = b""
     grammar: object = None  # of a guided request, from its compilation until the sampler has it
     context_logits: np.ndarray | None = None  # float32 [prompt, vocab] until sent with the first token
 

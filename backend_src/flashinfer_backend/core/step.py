@@ -79,6 +79,9 @@ class StepPlan:
     following: np.ndarray = field(default_factory=lambda: NONE)
     # (slot, int32 little endian): tokens that no step feeds, as the prefix cache had them
     recalled: list[tuple[int, bytes]] = field(default_factory=list)
+    # int32 [n, 2], of sequences that came to slots: (slot, place of its adapter, or -1)
+    adapters: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
+    adapted: bool = False  # whether any row has an adapter
 
     @property
     def num_rows(self) -> int:

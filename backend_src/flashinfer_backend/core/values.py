@@ -16,7 +16,7 @@ FALSE_WORDS = ("False", "false", "FALSE", "0")
 MOST_SHOWN = 60  # characters of a wrong value
 INT32_MAX = 2**31 - 1
 
-Kind = Literal["int", "float", "bool", "choice", "sizes", "groups", "path"]
+Kind = Literal["int", "float", "bool", "choice", "sizes", "groups", "path", "folders"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Values:
                 return "true, false"
             case "path":
                 return f"a folder, or {words}"
+            case "folders":
+                return f"{words}, or NAME=FOLDER with different names, separated by commas"
             case "sizes":
                 return f"{words}, or integers {span} separated by commas"
             case "groups":
@@ -69,6 +71,12 @@ class Values:
                 groups = [[self._int(part.strip()) for part in group.split(",")] for group in text.split(";")]
                 if all(all(group) for group in groups):
                     value = ";".join(",".join(str(number) for number in group) for group in groups)
+            case "folders":
+                pairs = [[part.strip() for part in entry.split("=", 1)] for entry in text.split(",")]
+                names = [pair[0] for pair in pairs]
+                whole = all(len(pair) == 2 and all(pair) for pair in pairs) and text.isprintable()
+                if whole and len(set(names)) == len(names):
+                    value = ",".join(f"{name}={folder}" for name, folder in pairs)
             case "path":
                 value = text if text and text.isprintable() else None
         if value is None:

@@ -80,6 +80,8 @@ class Admission:
             return f"prompt token ids should lie in 0..{self._vocab_size - 1}"
         if params.grammar_type and config.guided_decoding_backend == "none":
             return "guided decoding is switched off (guided_decoding_backend none); send no guide"
+        if params.adapter and not config.max_loras:
+            return "this model was built without adapters; build it with the knob max_loras"
         logits_room = config.max_logits_mib << 20
         return logits_problem(params, len(prompt), max_new, self._vocab_size, logits_room)
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import Feeds, StepPlan
+from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.engine.admission import Admission, RefusedError
 from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
-from flashinfer_backend.engine.preparations import Preparations
+from flashinfer_backend.engine.preparations import Preparation, Preparations
 from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar
 from flashinfer_backend.structured.preparation import GrammarPreparation
@@ -37,7 +40,7 @@ class EngineLoop:
     def __init__(self, core: Core, socket: EngineSocket) -> None:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.spec.vocab_size
-        self.longest_seq_len = core.spec.longest_seq_len
+        self.longest_seq_len, self._pools = core.spec.longest_seq_len, core.spec.pooling is not None
         self.socket = socket
         self.admission = Admission(self.config, core.spec)
         grammars = GrammarPreparation(
@@ -46,7 +49,10 @@ class EngineLoop:
             enabled=self.config.guided_decoding_backend != "none",
         )
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size)
-        self.preparations = Preparations([grammars, self.logits], self.scheduler, self._refuse)
+        load = self._load_adapter if self.config.max_loras else None
+        self.adapters = AdapterPreparation(load, self.config.max_loras, self._with_adapters)
+        line: list[Preparation] = [grammars, self.adapters, self.logits]
+        self.preparations = Preparations(line, self.scheduler, self._refuse)
         self.in_flight: deque[Launched] = deque()
         self._reading = False  # in _finish, or it has failed
         self.pacer = Pacer()
@@ -154,6 +160,17 @@ class EngineLoop:
         else:
             self.preparations.submit(request)
 
+    def _load_adapter(self, place: int, folder: str) -> Future[Adapter]:
+        loader, others = self.runner.adapters, self.runner.others
+        assert loader is not None
+        if others is not None:
+            others.load_adapter(place, folder)
+        return loader.load(place, folder)
+
+    def _with_adapters(self) -> list[Request]:
+        """Requests that can have a place of an adapter."""
+        return [*self.scheduler.requests.values(), *self.logits]
+
     def _refuse(self, request: Request, why: str) -> None:
         self._send_failure(request, why, refused=True)
 
@@ -256,7 +273,7 @@ class EngineLoop:
         for slot in outcome.slots[outcome.first].tolist():
             requests[slot].first_token_ns = time.time_ns()
         end_grammars(outcome, output)
-        if self.runner.state.model.spec.pooling is None:
+        if not self._pools:
             self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
@@ -333,6 +350,9 @@ class EngineLoop:
             generated_tokens=self.generated_tokens,
             drafted_tokens=scheduler.drafted_tokens,
             accepted_tokens=scheduler.accepted_tokens,
+            adapters_running=sorted({r.params.adapter for r in scheduler.running.values()} - {""}),
+            adapters_waiting=self.adapters.waiting,
+            adapters_loaded=self.adapters.loads,
             blocks_reused=scheduler.blocks_reused,
             logits_bytes=self.logits.held,
             logits_waiting=len(self.logits),

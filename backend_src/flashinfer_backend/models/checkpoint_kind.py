@@ -53,8 +53,9 @@ def check_folder(folder: Path) -> None:
     adapter = next((name for name in ADAPTER_WEIGHTS if name in names), None)
     if adapter or (ADAPTER_CONFIG in names and not has_config):
         _refuse(
-            f"{folder} has an adapter ({adapter or ADAPTER_CONFIG}; LoRA, for one), which is not supported:"
-            " merge it into the weights (peft: merge_and_unload) and name the merged checkpoint's folder"
+            f"{folder} has an adapter ({adapter or ADAPTER_CONFIG}; LoRA, for one), which is no model: name"
+            " it by lora_modules, next to its model, or merge it (peft: merge_and_unload) and name the merged"
+            " checkpoint's folder"
             + (", or move the adapter's files away to serve the weights without it" if has_config else "")
         )
     safetensors = any(name.endswith(".safetensors") for name in names)

@@ -383,6 +383,11 @@ class LayerSpec:
     def products(self) -> tuple[Product, ...]:
         return *self.mixer.products, *self.mlp.products
 
+    @property
+    def adaptable(self) -> tuple[Product, ...]:
+        """Products that adapters can add to; experts, routed or shared, have none."""
+        return *self.mixer.products, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
+
     def map(self, change: Callable[[Product], Product]) -> LayerSpec:
         """The same with other products, of those that can be quantised."""
         return replace(self, mixer=self.mixer.map(change), mlp=self.mlp.map(change))
@@ -492,6 +497,13 @@ class ModelSpec:
         every = (product for layer in self.layers for product in layer.products)
         found = {(product.name, product.shape, product.experts, product.format): product for product in every}
         return *found.values(), self.head
+
+    def known_name(self, name: str) -> str:
+        """What a tensor of the checkpoint is called here."""
+        for beginning, own in self.aliases:
+            if name.startswith(beginning):
+                return own + name.removeprefix(beginning)
+        return name
 
     @property
     def embedding(self) -> Product:

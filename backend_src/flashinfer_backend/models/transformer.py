@@ -82,9 +82,11 @@ class Layer(nn.Module):
         kv_cache: tuple[Tensor, Tensor],
         out: Tensor | None = None,
         collectives: Collectives = ALONE,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given)."""
-        qkv = self._product(hidden, self.input_norm, self.qkv)
+        """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given).
+        chosen: the tokens' adapters, as in Transformer.forward."""
+        qkv = self._product(hidden, self.input_norm, self.qkv, chosen)
         if self.spec.mixer.qk_norm == "all":
             self._norm_all_heads(qkv, collectives)
         return self.rotate(qkv, positions, cache_locations, kv_cache, out)
@@ -115,11 +117,19 @@ class Layer(nn.Module):
             norm_rotated=mixer.qk_norm == "rotated",
         )
 
-    def _product(self, x: Tensor, norm: Tensor | None, weight: Weight) -> Tensor:
-        """weight of x[T, K], normed first if there is a norm -> [T, N]."""
+    def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Tensor | None) -> Tensor:
+        """weight of x[T, K], normed first if there is a norm, with its tokens' adapters -> [T, N]."""
+        if chosen is not None and norm is not None:
+            x, norm = self.ops.rms_norm(x, norm, self.eps), None
         if norm is None:
-            return self.ops.linear(x, weight, weight.bias)
+            return self._adapted(self.ops.linear(x, weight, weight.bias), x, weight, chosen)
         return self.ops.norm_linear(x, norm, self.eps, weight, weight.bias)
+
+    def _adapted(self, product: Tensor, x: Tensor, weight: Weight, chosen: Tensor | None) -> Tensor:
+        """product[T, N] of x[T, K] with what its tokens' adapters add, in place."""
+        if chosen is None or weight.adapters is None:
+            return product
+        return self.ops.add_adapters(product, x, weight.adapters, chosen)
 
     def _norm_all_heads(self, qkv: Tensor, collectives: Collectives) -> None:
         """Norm the queries of all ranks' heads together, and the keys, in place."""
@@ -132,20 +142,23 @@ class Layer(nn.Module):
         for part, x, square, weight in zip(parts, wide, squares, (self.q_norm, self.k_norm), strict=False):
             part.copy_((x * torch.rsqrt(square.unsqueeze(-1) + self.eps)).to(part.dtype) * weight)
 
-    def after(self, attended: Tensor, hidden: Tensor, collectives: Collectives) -> Tensor:
+    def after(
+        self, attended: Tensor, hidden: Tensor, collectives: Collectives, chosen: Tensor | None = None
+    ) -> Tensor:
         """From attention on: attended[T, Hq, D] and the residual stream -> the next one."""
         x, residual = attended.view(len(hidden), -1), None if self.mixer_norm is not None else hidden
-        added = collectives.all_reduce(self._added(x, self.o, residual))
+        added = collectives.all_reduce(self._added(x, self.o, residual, chosen))
         hidden = self._onto(hidden, added, self.mixer_norm)
         residual = None if self.mlp_norm is not None else hidden
-        return self._onto(hidden, collectives.all_reduce(self._mlp(hidden, residual)), self.mlp_norm)
+        added = collectives.all_reduce(self._mlp(hidden, residual, chosen))
+        return self._onto(hidden, added, self.mlp_norm)
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """What a rank's part of the MLP adds to the residual stream hidden[T, hidden], and on one rank that
         as well, unless what is added is normed first. May overwrite hidden."""
         return self._mlp(hidden, None if self.mlp_norm is not None else hidden)
 
-    def _mlp(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Tensor | None = None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
             weights = self.router, self.gate_up, self.down
@@ -155,12 +168,13 @@ class Layer(nn.Module):
                 shared = self._shared(hidden)
                 residual = shared if residual is None else residual + shared
             return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, mlp.clip)
-        plain = mlp.activation == "silu" and self.gate_up.bias is None
+        plain = mlp.activation == "silu" and self.gate_up.bias is None and chosen is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up)
         else:
-            inner = ops.activate(self._product(hidden, self.post_norm, self.gate_up), mlp.activation)
-        return self._added(inner, self.down, residual)
+            product = self._product(hidden, self.post_norm, self.gate_up, chosen)
+            inner = ops.activate(product, mlp.activation)
+        return self._added(inner, self.down, residual, chosen)
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """A rank's part of what the MLP adds that all tokens share."""
@@ -170,9 +184,10 @@ class Layer(nn.Module):
         gate = torch.sigmoid(F.linear(normed, self.shared_gate.data))
         return gate * ops.linear_add(inner, self.shared_down, None)
 
-    def _added(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-        """A rank's part of residual + weight of x + bias."""
+    def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Tensor | None) -> Tensor:
+        """A rank's part of residual + weight of x + bias + what its tokens' adapters add."""
         added = self.ops.linear_add(x, weight, self._of_one_rank(residual))
+        added = self._adapted(added, x, weight, chosen)
         return added if weight.bias is None or self.rank else added + weight.bias
 
     def _onto(self, hidden: Tensor, added: Tensor, norm: Tensor | None) -> Tensor:
@@ -248,6 +263,7 @@ class Transformer(nn.Module):
         rows: Tensor | None = None,
         between_layers: Callable[[], object] = lambda: None,
         taps: Taps | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
@@ -256,15 +272,17 @@ class Transformer(nn.Module):
         of each layer's where layers are in several cache groups), rows[R] int32; kv_caches: per layer (K, V),
         each [blocks, P, Hkv, D]. attention was planned for this step. between_layers is called after each
         layer's attention, so that the caller can do other work. taps: other layers' outputs that are wanted.
+        chosen[T] int32: each token's adapter, by its place in Weight.adapters; -1: none; None: no token has
+        one.
         """
         inputs, attended, hidden = (input_ids, positions, cache_locations), None, None
         for index in range(len(self.layers)):
-            q, hidden = self.piece(index, inputs, kv_caches, attended, hidden, taps=taps)
+            q, hidden = self.piece(index, inputs, kv_caches, attended, hidden, None, taps, chosen)
             attended = torch.empty_like(q)
             attention.run(index, q, attended)
             between_layers()
         assert attended is not None and hidden is not None
-        return self.finish(attended, hidden, rows)
+        return self.finish(attended, hidden, rows, chosen)
 
     def piece(
         self,
@@ -275,33 +293,37 @@ class Transformer(nn.Module):
         hidden: Tensor | None,
         out: Tensor | None = None,
         taps: Taps | None = None,
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What a step runs before the attention of layer `index`, from the attention of the layer before on,
         or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
-        given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward().
-        Writes the output of the layer before to its place in taps."""
+        given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward();
+        chosen: its own. Writes the output of the layer before to its place in taps."""
         (input_ids, positions, locations), layers = inputs, self.layers
         cache_locations = locations if isinstance(locations, Tensor) else locations[index]
         if attended is None or hidden is None:
             hidden = self.embed(input_ids)
         else:
-            hidden = layers[index - 1].after(attended, hidden, self.collectives)
+            hidden = layers[index - 1].after(attended, hidden, self.collectives, chosen)
         if taps is not None and index - 1 in taps.layers:
             for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
                 if layer == index - 1:
                     place.copy_(hidden)
         where = positions, cache_locations, kv_caches[index]
-        q = layers[index].before(hidden, *where, out, self.collectives)
+        q = layers[index].before(hidden, *where, out, self.collectives, chosen)
         return q, hidden
 
-    def finish(self, attended: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
+    def finish(
+        self, attended: Tensor, hidden: Tensor, rows: Tensor | None, chosen: Tensor | None = None
+    ) -> Tensor:
         """The last piece, from the last layer's attention on, for the tokens in `rows`: the others' residual
         stream is not read."""
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
+            chosen = None if chosen is None else chosen[rows]
             if not len(rows):
                 return hidden
-        return self.layers[-1].after(attended, hidden, self.collectives)
+        return self.layers[-1].after(attended, hidden, self.collectives, chosen)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""

@@ -299,7 +299,7 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
             for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if name.endswith(_COMPUTED_SUFFIX) or name.startswith(spec.ignored):
                     continue
-                known = _known(spec, name)
+                known = spec.known_name(name)
                 target = targets.get(known) or (tied if known == "lm_head.weight" else None)
                 if target is None:
                     unexpected.append(name)
@@ -332,14 +332,6 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}")
     return list(found.values())
-
-
-def _known(spec: ModelSpec, name: str) -> str:
-    """What a tensor of the checkpoint is called here."""
-    for beginning, own in spec.aliases:
-        if name.startswith(beginning):
-            return own + name.removeprefix(beginning)
-    return name
 
 
 def _nbytes(shape: tuple[int, ...], cut: tuple[slice, ...], dtype: str) -> int:
@@ -376,7 +368,7 @@ def _load_safetensors(model: Model, model_dir: Path, targets: dict[str, Stored])
                     name, target = tensor.name, tensor.target
                     try:
                         value = _value(mapped, tensor, upload)
-                        known = _known(model.spec, name)
+                        known = model.spec.known_name(name)
                         if known not in targets and known not in optional:
                             tied_head = value
                         else:

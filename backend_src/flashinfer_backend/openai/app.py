@@ -23,6 +23,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
+from flashinfer_backend.openai.adapters import load_adapter, read_load, read_unload, unload_adapter
 from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
@@ -97,11 +98,17 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     post("/embeddings", read_embeddings, embeddings, "embed")
     post("/rerank", read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
     post("/score", read_score, score, "score")
+    if door.adapters is not None and door.model.lora_root is not None:
+        post("/load_lora_adapter", read_load, load_adapter)
+        post("/unload_lora_adapter", read_unload, unload_adapter)
     post("/tokenize", read_tokenize, tokenize)
     post("/detokenize", read_detokenize, shown_text)
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [_model(door, name) for name in door.model.names]})
+        adapters = [] if door.adapters is None else door.adapters.folders
+        return _json(
+            {"object": "list", "data": [_model(door, name) for name in (*door.model.names, *adapters)]}
+        )
 
     async def model(request: Request) -> Response:
         return _json(_model(door, door.check_model(request.path_params["name"])))
@@ -120,7 +127,9 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     @app.api_route("/metrics", methods=READING)
     async def metrics() -> Response:
-        return Response(door.metrics.text(door.link.engines.statuses), headers={"content-type": METRICS_TYPE})
+        adapters = None if door.adapters is None else door.adapters.folders
+        text = door.metrics.text(door.link.engines.statuses, adapters, door.model.max_loras)
+        return Response(text, headers={"content-type": METRICS_TYPE})
 
     @app.api_route("/", methods=READING)
     async def page() -> Response:
@@ -256,11 +265,13 @@ def _json(content: Any) -> Response:
 
 
 def _model(door: Door, name: str) -> dict[str, Any]:
-    status = door.link.engines.status
+    status, adapter = door.link.engines.status, door.adapter_folder(name)
+    of_adapter = {} if adapter is None else {"root": adapter, "parent": door.model.names[0]}
     return {
         "id": name,
         "object": "model",
         "created": door.model.created,
         "owned_by": "flashinfer-backend",
+        **of_adapter,
         "max_model_len": status.max_seq_len if status else None,
     }

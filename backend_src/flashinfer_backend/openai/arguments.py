@@ -56,6 +56,11 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": f"how the model writes its reasoning: {', '.join(REASONING_FORMATS)} (default: {AUTO}, as its"
         " chat template shows)",
     },
+    "lora-root": {
+        "metavar": "DIR",
+        "type": Path,
+        "help": "folder below which /v1/load_lora_adapter may load adapters (default: none may be loaded)",
+    },
     "default-sampling": {
         "choices": ("checkpoint", "openai"),
         "default": "checkpoint",

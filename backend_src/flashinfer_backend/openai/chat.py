@@ -169,6 +169,7 @@ class Turn:
             self.guide,
             log_probs,
             top,
+            adapter=door.adapter_folder(request.model) or "",
         )
         row = generation_request(request, self.prompt, params, self.streaming)
         self.streams = door.generate([(row, n)], self.skip_special_tokens)

@@ -95,6 +95,7 @@ async def completions(door: Door, asked: Asked) -> Response:
             asked.guide,
             request.logprobs is not None or count > n,
             request.logprobs or 0,
+            adapter=door.adapter_folder(request.model) or "",
         )
         params.context_logits = wants_prompt
         rows.append((generation_request(request, prompt, params, bool(request.stream)), count))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE
+from flashinfer_backend.core.values import some
 from flashinfer_backend.models.pooling import Task, read_pooling, read_prompts
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
@@ -21,6 +22,7 @@ from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.sampling import Defaults, Limits
 from flashinfer_backend.openai.template import ChatTemplate
+from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -42,6 +44,8 @@ class Model:
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     openai_defaults: bool = False  # instead of generation_config.json's
+    max_loras: int = 0  # adapters that one step can have
+    lora_root: Path | None = None  # below which adapters can be loaded at run time; None: none can
     max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
     task: Task = "auto"  # of EngineConfig
 
@@ -49,9 +53,10 @@ class Model:
 class Door:
     """Of one process."""
 
-    def __init__(self, model: Model, metrics: Metrics) -> None:
-        """Raises ValueError or OSError for a checkpoint that cannot be read."""
-        self.model, self.metrics = model, metrics
+    def __init__(self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None) -> None:
+        """adapters: None where the engine has no room for any. Raises ValueError or OSError for a checkpoint
+        that cannot be read."""
+        self.model, self.metrics, self.adapters = model, metrics, adapters
         self.link: EngineLink  # set once the event loop runs
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
         self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.task)
@@ -86,9 +91,10 @@ class Door:
 
     def check_model(self, name: str) -> str:
         """The model's name as a request has it. Raises ApiError for another model."""
-        if name and name not in self.model.names:
+        if name and name not in self.model.names and self.adapter_folder(name) is None:
+            names = [*self.model.names, *(self.adapters.folders if self.adapters is not None else ())]
             raise ApiError(
-                f"The model `{name}` does not exist; this server has {', '.join(self.model.names)}",
+                f"The model `{name}` does not exist; this server has {some(names)}",
                 404,
                 "model",
                 "model_not_found",
@@ -106,6 +112,12 @@ class Door:
         else:
             says = f"is {pooling.what}"
         raise ApiError(f"The model `{self.model.names[0]}` {says}", 404, "model")
+
+    def adapter_folder(self, name: str) -> str | None:
+        """Of the adapter that a request names as its model; None where it names the model itself."""
+        if self.adapters is None or name in self.model.names:
+            return None
+        return self.adapters.folder(name)
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, places: Sequence[str] = ()

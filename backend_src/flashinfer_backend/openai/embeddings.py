@@ -190,7 +190,10 @@ def _submit(
                 param=place,
                 code="context_length_exceeded" if ids else None,
             )
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True)
+        adapter = door.adapter_folder(request.model) or ""
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=adapter
+        )
         timeout_us = round((request.queue_timeout or 0) * 1e6)
         row = GenerationRequest(
             np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us

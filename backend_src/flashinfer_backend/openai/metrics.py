@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ ENGINE = {
     "prompt_tokens_reused": "Of these, found in the prefix cache",
     "generated_tokens": "Tokens generated since the engine started",
     "drafted_tokens": "Guessed tokens that were checked since the engine started",
+    "adapters_loaded": "Adapters brought to the GPU since the engine started",
     "accepted_tokens": "Of these, right ones, which came without a step of their own",
 }
 
@@ -101,14 +102,20 @@ class Metrics:
         """Notes an answer that is an error."""
         self._refused.labels(str(status)).inc()
 
-    def text(self, statuses: list[protocol.Status | None]) -> bytes:
-        """Prometheus's text format, summed over the door's processes, with each engine's latest report."""
+    def text(
+        self, statuses: list[protocol.Status | None], adapters: Mapping[str, str] | None, room: int
+    ) -> bytes:
+        """Prometheus's text format, summed over the door's processes, with each engine's latest report.
+        adapters: names with their folders; None where the model has none. room: how many one step can
+        have."""
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.multiprocess import MultiProcessCollector
 
         every = CollectorRegistry()
         MultiProcessCollector(every)
         every.register(_EngineState(statuses))
+        if adapters is not None:
+            every.register(_AdapterState(statuses, adapters, room))
         every.register(_DoorState(read_doors(self._doors)))
         return bytes(generate_latest(every))
 
@@ -136,6 +143,33 @@ class _EngineState:
             for name, text in ENGINE.items():
                 values = [None if s is None else float(getattr(s, name)) for s in self._statuses]
                 yield family(name, text, values)
+
+
+class _AdapterState:
+    """A collector of which adapters run, as vLLM names it and request routers read it: the value is the time
+    of the report, and the labels are names with commas between."""
+
+    def __init__(
+        self, statuses: list[protocol.Status | None], adapters: Mapping[str, str], room: int
+    ) -> None:
+        self._statuses, self._room = statuses, room
+        self._names: dict[str, list[str]] = {}
+        for name, folder in adapters.items():
+            self._names.setdefault(folder, []).append(name)
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
+        told = [status for status in self._statuses if status is not None]
+        running = self._named(folder for status in told for folder in status.adapters_running)
+        waiting = self._named(folder for status in told for folder in status.adapters_waiting)
+        made.add_metric([str(self._room), running, waiting], time.time())
+        yield made
+
+    def _named(self, folders: Iterable[str]) -> str:
+        return ",".join(sorted({name for folder in folders for name in self._names.get(folder, ())}))
 
 
 class _DoorState:

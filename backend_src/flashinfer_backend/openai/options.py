@@ -49,6 +49,7 @@ def worker_options(
         created=int(time.time()),
         tool_format=options.tool_format,
         reasoning_format=options.reasoning_format,
+        lora_root=_lora_root(options.lora_root, config),
         openai_defaults=options.default_sampling == "openai",
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
@@ -60,6 +61,17 @@ def worker_options(
         metrics_dir=str(metrics_dir()),
         doors=str(processes_dir(server)),
     )
+
+
+def _lora_root(root: Path | None, config: EngineConfig) -> str | None:
+    """Raises ValueError."""
+    if root is None:
+        return None
+    if not config.max_loras:
+        raise ValueError("--lora-root needs a model that was built with max_loras")
+    if not root.is_dir():
+        raise ValueError(f"--lora-root {root}: there is no such folder")
+    return str(root.resolve())
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -95,9 +95,10 @@ def sampling_params(
     guide: Guide = NO_GUIDE,
     log_probs: bool = False,
     top_logprobs: int = 0,
+    adapter: str = "",
 ) -> SamplingParams:
-    """tokens: of named_tokens. max_tokens: None for all that there is room for. Raises ApiError for what does
-    not fit."""
+    """tokens: of named_tokens. max_tokens: None for all that there is room for. adapter: its folder. Raises
+    ApiError for what does not fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
         raise ApiError("structured outputs are switched off on this server (guided_decoding_backend none)")
     temperature = _given(request.temperature, defaults.temperature)
@@ -130,6 +131,7 @@ def sampling_params(
         log_probs=log_probs,
         top_logprobs=top_logprobs,
         perf_metrics=True,
+        adapter=adapter,
         speculative_decoding=request.speculative_decoding is not False,
     )
 

@@ -61,6 +61,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     max_connections: int
     metrics_dir: str
     doors: str
+    lora_root: str | None = None
 
 
 def check_packages() -> None:
@@ -110,6 +111,7 @@ async def _run(options: WorkerOptions) -> int:
     from flashinfer_backend.openai.door import Door, Model
     from flashinfer_backend.openai.link import EngineLink
     from flashinfer_backend.openai.metrics import Metrics
+    from flashinfer_backend.serving.adapters import AdapterNames
     from flashinfer_backend.serving.engines import Engines
 
     config = options.engine
@@ -126,9 +128,12 @@ async def _run(options: WorkerOptions) -> int:
         openai_defaults=options.openai_defaults,
         max_prompt_bytes=options.max_prompt_bytes,
         task=config.task,
+        max_loras=config.max_loras,
+        lora_root=Path(options.lora_root) if options.lora_root else None,
     )
     try:
-        door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)))
+        adapters = AdapterNames(config, Path(options.run_dir)) if config.max_loras else None
+        door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)), adapters)
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.triton_adapters import add_adapters
 from flashinfer_backend.ops.triton_drafts import accept, draft_inputs, ngram_drafts, record_tokens
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
@@ -26,6 +27,7 @@ from flashinfer_backend.ops.weight import DENSE, Int4, Weight
 __all__ = [
     "accept",
     "activate",
+    "add_adapters",
     "draft_inputs",
     "experts_add",
     "keep_allowed",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import fp8
-from flashinfer_backend.ops.weight import Weight
+from flashinfer_backend.ops.weight import LowRank, Weight
 
 _MASK32 = 0xFFFFFFFF
 
@@ -62,6 +62,22 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
     tensor."""
     product = weight.format.product(x, weight)
     return product if residual is None else residual + product
+
+
+def add_adapters(product: Tensor, x: Tensor, adapters: LowRank, chosen: Tensor) -> Tensor:
+    """Add to product[T, N] what each token's adapter adds for x[T, K], in place; returns product. chosen[T]
+    int32: places of adapters; -1: none. down @ x is rounded to x's dtype, as PEFT does."""
+    down, up, ends = adapters
+    for place in chosen.unique().tolist():
+        if place < 0:
+            continue
+        rows = (chosen == place).nonzero()[:, 0]
+        own, start = x[rows].float(), 0
+        for part, end in enumerate(ends):
+            inner = (own @ down[place, part].float().T).to(x.dtype).float()
+            product[rows, start:end] += (inner @ up[place, start:end].float().T).to(product.dtype)
+            start = end
+    return product
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:

@@ -72,10 +72,21 @@ class Stored(NamedTuple):
         return tuple(part if size > 1 else ALL for part, size in dimensions)
 
 
+class LowRank(NamedTuple):
+    """What adapters add to a product x[T, K] -> [T, N], each in one of S places: up @ (down @ x), of ranks up
+    to R (https://arxiv.org/abs/2106.09685). A product's rows are those of P modules, one behind the other.
+    Each module has its matrix `down`; ends: their last rows + 1. Lower ranks are padded with zeros."""
+
+    down: Tensor  # [S, P, R, K]
+    up: Tensor  # [S, N, R]
+    ends: tuple[int, ...]
+
+
 class Weight(nn.Module):
     """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `shape`: [N, K]. `data` [N, K] holds its
     elements (of 4 bits: packed as in ops.int4 or ops.mxfp4), `scale`, `zero` and `order` further tensors of a
-    format. `input_scales`: of formats with scales for x, first row of a module -> scale."""
+    format. `input_scales`: of formats with scales for x, first row of a module -> scale. `adapters`: where
+    the engine has room for some."""
 
     scale: nn.Parameter
     bias: nn.Parameter | None  # [N], of the product
@@ -98,6 +109,7 @@ class Weight(nn.Module):
         self.register_parameter("bias", None)
         self.register_buffer("zero", None)
         self.register_buffer("order", None)
+        self.adapters: LowRank | None = None
         self.input_scales: dict[int, float] = {}
         self.group_indices: dict[int, Tensor] = {}  # first row of a module -> each column's group, to finish
 

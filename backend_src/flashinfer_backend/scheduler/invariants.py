@@ -337,7 +337,8 @@ class InvariantChecker:
         running = request.slot >= 0
         tokens = table.tokens[request.slot, : table.known[request.slot]] if running else request.known_tokens
         own = b"" if manager.reuse else request.share_prompt_with.to_bytes(8, "little")
-        right = manager.prefix_keys(tokens[: count * manager.block_size], 0, own)
+        root = own + request.cache_root
+        right = manager.prefix_keys(tokens[: count * manager.block_size], 0, root)
         _require(
             request.block_keys == right, f"request {request.handle} has keys of other tokens than its own"
         )

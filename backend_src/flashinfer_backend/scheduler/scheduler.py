@@ -96,6 +96,7 @@ class Scheduler:
         self._new: list[NewSequence] = []
         self._freed: list[int] = []
         self._recalled: list[tuple[int, bytes]] = []
+        self._adapters: list[tuple[int, int]] = []  # of sequences that came to slots: (slot, place)
         # Columns of plans of decodes alone; nobody writes to them.
         self._ones = np.ones(config.max_num_seqs, np.int32)
         self._last = np.full(config.max_num_seqs, Feeds.LAST, np.int8)
@@ -298,6 +299,8 @@ class Scheduler:
         if self._history and found:
             cached = request.known_tokens[: found * size]
             self._recalled.append((slot, cached.astype("<i4").tobytes()))
+        if self.config.max_loras:
+            self._adapters.append((slot, request.adapter))
         request.registered_blocks = found
         request.found_blocks = found
         request.reused_blocks += found
@@ -345,7 +348,7 @@ class Scheduler:
             return
         if self.kv_manager.reuse or request.share_prompt_with:
             own = b"" if self.kv_manager.reuse else request.share_prompt_with.to_bytes(8, "little")
-            parent = keys[-1] if keys else own
+            parent = keys[-1] if keys else own + request.cache_root
             keys += self.kv_manager.prefix_keys(request.known_tokens, len(keys), parent)
 
     def _coming(self, keys: list[bytes], found: int) -> int:
@@ -428,6 +431,7 @@ class Scheduler:
         new, self._new = self._new, []
         freed, self._freed = self._freed, []
         recalled, self._recalled = self._recalled, []
+        adapters, self._adapters = self._adapters, []
         # None for a step that has prompts, as the next one is about to.
         wanted = 0
         if self.drafts and not self.prefilling:
@@ -453,6 +457,8 @@ class Scheduler:
             drafts=wanted,
             following=following,
             recalled=recalled,
+            adapters=np.array(adapters, np.int32).reshape(-1, 2),
+            adapted=bool(self.config.max_loras) and bool((table.adapter[slots] >= 0).any()),
         )
 
     def correct(self, plan: StepPlan, kept: np.ndarray) -> None:
@@ -537,7 +543,7 @@ class Scheduler:
         if self.kv_manager.reuse:
             # Only positions whose token is known: a step in flight may write beyond them.
             valid = int(min(table.computed[slot], table.known[slot]))
-            parent = request.block_keys[-1] if request.block_keys else b""
+            parent = request.block_keys[-1] if request.block_keys else request.cache_root
             tokens = table.tokens[slot, :valid]
             request.block_keys += self.kv_manager.prefix_keys(tokens, len(request.block_keys), parent)
             self._register(request, valid // self.config.tokens_per_block)

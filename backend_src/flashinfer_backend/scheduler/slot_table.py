@@ -37,6 +37,7 @@ class SlotTable:
         self.stateful = np.zeros(slots, bool)  # its sampling has a state
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
         self.takes_drafts = np.zeros(slots, bool)
+        self.adapter = np.full(slots, -1, np.int32)
         self._free = list(range(slots - 1, -1, -1))
 
     @property
@@ -69,6 +70,7 @@ class SlotTable:
         self.stateful[slot] = params.stateful
         self.stops[slot] = bool(params.stop_sequences)
         self.takes_drafts[slot] = params.speculative_decoding
+        self.adapter[slot] = request.adapter
         request.slot = slot
         return slot
 

@@ -182,6 +182,10 @@ class Status(msgspec.Struct):
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    # Folders of adapters: those that sequences with a slot have, and those that requests wait for.
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
+    adapters_loaded: int = 0  # times that one was brought to the device
     blocks_reused: int = 0
     logits_bytes: int = 0
     logits_waiting: int = 0

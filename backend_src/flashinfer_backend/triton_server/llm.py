@@ -15,6 +15,7 @@ from flashinfer_backend.config_tools.knobs import LLM
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir, server_pid
+from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -63,6 +64,7 @@ class TritonPythonModel:
         by_serve = owner != server
         json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
         folder = run_dir(owner, self._name)
+        self._adapters = AdapterNames(config, folder) if config.max_loras else None
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
             folder,
@@ -147,7 +149,8 @@ class TritonPythonModel:
             self._stop(request, sender)
             return
         parameters = request.parameters()
-        rows = parse_request(tensors, self._limits, read_request_parameters(parameters, request.timeout()))
+        asked = read_request_parameters(parameters, request.timeout())
+        rows = parse_request(tensors, self._limits, asked, self._adapters)
         wanted = set(request.requested_output_names())
         refuse_unmapped(rows, wanted)
         limits = self._limits

@@ -20,15 +20,18 @@ LAST_PRIORITY, DEFAULT_PRIORITY = 9, 5
 PRIORITIES = ("priority", "queue_priority")
 MOST_TIMEOUT_US = 2**63 - 1
 SPECULATION = "speculative_decoding"
-NAMES = ("request_type", "timeout", SPECULATION, *PRIORITIES)
+ADAPTER = "lora_name"
+NAMES = ("request_type", "timeout", SPECULATION, ADAPTER, *PRIORITIES)
 
 
 class RequestParameters(NamedTuple):
-    """priority, timeout_us: as protocol.Submit has them. speculative_decoding: as in SamplingParams."""
+    """priority, timeout_us: as protocol.Submit has them. speculative_decoding: as in SamplingParams.
+    lora_name: of the adapter; "": none."""
 
     priority: int = 0
     timeout_us: int = 0
     speculative_decoding: bool = True
+    lora_name: str = ""
 
 
 NO_PARAMETERS = RequestParameters()
@@ -54,7 +57,10 @@ def read_request_parameters(parameters: str, timeout_us: int) -> RequestParamete
     drafts = given.get(SPECULATION, True)
     if type(drafts) is not bool:
         raise ValueError(f"{SPECULATION} is {shown(drafts)}; it should be true or false")
-    return RequestParameters(_priority(given), timeout_us, drafts)
+    name = given.get(ADAPTER, "")
+    if not isinstance(name, str):
+        raise ValueError(f"{ADAPTER} is {shown(name)}; it should be the name of an adapter")
+    return RequestParameters(_priority(given), timeout_us, drafts, name)
 
 
 def _priority(given: dict[str, Any]) -> int:

@@ -17,7 +17,9 @@ import numpy as np
 from flashinfer_backend.core.bounds import MOST_SEQUENCES
 from flashinfer_backend.core.config import prompt_too_long
 from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPERATURE, SamplingParams
+from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.triton_server.adapters import chosen_adapters
 from flashinfer_backend.triton_server.bounds import check_sequences, check_tensors
 from flashinfer_backend.triton_server.refused import refuse_unsupported
 from flashinfer_backend.triton_server.request_parameters import NO_PARAMETERS, RequestParameters
@@ -60,11 +62,14 @@ def is_stop(tensors: Tensors) -> bool:
 
 
 def parse_request(
-    tensors: Tensors, limits: Limits, parameters: RequestParameters = NO_PARAMETERS
+    tensors: Tensors,
+    limits: Limits,
+    parameters: RequestParameters = NO_PARAMETERS,
+    adapters: AdapterNames | None = None,
 ) -> list[Row]:
     """The rows of a request. Tensors by input name of the llm model, B rows: input_ids int32 [B, L] or
     [L], scalars [B, 1] or [B], word lists int32 [B, 2, W], embedding_bias float32 [B, V]. parameters hold
-    for each row."""
+    for each row. adapters: those that it can ask for; None: the model has none."""
     refuse_unsupported(tensors)
     check_tensors(tensors)
     ids, lengths = _prompts(tensors)
@@ -76,6 +81,9 @@ def parse_request(
         )
     reader = _Reader(tensors, batch)
     rows = [_row(reader, limits, row, ids[row, : lengths[row]], parameters) for row in range(batch)]
+    folders = chosen_adapters(tensors, batch, parameters.lora_name, adapters)
+    for row, folder in zip(rows, folders, strict=True):
+        row.params.adapter = folder
     sequences = sum(row.num_return_sequences for row in rows)
     if sequences > MOST_SEQUENCES:
         raise ValueError(

@@ -21,7 +21,6 @@ import torch
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.worker.ranks import RankLink
 from flashinfer_backend.worker.start import start_runner
 
@@ -57,7 +56,7 @@ def main() -> int:
     gc.freeze()
     link.ready()
     while data := link.receive():
-        runner.follow(StepPlan.from_bytes(data))
+        runner.obey(data)
     if data is not None:
         runner.state.model.collectives.close()
     return 0

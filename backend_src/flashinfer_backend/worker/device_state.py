@@ -29,8 +29,9 @@ from flashinfer_backend.speculate.proposer import Proposer
 
 class DeviceState:
     """Model, KV caches, attention, and of each slot: block tables int32 [groups, slots + 1, blocks], length
-    (tokens in the cache) and last token, int32 [slots + 1], guesses at what follows it, int32
-    [slots + 1, drafts], and for a proposer that wants them all tokens, int32 [slots + 1, max_seq_len + 1].
+    (tokens in the cache), last token and place of the adapter (or -1), int32 [slots + 1], guesses at what
+    follows it, int32 [slots + 1, drafts], and for a proposer that wants them all tokens, int32
+    [slots + 1, max_seq_len + 1].
 
     kv_cache and block_table are the first group's. kv_layers: (K, V) of every layer, and behind them those of
     the proposer's. Steps are enqueued on one stream, so what one of them writes the next one reads.
@@ -63,6 +64,7 @@ class DeviceState:
         self.block_table = self.block_tables[0]
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.adapters = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
         drafts = proposer.count if proposer is not None else 0
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
         # Those of a step with all of its drafts, for attention of layers that run once some are rejected.
@@ -141,6 +143,12 @@ class DeviceState:
             row = group * (self.dummy_slot + 1) + slot
             where, blocks = self.staging.upload([row * self.max_blocks + column, block]).view(2, -1)
             self.block_tables.view(-1)[where] = blocks
+
+    def update_adapters(self, plan: StepPlan) -> None:
+        """Note the adapters of sequences that came to slots, before the step reads them."""
+        if len(plan.adapters):
+            slots, places = self.staging.upload([plan.adapters.T.reshape(-1)]).view(2, -1)
+            self.adapters[slots] = places
 
     def feed(
         self, plan: StepPlan, size: int

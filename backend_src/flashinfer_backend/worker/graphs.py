@@ -110,9 +110,15 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, state: DeviceState, sizes: list[int], capture: GraphCapture, drafting: Drafting | None = None
+        self,
+        state: DeviceState,
+        sizes: list[int],
+        capture: GraphCapture,
+        drafting: Drafting | None = None,
+        adapted: bool = False,
     ) -> None:
-        self._state, self._drafting = state, drafting
+        """adapted: rows have adapters, by their slots."""
+        self._state, self._drafting, self._adapted = state, drafting, adapted
         self._sizes = sorted(set(sizes))
         self._ones = np.ones(self._sizes[-1], np.int32)
         groups = len(state.groups)
@@ -290,7 +296,9 @@ class DecodeGraphs:
             temperature, suppressed, slots, fed = rest.split([tokens, tokens, size, size])
             input_ids, owners, positions, locations = state.draft_inputs(slots, fed, feeds)
         cache_locations, taps = state.by_layer(locations), state.taps(tokens)
-        hidden = state.model(input_ids, positions, cache_locations, state.kv_layers, attention, taps=taps)
+        chosen = state.adapters[owners] if self._adapted else None
+        inputs = input_ids, positions, cache_locations, state.kv_layers, attention
+        hidden = state.model(*inputs, taps=taps, chosen=chosen)
         logits = state.model.logits(hidden, self._logits[:tokens])
         collectives = state.model.collectives
         if collectives.shard.rank:
@@ -341,7 +349,8 @@ class FullStep(NamedTuple):
 class MixedGraphs:
     """Captured steps by number of tokens, over one set of static tensors."""
 
-    def __init__(self, state: DeviceState, capture: GraphCapture) -> None:
+    def __init__(self, state: DeviceState, capture: GraphCapture, adapted: bool = False) -> None:
+        """adapted: tokens have adapters."""
         self._state, self._model = state, state.model
         model, attention, block_table = state.model, state.attention, state.block_table
         self.largest = MIXED_SIZES[-1]
@@ -353,6 +362,8 @@ class MixedGraphs:
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
         self._taps = state.taps(self.largest)
+        none = torch.full((self.largest,), -1, dtype=torch.int32, device=device)
+        self._chosen = none if adapted else None  # each token's adapter
         self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
@@ -391,11 +402,12 @@ class MixedGraphs:
         cache_locations: torch.Tensor,
         full: FullStep,
         rows: torch.Tensor | None,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `run`, of a step that plan_full has planned."""
-        self._copy(input_ids, positions, cache_locations)
+        self._copy(input_ids, positions, cache_locations, chosen)
         full.graph.replay()
-        return self._model.finish(self._attended[: len(input_ids)], full.hidden, rows)
+        return self._model.finish(self._attended[: len(input_ids)], full.hidden, rows, chosen)
 
     def run(
         self,
@@ -406,24 +418,34 @@ class MixedGraphs:
         attention: Prepared,
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must lie
-        in the dummy block."""
+        in the dummy block. chosen: None unless captured for adapters."""
         size = input_ids.shape[0]
-        self._copy(input_ids, positions, cache_locations)
+        self._copy(input_ids, positions, cache_locations, chosen)
         q, attended = self._q[:tokens], self._attended[:tokens]
         for layer, graph in enumerate(self._graphs[size]):
             graph.replay()
             attention.run(layer, q, attended)
             between_layers()
-        return self._model.finish(self._attended[:size], self._hidden[size], rows)
+        return self._model.finish(self._attended[:size], self._hidden[size], rows, chosen)
 
     def taps(self, size: int) -> Taps | None:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
         return None if self._taps is None else self._taps._replace(out=self._taps.out[:size])
 
-    def _copy(self, ids: torch.Tensor, positions: torch.Tensor, locations: torch.Tensor) -> None:
+    def _copy(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        locations: torch.Tensor,
+        chosen: torch.Tensor | None,
+    ) -> None:
         tokens = len(ids)
+        if self._chosen is not None:
+            assert chosen is not None
+            self._chosen[:tokens].copy_(chosen)
         self._inputs[0, :tokens].copy_(ids)
         self._inputs[1, :tokens].copy_(positions)
         self._inputs[2:, :tokens].copy_(locations.view(-1, tokens))
@@ -452,17 +474,20 @@ class MixedGraphs:
         input_ids, positions, *locations = (row[:size] for row in self._inputs)
         cache_locations = self._state.by_layer(locations[0] if len(locations) == 1 else locations)
         inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
-        _, hidden = self._model.piece(
-            index, inputs, self._state.kv_layers, attended, hidden, self._q[:size], self.taps(size)
-        )
+        own = self._q[:size], self.taps(size), self._own_chosen(size)
+        _, hidden = self._model.piece(index, inputs, self._state.kv_layers, attended, hidden, *own)
         return hidden
+
+    def _own_chosen(self, size: int) -> torch.Tensor | None:
+        return None if self._chosen is None else self._chosen[:size]
 
     def _capture(self, size: int) -> None:
         hidden: torch.Tensor | None = None
         self._graphs[size] = []
 
         def warm_up() -> None:
-            self._model.finish(self._attended[:size], self._piece(size, 0, None), None)
+            attended, hidden = self._attended[:size], self._piece(size, 0, None)
+            self._model.finish(attended, hidden, None, self._own_chosen(size))
 
         for index in range(len(self._model.layers)):
             piece = functools.partial(self._piece, size, index, hidden)

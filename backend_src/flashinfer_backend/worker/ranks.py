@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's hand on the other ranks of its engine: their processes, and the plans that they run.
 
-Each has a pair of sockets with rank 0. Down go its settings, then every plan's bytes in the order of the
-launches, and nothing at the end; up comes a byte when it is ready, and one every BEAT_S. A socket tells at
-once when the process at its other end has gone, so that either side ends with the other. (Shared memory would
-spare a copy, and tell of no death.)
+Each has a pair of sockets with rank 0. Down go its settings, then plans' bytes in the order of the launches
+and adapters to load, and nothing at the end; up comes a byte when it is ready, and one every BEAT_S. A socket
+tells at once when the process at its other end has gone, so that either side ends with the other. (Shared
+memory would spare a copy, and tell of no death.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,18 @@ END_S = 2.0
 KILLED_S = 1.0
 TOLD_S = 1.0  # between a collective that fails as another rank has ended, and what tells that it has
 BEAT, READY = b".", b"!"
+PLAN, ADAPTER = b"p", b"a"  # kinds of messages from rank 0
 LENGTH = struct.Struct("<I")
+
+
+def plan_message(plan: StepPlan) -> bytes:
+    """For Runner.obey of another rank."""
+    return PLAN + plan.to_bytes()
+
+
+def adapter_message(place: int, folder: str) -> bytes:
+    """The same, to load an adapter."""
+    return ADAPTER + msgspec.msgpack.encode((place, folder))
 
 
 class RanksLostError(RuntimeError):
@@ -115,7 +126,13 @@ class OtherRanks:
         if self._lost:
             raise RanksLostError(self._lost)
         self._launched.append(time.monotonic())
-        data = plan.to_bytes()
+        self._send(plan_message(plan))
+
+    def load_adapter(self, place: int, folder: str) -> None:
+        """Let the other ranks load an adapter (AdapterLoader.load), next to their steps."""
+        self._send(adapter_message(place, folder))
+
+    def _send(self, data: bytes) -> None:
         for rank, other in self._sockets.items():
             try:
                 _send(other, data)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,10 +27,11 @@ from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
 from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
 from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
-from flashinfer_backend.worker.ranks import OtherRanks
+from flashinfer_backend.worker.ranks import ADAPTER, OtherRanks
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +80,13 @@ class Runner:
         groups: Sequence[CacheGroup],
         caches: Sequence[KVCache],
         proposer: Proposer | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
-        """caches: of each group's layers. proposer: of drafts. Raises ValueError where these cannot be
-        checked."""
+        """caches: of each group's layers. proposer: of drafts. adapters: where the model has room for some.
+        Raises ValueError where drafts cannot be checked."""
         drafts = proposer.count if proposer is not None else 0
         self.state = DeviceState(config, model, ops, groups, caches, proposer)
-        self.device = self.state.device
+        self.device, self.adapters = self.state.device, adapters
         self.drafting = Drafting(proposer, self.state) if proposer is not None else None
         # Tokens and log probabilities of each; with drafts, how many tokens a row comes to, and new drafts.
         self._readback = ReadbackRing((3 + 3 * drafts) * config.max_num_seqs, self.device)
@@ -92,6 +95,8 @@ class Runner:
         self.sampler = Sampler(ops, vocab, config, self.device, *own)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        # The same of steps in which a row has an adapter.
+        self.adapted_graphs: tuple[DecodeGraphs | None, MixedGraphs | None] = None, None
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
 
     def capture_graphs(self, sizes: list[int]) -> None:
@@ -100,11 +105,16 @@ class Runner:
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         capture, state = GraphCapture(), self.state
-        total = len(set(sizes)) + len(MIXED_SIZES)
+        total = (len(set(sizes)) + len(MIXED_SIZES)) * (1 if self.adapters is None else 2)
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture, self.drafting)
                 self.mixed_graphs = MixedGraphs(state, capture)
+                if self.adapters is not None:
+                    self.adapted_graphs = (
+                        DecodeGraphs(state, sizes, capture, self.drafting, adapted=True),
+                        MixedGraphs(state, capture, adapted=True),
+                    )
         finally:
             gc.enable()
         log.info("captured the graphs in %.1f s", time.monotonic() - began)
@@ -154,9 +164,19 @@ class Runner:
             readback = torch.cat([drafts.view(-1), readback])
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
 
+    def obey(self, message: bytes) -> None:
+        """What rank 0 sent to this one: a plan, or an adapter to load."""
+        if message[:1] == ADAPTER:
+            assert self.adapters is not None
+            self.adapters.load(*msgspec.msgpack.decode(message[1:]))
+        else:
+            self.follow(StepPlan.from_bytes(message[1:]))
+
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The part in a step of a rank other than 0."""
+        if self.adapters is not None:
+            self.adapters.wait(plan.adapters[:, 1].tolist())
         if self.drafting is not None:
             self.drafting.recall(plan)
         computed = self._compute(plan)
@@ -169,11 +189,13 @@ class Runner:
         self, plan: StepPlan, started: Callback = _nothing, between_layers: Callback = _nothing
     ) -> _Computed:
         """All but what rows sample that ask for more than a temperature."""
+        self.state.update_adapters(plan)
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
         fed: Fed | Replayed
-        if self.graphs is not None and self.graphs.takes(plan):
-            fed = self.graphs.replay(plan)
+        graphs = self._graphs_of(plan)[0]
+        if graphs is not None and graphs.takes(plan):
+            fed = graphs.replay(plan)
             tokens, logits = fed.tokens, fed.logits  # rows of padding behind the logits
             if fed.places is not None and len(plan.stateful):
                 logits = logits[fed.places]
@@ -187,14 +209,18 @@ class Runner:
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
         return _Computed(logits, tokens, fed, context, failed)
 
+    def _graphs_of(self, plan: StepPlan) -> tuple[DecodeGraphs | None, MixedGraphs | None]:
+        return self.adapted_graphs if plan.adapted else (self.graphs, self.mixed_graphs)
+
     def _finish(self, plan: StepPlan, computed: _Computed) -> torch.Tensor | None:
         """What is left once all rows are sampled: int32 [s], how many tokens each of them comes to; None
         where there were no drafts."""
         if self.drafting is None:
             return None
         if isinstance(computed.fed, Replayed):
-            assert self.graphs is not None
-            return self.graphs.finish(plan, computed.fed)
+            graphs = self._graphs_of(plan)[0]
+            assert graphs is not None
+            return graphs.finish(plan, computed.fed)
         return self.drafting.finish(plan, computed.fed, computed.tokens)
 
     def _sample(self, logits: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -248,10 +274,11 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor, Fed]:
         """The residual stream behind the last layer, of the tokens behind which one is sampled, or of all
         where context logits are wanted; which tokens those are, int32 [n]; and what was fed."""
-        state, graphs = self.state, self.mixed_graphs
+        state, graphs = self.state, self._graphs_of(plan)[1]
         size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
         state.update_block_table(plan)
         inputs, slots, sampling = state.feed(plan, size)
+        chosen = state.adapters[slots] if plan.adapted else None
         batch = AttentionBatch(
             q_lens=plan.lengths,
             kv_lens=plan.starts + plan.lengths,
@@ -266,17 +293,17 @@ class Runner:
         taps = graphs.taps(size) if graphs is not None and captured else state.taps(size)
         attention: Prepared
         if graphs is not None and full is not None:
-            hidden, attention = graphs.run_full(*inputs, full, rows), full.attention
+            hidden, attention = graphs.run_full(*inputs, full, rows, chosen), full.attention
             started()  # the device begins when all of the graph is there
         else:
             attention = state.attention.step(batch)
             started()
             if graphs is not None and captured:
-                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows, between_layers)
+                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows, between_layers, chosen)
             else:
                 ids, where, locations = inputs
                 given = ids, where, state.by_layer(locations)
-                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers, taps)
+                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers, taps, chosen)
         ids, where, locations = inputs
         fed = Fed(ids, slots, where, locations, attention, None if taps is None else taps.out)
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens)

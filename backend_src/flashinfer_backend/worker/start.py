@@ -29,6 +29,7 @@ from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.speculate.methods import chosen
 from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
+from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import warm_up_sampling
@@ -81,6 +82,10 @@ def start_runner(
         prebuild_triton.prepare(config, spec, dtype)
     model = Transformer(spec, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
+    adapters = None
+    if config.max_loras:
+        limits = config.max_loras, config.max_lora_rank, config.lora_cache_host_memory_bytes
+        adapters = AdapterLoader(model, *limits)
     stored, seconds = _stored(spec), time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
     if shard.size > 1:
@@ -103,11 +108,11 @@ def start_runner(
         proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
-    limits = config.max_seq_len, config.max_num_tokens
-    enough = [group.enough_blocks(config.max_num_seqs, *limits) for group in groups]
+    lengths = config.max_seq_len, config.max_num_tokens
+    enough = [group.enough_blocks(config.max_num_seqs, *lengths) for group in groups]
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough))
     tokens = num_blocks * config.tokens_per_block
-    if num_blocks < groups[0].needed_blocks(1, *limits):
+    if num_blocks < groups[0].needed_blocks(1, *lengths):
         log.warning(
             "the KV cache holds %d tokens: max_seq_len is %d instead of %d",
             tokens,
@@ -122,7 +127,7 @@ def start_runner(
         KVCache.allocate(_cache_format(config, model, group.layers), count + 1, device)
         for group, count in zip(groups, blocks, strict=True)
     ]
-    runner = Runner(config, model, ops, groups, caches, proposer)
+    runner = Runner(config, model, ops, groups, caches, proposer, adapters)
     _warm_up(config, runner)
     parts = [f"{n} for {len(g.layers)} layers ({g.name})" for g, n in zip(groups, blocks, strict=True)]
     log.info(
@@ -334,6 +339,8 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
         with telling(lambda: f"running a first step of {length} tokens"):
             for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
                 runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
+                if config.max_loras:
+                    runner.rehearse(_prompt_plan(runner.state.dummy_slot, length, adapted=True))
         log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
         # Plain torch has none, and what is compared runs layer by layer.
         if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
@@ -345,7 +352,7 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     runner.rehearse(_prompt_plan(runner.state.dummy_slot, 1))
 
 
-def _prompt_plan(slot: int, length: int) -> StepPlan:
+def _prompt_plan(slot: int, length: int, adapted: bool = False) -> StepPlan:
     """A prompt of zeros in the dummy slot, whose every block is block 0."""
     one = np.ones(1, np.int32)
     return StepPlan(
@@ -359,4 +366,5 @@ def _prompt_plan(slot: int, length: int) -> StepPlan:
         temperature=np.zeros(1, np.float32),
         seed=np.zeros(1, np.uint64),
         suppressed=-one,
+        adapted=adapted,
     )

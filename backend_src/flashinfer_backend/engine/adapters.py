@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with an adapter, until that is on the device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from flashinfer_backend.core.deadlines import Deadlines
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.models.adapters import WEIGHTS, Adapter, AdapterError
+from flashinfer_backend.models.safetensors_file import state
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0  # for which requests that wait for a place are overtaken by those whose adapter is there
+
+# An adapter: its folder, and the state of its file of weights. A file that is replaced is another adapter.
+Key = tuple[str, tuple[int, int]]
+
+
+@dataclass(eq=False)
+class Place:
+    """key: of what it holds or will hold; future: until it is there; used: when a request last took it."""
+
+    number: int
+    key: Key | None = None
+    future: Future[Adapter] | None = None
+    used: float = 0.0
+
+
+class AdapterPreparation:
+    """Requests with an adapter, from their submission until it has a place on the device. An adapter keeps
+    its place while a request has it; then the one that was used longest ago makes room.
+
+    A request whose adapter has no place yet is overtaken by those whose adapter has one, but only for
+    PATIENCE_S: then it comes first."""
+
+    poll_ms = 2
+    overtaken = True
+
+    def __init__(
+        self,
+        load: Callable[[int, str], Future[Adapter]] | None,
+        count: int,
+        open_requests: Callable[[], Iterable[Request]],
+    ) -> None:
+        """load: as AdapterLoader.load, on every rank; None: the engine has no room for adapters.
+        open_requests: those that have gone through here and have not ended."""
+        self._load, self._open_requests = load, open_requests
+        self._places = [Place(number) for number in range(count)]
+        self._waiting: dict[int, tuple[Request, float, Key | str]] = {}  # by handle, in order of arrival
+        self._deadlines = Deadlines()
+        self.loads = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Folders of the adapters that requests wait for."""
+        return sorted({request.params.adapter for request, _, _ in self._waiting.values()})
+
+    def needed(self, params: SamplingParams) -> bool:
+        return bool(params.adapter)
+
+    def submit(self, request: Request) -> None:
+        folder = request.params.adapter
+        key: Key | str
+        try:
+            key = folder, state(Path(folder, WEIGHTS))
+        except OSError as error:
+            key = f"the adapter {folder} cannot be read: {error.strerror or error}"
+        self._waiting[request.handle] = request, time.monotonic(), key
+        self._deadlines.add(request)
+
+    def cancel(self, handle: int) -> Request | None:
+        """Forget a waiting request; None if there is no such one."""
+        if handle not in self._waiting:
+            return None
+        request, _, _ = self._waiting.pop(handle)
+        self._deadlines.remove(request)
+        return request
+
+    def drop_late(self, now_ns: int) -> list[Request]:
+        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
+        late = self._deadlines.late(now_ns)
+        for request in late:
+            self.cancel(request.handle)
+        return late
+
+    def drop_stub(self, pid: int) -> None:
+        """Forget all requests of a stub."""
+        for handle in [h for h in self._waiting if h >> 32 == pid]:
+            self.cancel(handle)
+
+    def ready(self) -> Iterator[tuple[Request, str | None]]:
+        """Requests whose adapter is on the device, or with what is wrong with it."""
+        now, impatient = time.monotonic(), False
+        earlier: set[Key] = set()
+        for request, since, key in list(self._waiting.values()):
+            if isinstance(key, str):
+                self.cancel(request.handle)
+                yield request, key
+                continue
+            place = self._place_of(key)
+            if place is None:
+                if not impatient:
+                    self._begin(key, earlier)
+                    impatient = self._place_of(key) is None and now - since > PATIENCE_S
+                earlier.add(key)
+                continue
+            if impatient or (place.future is not None and not place.future.done()):
+                earlier.add(key)
+                continue
+            self.cancel(request.handle)
+            problem = self._settle(place)
+            if problem is None:
+                place.used = now
+                request.adapter = place.number
+                request.cache_root = blake2b(repr(key).encode(), digest_size=16).digest()
+            yield request, problem
+
+    def _place_of(self, key: Key) -> Place | None:
+        return next((place for place in self._places if place.key == key), None)
+
+    def _settle(self, place: Place) -> str | None:
+        """What went wrong with what has come to a place. It is free again then, once all that wait know."""
+        future = place.future
+        error = None if future is None else future.exception()
+        if error is None:
+            place.future = None
+            return None
+        if not any(key == place.key for _, _, key in self._waiting.values()):
+            place.key = place.future = None
+        if not isinstance(error, AdapterError):
+            log.error("an adapter could not be loaded", exc_info=error)
+        return str(error) or type(error).__name__
+
+    def _begin(self, key: Key, earlier: set[Key]) -> None:
+        """Load an adapter, if there is a place that no request has. earlier: what others came for before."""
+        assert self._load is not None
+        taken = {request.adapter for request in self._open_requests()}
+        free = [
+            place
+            for place in self._places
+            if place.number not in taken
+            and place.key not in earlier
+            and (place.future is None or place.future.done())
+        ]
+        if not free:
+            return
+        place = min(free, key=lambda place: (place.key is not None, place.used))
+        place.key, place.future = key, self._load(place.number, key[0])
+        self.loads += 1

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places for adapters on a rank's device, next to the weights that they add to."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flashinfer_backend.models.adapters import Adapter, AdapterError, changed
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.ops.weight import LowRank, Weight
+
+LEAST_RANK = 16  # that the kernels compute; they want a power of two
+
+
+class AdapterWeights:
+    """An adapter on the host, for a rank's share: (down, up) of each piece, in the model's type."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype, pin: bool) -> None:
+        """Reads the file. pin: memory that is copied to a GPU without a wait. Raises AdapterError."""
+        self.adapter = adapter
+        self.values: list[tuple[Tensor, Tensor]] = []
+        try:
+            with safe_open(adapter.file, framework="pt") as file:
+                for piece in adapter.pieces:
+                    _, _, order = piece.source
+                    part = piece.source.part
+                    down = file.get_slice(piece.down)[:, part.columns].to(dtype)
+                    up = file.get_slice(piece.up)[part.rows].float() * piece.scale
+                    if order:
+                        up = up.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+                    pair = down.contiguous(), up.to(dtype)
+                    if not all(bool(value.isfinite().all()) for value in pair):
+                        raise AdapterError(f"{adapter.file} has numbers that are not finite")
+                    self.values.append((pair[0].pin_memory(), pair[1].pin_memory()) if pin else pair)
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"{adapter.file} cannot be read: {error}") from None
+        if changed(adapter):
+            raise AdapterError(
+                f"{adapter.file} was replaced or written to while it was read; send the request again"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for pair in self.values for value in pair)
+
+
+class AdapterPlaces:
+    """Room for `count` adapters of ranks up to `most_rank` in a model's weights. Steps name a place. What a
+    place holds can be replaced at any time while no step names it."""
+
+    def __init__(self, model: Transformer, count: int, most_rank: int) -> None:
+        self._model, self.count = model, count
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        rank = max(LEAST_RANK, 1 << (most_rank - 1).bit_length())
+        for layer in model.layers:
+            for product in layer.spec.adaptable:
+                rows, columns = product.shape
+                ends, end = [], 0
+                for source in product.sources:
+                    ends.append(end := end + source.rows)
+                weight: Weight = getattr(layer, product.name)
+                down, up = (
+                    torch.zeros(shape, dtype=model.dtype, device=model.device)
+                    for shape in ((count, len(ends), rank, columns), (count, rows, rank))
+                )
+                weight.adapters = LowRank(down, up, tuple(ends))
+
+    @torch.inference_mode()
+    def install(self, place: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a place. On a GPU it is copied next to what runs there, and waited for."""
+        with torch.cuda.stream(self._stream):  # None: no GPU
+            for layer in self._model.layers:
+                for product in layer.spec.adaptable:
+                    adapters = getattr(layer, product.name).adapters
+                    adapters.down[place].zero_()
+                    adapters.up[place].zero_()
+            for piece, (down, up) in zip(weights.adapter.pieces, weights.values, strict=True):
+                adapters = getattr(self._model.layers[piece.layer], piece.product).adapters
+                rank = len(down)
+                adapters.down[place, piece.part, :rank].copy_(down, non_blocking=True)
+                adapters.up[place, piece.rows, :rank].copy_(up, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()

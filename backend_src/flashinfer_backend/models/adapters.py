@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of a model (LoRA, https://arxiv.org/abs/2106.09685): a folder as PEFT writes it, checked against
+the model that it was trained for. Read without torch; models/adapter_places.py puts them on the device.
+
+What PEFT does with each key of adapter_config.json: https://huggingface.co/docs/peft/package_reference/lora.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from flashinfer_backend.core.values import shown, some
+from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG
+from flashinfer_backend.models.safetensors_file import state
+from flashinfer_backend.models.spec import ModelSpec, Source
+
+WEIGHTS = "adapter_model.safetensors"
+MOST_CONFIG = 1 << 20  # bytes of adapter_config.json
+PREFIX = "base_model.model."  # of PEFT's names in front of the model's own
+# Keys that change what an adapter computes, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+}
+# Keys that say how it was trained or which modules it has, which the file of weights also says.
+_TOLD = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
+    *("eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern"),
+    *(
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+    ),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
+    *("runtime_config", "target_modules", "task_type", "use_rslora"),
+}
+# They change the base model's weights before training.
+_CHANGED_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"
+_TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+
+
+class AdapterError(ValueError):
+    """A folder that holds no adapter for the model; the message names folder and reason."""
+
+
+class Piece(NamedTuple):
+    """What an adapter has for one module of one product, of a rank's share. part: which of the product's
+    modules; rows: its rows of the product; source: of these and of the columns. down, up: names of the
+    tensors, [rank, K] and [N, rank] of the whole module. scale: what `up` is multiplied by."""
+
+    layer: int
+    product: str
+    part: int
+    rows: slice
+    source: Source
+    down: str
+    up: str
+    scale: float
+
+
+class Adapter(NamedTuple):
+    """state: of the file of weights when it was read. rank: the largest of its modules."""
+
+    folder: Path
+    state: tuple[int, int]
+    rank: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
+    """Of a folder with adapter_config.json and adapter_model.safetensors, what a rank's share `spec` of the
+    model takes. Raises AdapterError."""
+    config, path = _config(folder), folder / WEIGHTS
+    try:
+        found_state = state(path)
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{folder} has no {WEIGHTS}; save the adapter with PEFT's save_pretrained (safetensors)"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from None
+    places, pieces, rank = _places(spec), [], 0
+    for module, shapes in _modules(folder, tensors).items():
+        found = places.get(spec.known_name(module))
+        if found is None:
+            raise AdapterError(_no_place(folder, module, spec))
+        down, up, whole = shapes["A"], shapes["B"], found[0][3].part.whole
+        own = down[0] if down else 0
+        if down != (own, whole[1]) or up != (whole[0], own):
+            raise AdapterError(
+                f"{folder} was made for another model: {module} has lora_A {list(down)} and lora_B"
+                f" {list(up)}, where this model wants [r, {whole[1]}] and [{whole[0]}, r]"
+            )
+        if not 0 < own <= most_rank:
+            raise AdapterError(
+                f"{folder} has rank {own} at {module}; it should be 1 to {most_rank} (the knob max_lora_rank)"
+            )
+        rank = max(rank, own)
+        alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+        scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
+        names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
+        for layer, product, part, source, rows, times in found:
+            pieces.append(Piece(layer, product, part, rows, source, names[0], names[1], scale * times))
+    return Adapter(folder, found_state, rank, tuple(pieces))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_CONFIG + 1)
+        config = json.loads(text) if len(text) <= MOST_CONFIG else None
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{folder} has no {ADAPTER_CONFIG}; it should be a folder as PEFT writes it"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise AdapterError(f"{path} should hold a JSON object of at most {MOST_CONFIG} bytes")
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{path} has peft_type {shown(config.get('peft_type'))}; only LORA is supported")
+    for key, value in config.items():
+        if key in _NEUTRAL and value not in _NEUTRAL[key]:
+            raise AdapterError(f"{path} has {key} {shown(value)}, which is not supported; merge the adapter")
+        if key not in _NEUTRAL and key not in _TOLD and value:
+            raise AdapterError(f"{path} has {key} {shown(value)}, an unknown key; merge the adapter")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGED_BASES):
+        raise AdapterError(
+            f"{path} has init_lora_weights {shown(begun)}, which changes the base model: save the adapter"
+            " again with path_initial_model_for_weight_conversion"
+        )
+    _check_numbers(path, config)
+    return config
+
+
+def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"{path} has alpha_pattern {shown(patterns)}; it should be an object")
+    for value in (config.get("lora_alpha", 8), *patterns.values()):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise AdapterError(f"{path} has lora_alpha {shown(value)}; it should be a finite number")
+
+
+def _of_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
+    """PEFT takes the first pattern that the module's name ends with, from a dot on."""
+    patterns: Mapping[str, float] = config.get(name) or {}
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error:
+            raise AdapterError(f"{name} has {shown(pattern)}, which is no regular expression") from None
+    return default
+
+
+def _modules(folder: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Module of the model -> shapes of its two matrices. tensors: shapes by name."""
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in tensors.items():
+        found = _TENSOR.fullmatch(name.removeprefix(PREFIX))
+        if found is None or not name.startswith(PREFIX):
+            raise AdapterError(
+                f"{folder} has the tensor {name}; {_WHY.get(name.rpartition('.')[2], _WHY[''])}"
+            )
+        modules.setdefault(found[1], {})[found[2]] = shape
+    for module, shapes in modules.items():
+        if len(shapes) < 2:
+            raise AdapterError(f"{folder} has one matrix of {module}; it should have lora_A and lora_B")
+    if not modules:
+        raise AdapterError(f"{folder / WEIGHTS} is empty")
+    return modules
+
+
+_WHY = {
+    "": "only lora_A and lora_B of modules of the model's layers are supported",
+    "lora_embedding_A": "adapters of embeddings are not supported; train it without embed_tokens",
+    "lora_embedding_B": "adapters of embeddings are not supported; train it without embed_tokens",
+    "lora_magnitude_vector": "DoRA is not supported; merge the adapter",
+}
+
+
+def _places(spec: ModelSpec) -> dict[str, list[tuple[int, str, int, Source, slice, float]]]:
+    """Module -> layer, product, part, source, rows and scale, of each product that has rows of it."""
+    places: dict[str, list[tuple[int, str, int, Source, slice, float]]] = {}
+    for index, layer in enumerate(spec.layers):
+        for product in layer.adaptable:
+            start = 0
+            for part, source in enumerate(product.sources):
+                rows = slice(start, start := start + source.rows)
+                place = index, product.name, part, source, rows, product.scale
+                places.setdefault(f"{layer.prefix}.{source.module}", []).append(place)
+    return places
+
+
+def _no_place(folder: Path, module: str, spec: ModelSpec) -> str:
+    known = sorted({source.module for layer in spec.layers for p in layer.adaptable for source in p.sources})
+    why = "experts have no adapters" if "experts" in module else "this model has no such module for adapters"
+    return (
+        f"{folder} has an adapter of {module}: {why}; those that can have one are {some(known)} of its layers"
+    )
+
+
+def changed(adapter: Adapter) -> bool:
+    """Whether the file of weights was replaced or written to since it was read."""
+    try:
+        return state(adapter.file) != adapter.state
+    except OSError:
+        return True

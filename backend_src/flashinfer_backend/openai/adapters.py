@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from starlette.responses import PlainTextResponse, Response
+
+from flashinfer_backend.models.adapters import AdapterError
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.requests import decode
+
+
+class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """load_inplace: whether an adapter that was loaded under the name is replaced."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+
+
+def read_load(door: Door, body: bytes) -> LoadRequest:
+    return decode(LoadRequest, body)
+
+
+def read_unload(door: Door, body: bytes) -> UnloadRequest:
+    return decode(UnloadRequest, body)
+
+
+async def load_adapter(door: Door, request: LoadRequest) -> Response:
+    """Lets requests ask for an adapter. Raises ApiError."""
+    adapters, root = door.adapters, door.model.lora_root
+    assert adapters is not None and root is not None
+    folder = Path(root, request.lora_path).resolve()
+    if root not in folder.parents:
+        raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
+    if request.lora_name in door.model.names:
+        raise ApiError(f"`{request.lora_name}` is the model's own name", param="lora_name")
+    _try(lambda: adapters.load(request.lora_name, folder, request.load_inplace), 400, "lora_path")
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+async def unload_adapter(door: Door, request: UnloadRequest) -> Response:
+    """Takes no more requests for an adapter. Raises ApiError."""
+    adapters = door.adapters
+    assert adapters is not None
+    _try(lambda: adapters.unload(request.lora_name), 404, "lora_name")
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+def _try(change: Callable[[], None], status: int, param: str) -> None:
+    try:
+        change()
+    except AdapterError as error:
+        raise ApiError(str(error), status, param) from None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapter each row of a request has: by name, or as TensorRT-LLM's clients send it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flashinfer_backend.core.values import shown, some
+from flashinfer_backend.serving.adapters import AdapterNames
+
+INPUTS = ("lora_task_id", "lora_weights", "lora_config")
+
+
+def chosen_adapters(
+    tensors: Mapping[str, np.ndarray], rows: int, name: str, adapters: AdapterNames | None
+) -> list[str]:
+    """The folder of each row's adapter; "" for none. tensors: lora_task_id uint64 [rows, 1], and with the
+    first request of an id lora_weights float16 [rows, modules, n] and lora_config int32 [rows, modules, 3].
+    name: the request's lora_name. adapters: None for a model without. Raises ValueError."""
+    given = [each for each in INPUTS if each in tensors and tensors[each].size]
+    if adapters is None:
+        if given:
+            raise ValueError(f"{given[0]} is not supported: this model has no LoRA; build it with max_loras")
+        if name:
+            raise ValueError(f"lora_name is {shown(name)}: this model has no LoRA; build it with max_loras")
+        return [""] * rows
+    if name and given:
+        raise ValueError(f"lora_name and {given[0]} both name an adapter; leave one of them out")
+    if name:
+        folder = adapters.folder(name)
+        if folder is None:
+            there = some(sorted(adapters.folders)) or "none"
+            raise ValueError(f"lora_name is {shown(name)}; the adapters are: {there}")
+        return [folder] * rows
+    if not given:
+        return [""] * rows
+    if "lora_task_id" not in given:
+        raise ValueError(f"{given[0]} needs lora_task_id, by which later requests name the adapter")
+    if len(given) == 2:
+        missing = next(each for each in INPUTS if each not in given)
+        raise ValueError(f"{given[1]} needs {missing}: the first request of an adapter has both")
+    ids = tensors["lora_task_id"].reshape(-1).tolist()
+    if len(ids) != rows:
+        raise ValueError(f"lora_task_id has {len(ids)} values; it should have one for each of {rows} rows")
+    if len(given) == 1:
+        return [adapters.task(number) for number in ids]
+    weights, config = (_by_row(each, tensors[each], rows) for each in INPUTS[1:])
+    if config.shape[-1] != 3 or weights.shape[:2] != config.shape[:2]:
+        raise ValueError(
+            f"lora_weights {list(weights.shape)} and lora_config {list(config.shape)} should be"
+            f" [{rows}, modules, n] and [{rows}, modules, 3]"
+        )
+    return [adapters.keep_task(*each) for each in zip(ids, weights, config, strict=True)]
+
+
+def _by_row(name: str, tensor: np.ndarray, rows: int) -> np.ndarray:
+    if tensor.ndim == 2 and rows == 1:  # without a batch dimension
+        tensor = tensor[None]
+    if tensor.ndim != 3 or len(tensor) != rows:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it should be [{rows}, modules, n]")
+    return tensor

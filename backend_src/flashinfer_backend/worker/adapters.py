@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings adapters to a rank's device, in a thread next to its steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from flashinfer_backend.models.adapter_places import AdapterPlaces, AdapterWeights
+from flashinfer_backend.models.adapters import Adapter, changed, read_adapter
+from flashinfer_backend.models.transformer import Transformer
+
+
+class AdapterLoader:
+    """Loads adapters into places, one after the other, and keeps the latest ones on the host."""
+
+    def __init__(self, model: Transformer, count: int, most_rank: int, host_bytes: int) -> None:
+        self._model, self._most_rank, self._host_bytes = model, most_rank, host_bytes
+        self.count, self._places = count, AdapterPlaces(model, count, most_rank)
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._cached: OrderedDict[str, AdapterWeights] = OrderedDict()  # by folder, the latest last
+        self._coming: dict[int, Future[Adapter]] = {}  # by place
+
+    def load(self, place: int, folder: str) -> Future[Adapter]:
+        """Put the adapter of a folder into a place that no step names; raises AdapterError in the future."""
+        future = self._coming[place] = self._thread.submit(self._load, place, folder)
+        return future
+
+    def wait(self, places: Iterable[int]) -> None:
+        """Until what was last loaded into these places is there; raises what went wrong."""
+        for place in places:
+            if place in self._coming:
+                self._coming[place].result()
+
+    def _load(self, place: int, folder: str) -> Adapter:
+        weights = self._cached.pop(folder, None)
+        if weights is None or changed(weights.adapter):
+            adapter = read_adapter(Path(folder), self._model.spec, self._most_rank)
+            pin = self._model.device.type == "cuda"
+            weights = AdapterWeights(adapter, self._model.dtype, pin)
+        self._places.install(place, weights)
+        self._cached[folder] = weights
+        held = sum(each.nbytes for each in self._cached.values())
+        while held > self._host_bytes:
+            held -= self._cached.popitem(last=False)[1].nbytes
+        return weights.adapter

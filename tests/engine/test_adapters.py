@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in a real engine, against PEFT's merged into the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
+from engine.test_generate import make_prompts
+from flashinfer_backend.core.sampling_params import SamplingParams
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Ranks that are no powers of two, modules of fused products that others lack, and each way of scaling.
+FORMS: list[dict[str, Any]] = [
+    {"r": 4, "lora_alpha": 64, "target_modules": MODULES},
+    {"r": 3, "lora_alpha": 48, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+    {
+        "r": 16,
+        "lora_alpha": 128,
+        "target_modules": ["k_proj", "up_proj", "o_proj"],
+        "rank_pattern": {"k_proj": 5},
+        "alpha_pattern": {"o_proj": 160},
+        "layers_to_transform": [1],
+    },
+]
+ADAPTERS = {"max_loras": 2, "max_lora_rank": 16}
+
+
+def make_adapter(model_dir: Path, folder: Path, form: dict[str, Any], seed: int) -> Path:
+    """As PEFT saves it, with random weights."""
+    torch.manual_seed(seed)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(**form))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama", "phi3"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_checkpoint(request.param, folder / "model")
+    forms = FORMS
+    if request.param == "phi3":  # its products are fused in the checkpoint
+        forms = [{"r": 4, "lora_alpha": 64, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}]
+    return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]
+
+
+def merged(model_dir: Path, adapter: Path | None, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy ids of transformers, with the adapter merged into the weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    found = []
+    for prompt in prompts:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def asks(adapter: Path | None, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=24, temperature=0.0, adapter="" if adapter is None else str(adapter), **more
+    )
+
+
+def test_each_sequence_has_its_adapter(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """More adapters than places, in chunks, with preemption and prefix hits: prompts are the same for all."""
+    model, adapters = made
+    chosen: list[Path | None] = [None, *adapters]
+    prompts = make_prompts(4)
+    expected = [merged(model, each, prompts, 24) for each in chosen]
+    assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
+    few = {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16, "max_tokens_in_paged_kv_cache": 256}
+    core = start_core(model, max_num_seqs=6, max_seq_len=160, check_invariants=True, **few, **ADAPTERS)
+    with serve(core, tmp_path / "run") as client:
+        for _ in range(2):
+            found = client.generate(
+                [prompt for prompt in prompts for _ in chosen],
+                [asks(each) for _ in prompts for each in chosen],
+            )
+            for number in range(len(chosen)):
+                assert found[number :: len(chosen)] == expected[number], chosen[number]
+        assert client.loop.adapters.loads >= len(adapters)
+        # A prompt's blocks serve the same adapter alone.
+        longest = max(range(4), key=lambda index: len(prompts[index]))
+        for number in (0, 0, 1, 1):
+            assert client.generate([prompts[longest]], asks(chosen[number])) == [expected[number][longest]]
+    assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "fp8"}, {"speculative_method": "ngram"}], ids=["FP8", "drafts"]
+)
+def test_with_other_features(settings: dict[str, Any], made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """An adapter alone gives what it gives among others; drafts change nothing."""
+    model, adapters = made
+    prompts = [prompt + prompt[:10] for prompt in make_prompts(3)]
+    each = [asks(None), asks(adapters[0]), asks(adapters[-1])]
+    core = start_core(model, max_seq_len=160, check_invariants=True, **ADAPTERS, **settings)
+    with serve(core, tmp_path / "with") as client:
+        found = client.generate(prompts, each)
+    plain = {} if "speculative_method" in settings else settings
+    core = start_core(model, max_seq_len=160, **ADAPTERS, **plain)
+    with serve(core, tmp_path / "alone") as client:
+        assert found == [client.generate([p], [a])[0] for p, a in zip(prompts, each, strict=True)]
+
+
+def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: Any) -> None:
+    model, adapters = made
+    prompts = make_prompts(3)
+    core = start_ranks(model, 2, monkeypatch, max_seq_len=160, **ADAPTERS)
+    with serve(core, tmp_path) as client:
+        for adapter in (*adapters, None):
+            assert client.generate(prompts, asks(adapter)) == merged(model, adapter, prompts, 24)
+    core.close()
+
+
+def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
+    made: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    model, adapters = made
+    prompts = make_prompts(1)
+    broken, cut = tmp_path / "broken", tmp_path / "cut"
+    for folder in (broken, cut):
+        folder.mkdir()
+        for file in adapters[0].iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    (cut / "adapter_model.safetensors").write_bytes(b"0" * 100)
+    config = json.loads((broken / "adapter_config.json").read_text())
+    core = start_core(model, max_seq_len=160, max_lora_rank=16, max_loras=1)
+    with serve(core, tmp_path / "run") as client:
+        for folder, change, said in (
+            (broken, {"use_dora": True}, "use_dora true, which is not supported"),
+            (broken, {"peft_type": "IA3"}, 'peft_type "IA3"; only LORA'),
+            (broken, {"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+            (broken, {"new_key": 1}, "new_key 1, an unknown key"),
+            (cut, {}, "adapter_model.safetensors cannot be read"),
+            (tmp_path / "none", {}, "cannot be read: No such file"),
+        ):
+            if change:
+                (folder / "adapter_config.json").write_text(json.dumps(config | change))
+            going_on, failing = client.submit(prompts[0], asks(None)), client.submit(prompts[0], asks(folder))
+            client.wait([going_on, failing])
+            assert said in client.failure[failing].message
+            assert client.tokens[going_on] == merged(model, None, prompts, 24)[0]
+        # A file that is written anew is another adapter, and the place that failed is free.
+        (broken / "adapter_config.json").write_text(json.dumps(config))
+        client.failure.clear()
+        assert client.generate(prompts, asks(broken)) == merged(model, adapters[0], prompts, 24)
+
+
+def test_the_model_alone_takes_no_adapters(tmp_path: Path) -> None:
+    with serve(start_core(Path("bundled")), tmp_path) as client:
+        refused = client.submit([1, 2, 3], asks(tmp_path))
+        client.wait([refused])
+        assert "max_loras" in client.failure[refused].message

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on a GPU: the kernels, and an engine whose steps are graphs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from engine.test_adapters import FORMS, asks, make_adapter
+from engine.test_generate import make_prompts
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from test_triton_adapters import SHAPES, check
+
+pytestmark = pytest.mark.gpu
+# 8B's shapes: decodes, prompts, and a large rank.
+LARGE = [
+    (1, 4096, (4096, 1024, 1024), 4, 16),
+    (64, 4096, (14336, 14336), 8, 64),
+    (2048, 14336, (4096,), 8, 16),
+    (32, 4096, (4096,), 2, 256),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
+def test_the_kernels_add_what_torch_adds(shape: tuple[Any, ...]) -> None:
+    check(*shape, "cuda", torch.bfloat16)
+
+
+def test_steps_with_and_without_adapters(tmp_path: Path) -> None:
+    """Graphs compute what steps without them do. Rows without an adapter have the model's own tokens."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    model = make_checkpoint("llama", tmp_path / "model", intermediate_size=1024, **sizes)
+    adapters = [make_adapter(model, tmp_path / str(i), form, i) for i, form in enumerate(FORMS[:2])]
+    prompts = make_prompts(6)
+    each = [asks(None), asks(adapters[0]), asks(adapters[1])] * 2
+    found = []
+    for graphs, room in (("none", 2), ("auto", 2), ("auto", 0)):
+        settings = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "cuda_graph_batch_sizes": graphs,
+            "max_loras": room,
+        }
+        core = start_core(model, max_seq_len=256, **settings)
+        with serve(core, tmp_path / f"{graphs}{room}") as client:
+            own = each if room else [asks(None)] * len(each)
+            found.append(client.generate(prompts, own))
+        core.close()
+    same = sum(a == b for a, b in zip(*found[:2], strict=True))
+    assert same >= len(prompts) - 1  # a tie may tip
+    assert found[1][0::3] == found[2][0::3]
+    assert found[1][1] != found[2][1] and found[1][2] != found[2][2]
