@@ -19,6 +19,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
+MINISTRAL3_ROPE = {
+    **YARN_ROPE,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.1 * index for index in range(8)],
@@ -72,6 +80,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
         {"head_dim": 16, "sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"]},
         {},
     ),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}, {}),
     "internlm3": ("InternLM3", {"head_dim": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, {}),
     "arcee": ("Arcee", {"rope_scaling": YARN_ROPE}, {}),
     "phi3": ("Phi3", PLAIN_IDS, {}),
@@ -164,6 +173,7 @@ def make_multimodal(kind: str, path: Path) -> Path:
     name, model_type, vision = {
         "Gemma3": ("Gemma3", "gemma3_text", "siglip_vision_model"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
+        "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]
     # transformers ignores the cap of such checkpoints.
     text = {"model_type": model_type, "tie_word_embeddings": True, "final_logit_softcapping": None}

@@ -22,6 +22,7 @@ KINDS = {
     "gpt-oss": {"head_dim": 64, "intermediate_size": 256},
     "granite": {"attention_multiplier": 0.1},
     "helium": {"head_dim": 64},
+    "ministral3": {},
     "hunyuan": {},
     "olmo2": {},
     "olmo3": {},

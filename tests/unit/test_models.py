@@ -364,7 +364,7 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
         assert len(set(output)) > 8
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "ministral3"])
 def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     """Its tensors have another prefix there, and those for images are not read."""
     path = make_multimodal(kind, tmp_path)

@@ -258,7 +258,8 @@ class FullAttention:
     together ("all") before they are rotated, or each head behind ("rotated"). norms: theirs. window: the
     latest tokens that a token sees, itself included; None: all. scale, soft_cap: of the scores
     (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
-    for each head."""
+    for each head. query_scaling: (beta, positions), by which rotated queries grow
+    (models.rope.query_scales)."""
 
     heads: int
     kv_heads: int
@@ -272,6 +273,7 @@ class FullAttention:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    query_scaling: tuple[float, int] | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashinfer_backend.models.rope import cos_sin
+from flashinfer_backend.models.rope import cos_sin, query_scales
 from flashinfer_backend.models.spec import Experts, LayerSpec, ModelSpec, Product
 from flashinfer_backend.ops.collectives import ALONE, Collectives
 from flashinfer_backend.ops.weight import Weight
@@ -73,6 +73,10 @@ class Layer(nn.Module):
             setattr(self, product.name, weight(product, dtype, cos_sin.device))
         own = spec.mixer
         self.sinks = parameter((own.heads,), torch.float32, cos_sin.device) if own.sinks else None
+        self.query_scales: Tensor | None = None
+        if own.query_scaling is not None and len(cos_sin) > own.query_scaling[1]:
+            scales = query_scales(*own.query_scaling, len(cos_sin))
+            self.query_scales = scales.to(cos_sin.device, dtype)
 
     def before(
         self,
@@ -102,7 +106,7 @@ class Layer(nn.Module):
         """The same from the product qkv[T, (Hq + 2 Hkv) D] on."""
         mixer = self.spec.mixer
         head_norms = (None, None) if mixer.qk_norm == "all" else (self.q_norm, self.k_norm)
-        return self.ops.rope_and_store(
+        q = self.ops.rope_and_store(
             qkv,
             positions,
             self.cos_sin,
@@ -116,6 +120,9 @@ class Layer(nn.Module):
             self.kv_scales,
             norm_rotated=mixer.qk_norm == "rotated",
         )
+        if self.query_scales is not None:
+            q *= self.query_scales[positions].view(-1, 1, 1)
+        return q
 
     def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Tensor | None) -> Tensor:
         """weight of x[T, K], normed first if there is a norm, with its tokens' adapters -> [T, N]."""

@@ -27,6 +27,7 @@ from flashinfer_backend.models.hf.hunyuan_v1_dense import hunyuan_v1_dense
 from flashinfer_backend.models.hf.internlm3 import internlm3
 from flashinfer_backend.models.hf.llama import llama
 from flashinfer_backend.models.hf.ministral import ministral
+from flashinfer_backend.models.hf.ministral3 import ministral3
 from flashinfer_backend.models.hf.mistral import mistral
 from flashinfer_backend.models.hf.mixtral import mixtral
 from flashinfer_backend.models.hf.olmo2 import olmo2
@@ -52,6 +53,7 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "SeedOssForCausalLM": seed_oss,
     "MinistralForCausalLM": ministral,
+    "Ministral3ForCausalLM": ministral3,
     "InternLM3ForCausalLM": internlm3,
     "ArceeForCausalLM": arcee,
     "Phi3ForCausalLM": phi3,

@@ -86,6 +86,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+# The same where text_config has another model_type than most.
+TEXT_TYPES: dict[Any, tuple[str, dict[str, Any]]] = {"ministral3": ("Ministral3ForCausalLM", {})}
 # Beginnings of such a checkpoint's tensors: what they are called here, and those that are not read.
 ALIASES = (
     ("language_model.model.", "model."),
@@ -123,7 +125,9 @@ class Config:
 
     def changed(self, **keys: Any) -> Config:
         """The same with other values in config.json."""
-        return Config(self.raw | keys, self._generation, self._hf_quant, self._end_ids)
+        other = Config(self.raw | keys, self._generation, self._hf_quant, self._end_ids)
+        other.aliases, other.ignored = self.aliases, self.ignored
+        return other
 
     def only(self, *read: str, **implemented: Any) -> None:
         """Refuse keys that change the computation, where they have another value than the one implemented:
@@ -569,7 +573,7 @@ def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         return raw, False
     check_kinds(raw, {"text_config": "object"})
     text = raw.get("text_config") or {}
-    architecture, defaults = MULTIMODAL[name]
+    architecture, defaults = TEXT_TYPES.get(text.get("model_type"), MULTIMODAL[name])
     shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
     of_whole = {key: raw[key] for key in shared if raw.get(key) is not None}
     return defaults | text | of_whole | {"architectures": [architecture]}, True
