@@ -159,6 +159,7 @@ def door(run_dir: Path, port: int, workers: int) -> None:
         keys=[],
         max_body_bytes=1 << 20,
         max_prompt_bytes=1 << 20,
+        store_bytes=0,
         prompt_logits_bytes=LOGITS_ROOM,
         receive_s=60,
         max_connections=0,

@@ -144,7 +144,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]
     """The OpenAI API with a model that says what agents' tests need, calls of tools above all."""
     folder = tmp_path_factory.mktemp("scripted")
     model = scripted_model(folder / "scripted", AGENTS)
-    with shared(openai_running(model, folder, **{KEYS_VARIABLE: KEY})) as started:
+    with shared(openai_running(model, folder, "--store-mib", "1", **{KEYS_VARIABLE: KEY})) as started:
         yield started
 
 

@@ -186,10 +186,10 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"previous_response_id": "x"}, "keeps no responses"),
+        ({"previous_response_id": "x"}, "previous_response_id needs kept responses"),
         ({"include": ["message.output_text.logprobs"]}, "include holds"),
         ({"top_logprobs": 2}, "top_logprobs is not supported"),
-        ({"store": True}, "keeps nothing"),
+        ({"store": True}, "store needs kept responses"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"truncation": "auto"}, "truncation"),

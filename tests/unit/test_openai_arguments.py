@@ -50,6 +50,12 @@ def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monke
     assert "needs the package a_package_that_is_not_here; install it with" in capsys.readouterr().err
 
 
+def test_kept_responses_need_one_process(capsys, free_port):
+    options = ["--store-mib", "1", "--workers", "2", "--port", free_port]
+    assert main(["--model", "bundled", "--set", "device=cpu", *options]) == 1
+    assert "--store-mib 1 with 2 processes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("tools", "reasoning"), [("hermes", "harmony"), ("harmony", "think")])
 def test_a_format_that_would_not_be_read_beside_harmony_is_refused(capsys, free_port, tools, reasoning):
     formats = ["--tool-format", tools, "--reasoning-format", reasoning]

@@ -43,6 +43,7 @@ def options(folder: Path) -> WorkerOptions:
         max_body_bytes=1,
         max_prompt_bytes=1,
         prompt_logits_bytes=1,
+        store_bytes=0,
         receive_s=60,
         max_connections=0,
         drain_s=0,

@@ -46,6 +46,7 @@ MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others
 MOST_INPUTS = 2048  # texts of one request for embeddings, documents of one for scores
 MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
 MOST_TOP_LOGPROBS = 20
+MOST_STORED = 4096  # responses that a process of the OpenAI API keeps
 ALL_PROMPTS = 8  # times what one prompt may have: all prompts of a request to the ensemble
 
 NAME = Bound(1, 4 * KIB)
@@ -116,9 +117,10 @@ FIELDS = {
         ("thinking", "cache_control", "diagnostics", "thread", "context_management"), Bound(64, 4 * KIB)
     ),
     **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options", "verbosity"), OPTIONS),
-    **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "top_logprobs"), OPTIONS),
+    **dict.fromkeys(("conversation", "max_tool_calls", "top_logprobs"), OPTIONS),
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
+    "previous_response_id": NAME,
     **dict.fromkeys(
         (
             "model",

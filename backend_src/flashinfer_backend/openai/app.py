@@ -39,7 +39,7 @@ from flashinfer_backend.openai.embeddings import (
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.request_ids import RequestIds
-from flashinfer_backend.openai.responses import read_responses, responses
+from flashinfer_backend.openai.responses import read_responses, responses, store_of
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
@@ -103,6 +103,19 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         post("/unload_lora_adapter", read_unload, unload_adapter)
     post("/tokenize", read_tokenize, tokenize)
     post("/detokenize", read_detokenize, shown_text)
+
+    async def response(request: Request) -> Response:
+        name = request.path_params["name"]
+        if request.method != "DELETE":
+            if request.query_params.get("stream") == "true":
+                raise ApiError("stream is not supported for a kept response", param="stream")
+            return Response(store_of(door).response(name), media_type="application/json")
+        store_of(door).delete(name)
+        return _json({"id": name, "object": "response", "deleted": True})
+
+    for prefix in ("/v1", ""):
+        path = prefix + "/responses/{name}"
+        app.add_api_route(path, response, methods=[*READING, "DELETE"], response_model=None)
 
     async def models(request: Request) -> Response:
         adapters = [] if door.adapters is None else door.adapters.folders

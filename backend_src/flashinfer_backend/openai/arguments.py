@@ -17,6 +17,7 @@ REQUEST_BYTES = 32 << 20
 PROMPT_BYTES = 1 << 20
 LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts
 CONNECTIONS = "max-connections"
+STORE = "store-mib"
 
 # What argparse's add_argument takes for each.
 API_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -85,6 +86,13 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "default": LOGITS_ROOM >> 20,
         "help": "MiB of memory of each process for the logits of prompts whose log probabilities are wanted;"
         f" a larger prompt takes all of it alone (default: {LOGITS_ROOM >> 20})",
+    },
+    STORE: {
+        "metavar": "MIB",
+        "type": count,
+        "default": 0,
+        "help": "MiB of memory for responses that requests to /v1/responses can go on from; needs one process"
+        " (default: 0, none are kept)",
     },
     "receive-seconds": {
         "metavar": "S",

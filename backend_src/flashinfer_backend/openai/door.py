@@ -21,6 +21,7 @@ from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavaila
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.sampling import Defaults, Limits
+from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
@@ -53,10 +54,13 @@ class Model:
 class Door:
     """Of one process."""
 
-    def __init__(self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None) -> None:
-        """adapters: None where the engine has no room for any. Raises ValueError or OSError for a checkpoint
-        that cannot be read."""
+    def __init__(
+        self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store_bytes: int = 0
+    ) -> None:
+        """adapters: None where the engine has no room for any. store_bytes: for responses that are kept; 0:
+        none. Raises ValueError or OSError for a checkpoint that cannot be read."""
         self.model, self.metrics, self.adapters = model, metrics, adapters
+        self.store = Store(store_bytes) if store_bytes else None
         self.link: EngineLink  # set once the event loop runs
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
         self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.task)

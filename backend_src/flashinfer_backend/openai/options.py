@@ -41,6 +41,11 @@ def worker_options(
             f"--tool-format {formats[0]} and --reasoning-format {formats[1]}: Harmony writes both, and all"
             " of an answer is read so; give harmony for both, or leave out the other one"
         )
+    if options.store_mib and options.workers > 1:
+        raise ValueError(
+            f"--store-mib {options.store_mib} with {options.workers} processes: a response is kept by the"
+            " process that made it, and the next request can come to another one; use one process"
+        )
     return WorkerOptions(
         engine=config,
         run_dir=str(folder),
@@ -54,6 +59,7 @@ def worker_options(
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
         max_prompt_bytes=options.max_prompt_bytes,
+        store_bytes=options.store_mib << 20,
         prompt_logits_bytes=options.prompt_logits_mib << 20,
         drain_s=drain_s,
         receive_s=options.receive_seconds,

@@ -199,6 +199,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     store: bool | None = None
+    previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -207,7 +208,6 @@ class ResponsesRequest(Sampling, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     max_tool_calls: Any = None
-    previous_response_id: Any = None
     prompt: Any = None
     top_logprobs: Any = None
 
@@ -218,11 +218,7 @@ class ResponsesRequest(Sampling, kw_only=True):
                 "stream_options.include_usage is for chats and completions; here the last event has it",
                 param="stream_options",
             )
-        _refuse_store(self.store)
-        for name in ("background", "conversation", "previous_response_id", "prompt"):
-            if getattr(self, name):
-                raise ApiError(f"{name} is not supported: this server keeps no responses", param=name)
-        for name in ("max_tool_calls", "top_logprobs"):
+        for name in ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs"):
             if getattr(self, name):
                 raise ApiError(f"{name} is not supported", param=name)
         for what in self.include or []:

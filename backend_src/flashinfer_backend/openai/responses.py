@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/responses: text, reasoning and function calls; nothing is kept from one request to the next."""
+"""/v1/responses: text, reasoning and function calls. Responses are kept only with --store-mib."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     EventResponse,
@@ -32,6 +33,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import Guide, guide_of
+from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
 
@@ -42,10 +44,25 @@ LEFT_OUT = (
 )
 
 
-def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn]:
-    """A request, its model, and its turn, prepared. Raises ApiError."""
+def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]:
+    """A request, its model, its turn, prepared, and the items of the response that it goes on from. Raises
+    ApiError."""
     request = decode(ResponsesRequest, body)
     model = door.check_model(request.model)
+    earlier: list[dict[str, Any]] = []
+    if request.store:
+        store_of(door, "store")
+    if request.previous_response_id is not None:
+        earlier = store_of(door, "previous_response_id").items(
+            request.previous_response_id, "previous_response_id"
+        )
+        most = CONVERSATION.items or 0
+        if len(earlier) + len(request.input) * isinstance(request.input, list) > most:
+            raise ApiError(
+                f"the conversation has {len(earlier)} items before input; with input it should have at most"
+                f" {most}",
+                param="previous_response_id",
+            )
     variables = dict(request.chat_template_kwargs or {})
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
     reasoning.pop("summary", None)  # reasoning is there whole
@@ -54,7 +71,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     conversation = Conversation(
-        plain_messages(*messages_of(request)),
+        plain_messages(*messages_of(request, earlier)),
         read_tools(
             [tool for _, tool in functions_of(request.tools or [])],
             _tool_choice(request.tool_choice),
@@ -66,31 +83,46 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     )
     turn = Turn(door, conversation, bool(request.stream))
     turn.prepare(request)
-    return request, model, turn
+    return request, model, turn, earlier
 
 
-async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn]) -> Response:
+async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]) -> Response:
     """asked: of read_responses. Raises ApiError."""
-    request, model, turn = asked
+    request, model, turn, earlier = asked
     await turn.submit(request, 1, request.max_output_tokens)
-    reply = _Reply(turn, request, model)
+    reply = _Reply(turn, request, model, earlier)
     if request.stream:
         return EventResponse(door, turn.streams, reply.events(), reply.id)
     return JsonResponse(door, turn.streams, reply.body, reply.id)
 
 
-def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[Place]]:
-    """The input as messages of a chat, and the place of each in the request. Raises ApiError."""
+def store_of(door: Door, param: str | None = None) -> Store:
+    """Raises ApiError where responses are not kept."""
+    if door.store is None:
+        raise ApiError(
+            f"{param or 'the path'} needs kept responses: this server keeps none (--store-mib)",
+            404 if param is None else 400,
+            param,
+        )
+    return door.store
+
+
+def messages_of(
+    request: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()
+) -> tuple[list[dict[str, Any]], list[Place]]:
+    """The input as messages of a chat, behind the items of earlier responses, and the place of each in the
+    request. Raises ApiError."""
     messages: list[dict[str, Any]] = []
     places: list[Place] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
         places.append(Place("instructions", "instructions"))
-    if isinstance(request.input, str):
+    if isinstance(request.input, str) and not earlier:
         return [*messages, {"role": "user", "content": request.input}], [*places, Place("input", "input")]
     if not request.input:
         raise ApiError("input is empty; it should have at least one item", param="input")
-    for n, item in enumerate(request.input):
+    # Earlier items, which were right when they came, have numbers below 0.
+    for n, item in enumerate([*earlier, *input_items(request)], start=-len(earlier)):
         kind = item.get("type", "message")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
@@ -130,6 +162,13 @@ def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[P
             merged.append(message)
             merged_places.append(place)
     return merged, merged_places
+
+
+def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input, text as an item."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    return request.input
 
 
 def _thought(content: Any, place: str) -> str:
@@ -236,7 +275,9 @@ def _guide(request: ResponsesRequest) -> Guide:
 class _Reply:
     """Output items are made from the events of the one sequence: each run of a kind is an item."""
 
-    def __init__(self, turn: Turn, request: ResponsesRequest, model: str) -> None:
+    def __init__(
+        self, turn: Turn, request: ResponsesRequest, model: str, earlier: list[dict[str, Any]]
+    ) -> None:
         self._turn, self._request, self._model = turn, request, model
         self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._usage = Usage(turn.streams)
@@ -245,6 +286,16 @@ class _Reply:
         functions = functions_of(request.tools or [])
         self._namespaces = {tool["function"].get("name"): space for space, tool in functions if space}
         self._number = 0
+        self._earlier = earlier
+        self._store = turn.door.store if request.store is not False else None  # OpenAI's API keeps by default
+
+    def _done(self) -> dict[str, Any]:
+        """The whole response, kept if it is to be."""
+        response = self._response("incomplete" if self._finish == "length" else "completed", self._finish)
+        if self._store is not None:
+            items = [*self._earlier, *input_items(self._request), *self._items]
+            self._store.put(self.id, items, response)
+        return response
 
     def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
         request = self._request
@@ -260,8 +311,8 @@ class _Reply:
             "model": self._model,
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": request.previous_response_id,
+            "store": self._store is not None,
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
@@ -290,10 +341,9 @@ class _Reply:
 
     async def body(self) -> dict[str, Any]:
         """The whole answer."""
-        finish = None
         async for _ in self._changes():
-            finish = self._finish
-        return self._response("incomplete" if finish == "length" else "completed", finish)
+            pass
+        return self._done()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes."""
@@ -305,8 +355,8 @@ class _Reply:
                     yield self._event(kind, response={**self._response("in_progress"), "output": []})
             if change:
                 yield self._event(change.pop("type"), **change)
-        kind = "incomplete" if self._finish == "length" else "completed"
-        yield self._event(f"response.{kind}", response=self._response(kind, self._finish))
+        response = self._done()
+        yield self._event(f"response.{response['status']}", response=response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1

@@ -56,6 +56,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     max_body_bytes: int
     max_prompt_bytes: int
     prompt_logits_bytes: int
+    store_bytes: int
     drain_s: int
     receive_s: int
     max_connections: int
@@ -133,7 +134,8 @@ async def _run(options: WorkerOptions) -> int:
     )
     try:
         adapters = AdapterNames(config, Path(options.run_dir)) if config.max_loras else None
-        door = Door(model, Metrics(Path(options.metrics_dir), Path(options.doors)), adapters)
+        metrics = Metrics(Path(options.metrics_dir), Path(options.doors))
+        door = Door(model, metrics, adapters, options.store_bytes)
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that a process keeps in memory, for requests that go on from them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.bounds import MOST_STORED
+from flashinfer_backend.openai.errors import ApiError
+
+
+class Store:
+    """At most MOST_STORED responses, and `most` bytes of their JSON; the one unused for the longest time goes
+    first. A response that takes more than all of it is not kept. For any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, name: str, items: Sequence[dict[str, Any]], response: dict[str, Any]) -> None:
+        """items: of the conversation so far, the response's output last."""
+        kept = msgspec.json.encode(items), msgspec.json.encode(response)
+        size = sum(map(len, kept))
+        if size > self._most:
+            return
+        with self._lock:
+            while self._kept and (self._held + size > self._most or len(self._kept) >= MOST_STORED):
+                self._held -= sum(map(len, self._kept.popitem(last=False)[1]))
+            self._kept[name] = kept
+            self._held += size
+
+    def _get(self, name: str, param: str | None, drop: bool = False) -> tuple[bytes, bytes]:
+        with self._lock:
+            if name not in self._kept:
+                raise ApiError(
+                    f"Response with id '{name[:100]}' not found: it was not stored, was deleted, or gave way"
+                    " to newer ones (--store-mib). Send the whole conversation as input",
+                    404 if param is None else 400,
+                    param,
+                    "previous_response_not_found" if param else None,
+                )
+            self._kept.move_to_end(name)
+            kept = self._kept[name]
+            if drop:
+                del self._kept[name]
+                self._held -= sum(map(len, kept))
+        return kept
+
+    def items(self, name: str, param: str) -> list[dict[str, Any]]:
+        """The conversation of a response, its output last. Raises ApiError that names `param`."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self._get(name, param)[0])
+        return items
+
+    def response(self, name: str) -> bytes:
+        """Its JSON. Raises ApiError."""
+        return self._get(name, None)[1]
+
+    def delete(self, name: str) -> None:
+        """Raises ApiError."""
+        self._get(name, None, drop=True)
