@@ -54,6 +54,14 @@ KINDS = {
         {}, {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}},
         "Qwen2VLForConditionalGeneration is a multimodal model", "take a text-only checkpoint",
     ),
+    "recurrent": (
+        {}, {"architectures": ["NewForCausalLM"], "layer_types": ["linear_attention", "full_attention"]},
+        "NewForCausalLM is not supported, as such models have layers of type linear_attention",
+        "serve it with vLLM",
+    ),
+    "mla": (
+        {}, {"architectures": ["NewForCausalLM"], "kv_lora_rank": 512}, "latent attention", "serve it with",
+    ),
     "encoder-decoder": (
         {}, {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
         "T5ForConditionalGeneration is an encoder-decoder model", "take a decoder-only model",

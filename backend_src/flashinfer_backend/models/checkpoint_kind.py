@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,24 @@ NOT_COMPUTED = {
     "Nemotron": "recurrent layers (Mamba), or an MLP of its own",
     "Jamba": "recurrent layers (Mamba)",
     "Rwkv": "recurrent layers",
+    "RecurrentGemma": "recurrent layers (RG-LRU)",
+    "KimiLinear": "recurrent layers (delta attention)",
+    "MiniMax": "recurrent layers (lightning attention), or a router of its own",
+    "Lfm2": "short convolutions in place of attention",
+    "Gemma3n": "embeddings of each layer and keys and values that layers share",
+    "GptNeoX": "layers whose attention and MLP read the same",
+    "Phimoe": "a router of its own",
 }
+# Keys of config.json -> the same of architectures that are not known: with these keys, or with such layers.
+KEYS_NOT_COMPUTED = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "mamba_d_state": "recurrent layers (Mamba)",
+    "ssm_cfg": "recurrent layers (Mamba)",
+    "state_size": "recurrent layers (Mamba)",
+    "linear_num_value_heads": "recurrent layers (gated delta net)",
+    "n_shared_experts": "shared experts",
+}
+LAYERS_NOT_COMPUTED = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 GENERATORS = ("LMHeadModel", "ChatGLMModel")
 
 
@@ -90,7 +108,7 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
     if any(raw.get(key) for key in ("vision_config", "audio_config", "text_config", "thinker_config")):
         _refuse(
             f"{named} is a multimodal model (images, audio or video) whose text part is not served: take a"
-            " text-only checkpoint of its family"
+            " text-only checkpoint of its family, or serve it with vLLM or SGLang"
         )
     for end, kind in OTHER_TASKS.items():
         if any(name.endswith(end) and not name.endswith(GENERATORS) for name in architectures):
@@ -109,10 +127,17 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
         )
 
 
-def lacking(architecture: str) -> str | None:
-    """What an architecture has that is not computed; None where that is not known."""
-    found = (what for beginning, what in NOT_COMPUTED.items() if architecture.startswith(beginning))
-    return next(found, None)
+def lacking(raw: dict[str, Any]) -> str | None:
+    """What an architecture that is not served has that is not computed, by its name or by config.json; None
+    where that is not known."""
+    names: Sequence[str] = raw.get("architectures") or ()
+    by_name = (
+        what for beginning, what in NOT_COMPUTED.items() for name in names if name.startswith(beginning)
+    )
+    by_key = (what for key, what in KEYS_NOT_COMPUTED.items() if raw.get(key) not in (None, 0))
+    layers = LAYERS_NOT_COMPUTED.intersection(raw.get("layer_types") or ())
+    by_layer = (f"layers of type {name}" for name in sorted(layers))
+    return next(itertools.chain(by_name, by_key, by_layer), None)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -144,7 +144,7 @@ def _family(raw: dict[str, Any]) -> Callable[[Config], ModelSpec]:
     if not architectures and model_type in by_type:
         return by_type[model_type]
     named = ", ".join(architectures) or model_type or "none named"
-    if what := next(filter(None, map(lacking, architectures)), None):
+    if what := lacking(raw):
         raise UnsupportedModelError(
             f"architecture {named} is not supported, as such models have {what}: serve it with vLLM or"
             f" SGLang, or take a model of another architecture: {', '.join([*ARCHITECTURES, *MULTIMODAL])}"
