@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler import budget
+from flashinfer_backend.scheduler.invariants import BrokenInvariantError, InvariantChecker
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import FINISHED_STOP_WORDS, RUNNING
@@ -351,6 +353,16 @@ def test_equal_prompts_are_computed_once():
     assert prompts_of_steps(result) == [[100, 100]], "different prompts share a step"
 
 
+def test_of_what_two_prompts_share_what_is_cached_is_not_waited_for():
+    result = scheduler(reuse=True)
+    shared = np.arange(400, dtype=np.int32)
+    for handle, (known, own) in enumerate([(400, 0), (300, 7), (300, 9)], 1):
+        request = of_length(known + 100 * (own > 0), handle)
+        request.prompt = np.concatenate([shared[:known], np.full(100 * (own > 0), own, np.int32)])
+        result.submit(request)
+    assert prompts_of_steps(result) == [[400], [112, 112]]
+
+
 def test_a_short_common_prefix_is_not_waited_for():
     result = scheduler(reuse=True)
     for handle in (1, 2):
@@ -384,6 +396,42 @@ def test_a_step_that_was_not_launched_is_undone():
     assert plan is not None
     assert (plan.starts[0], plan.lengths[0]) == (32, 11), "two blocks of its prompt are cached"
     assert plan.tokens[:11].tolist() == [0] * 8 + [5] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (lambda plan: {"tokens": plan.tokens[:-1]}, "given rows and tokens differ in number"),
+        (lambda plan: {"tokens": plan.tokens + 1}, "a row has other tokens than its own"),
+        (lambda plan: {"epochs": plan.epochs[:-1]}, "epochs are not those of its samples"),
+        (lambda plan: {"epochs": plan.epochs + 1}, "names epochs that are over"),
+        (lambda plan: {"feeds": plan.feeds[::-1]}, "differ in number"),
+        (lambda plan: {"lengths": np.array([70, 1]), "tokens": plan.tokens[:1]}, "a longer row comes"),
+        (lambda plan: {"lengths": plan.lengths * 0, "tokens": plan.tokens[:0]}, "a row without tokens"),
+        (lambda plan: {"slots": plan.slots * 0}, "a slot has two rows in one plan"),
+        (lambda plan: {"slots": plan.slots[::-1]}, "names epochs that are over|not booked as computed"),
+        (lambda plan: {"starts": plan.starts + 1}, "is not booked as computed"),
+        (lambda plan: {"wants": plan.wants * 0, "epochs": plan.epochs[:0]}, "does not sample"),
+        (lambda plan: {"freed": [8]}, "request 8 is open, and told to be gone"),
+        (lambda plan: {"block_updates": plan.block_updates * [1, 1, 1, 0]}, "block table, or block 0"),
+        (lambda plan: {"block_updates": plan.block_updates - [0, 0, 1, 0]}, "outside of the block table"),
+        (lambda plan: {"block_updates": plan.block_updates[:-1]}, "but the device is told"),
+    ],
+)
+def test_a_plan_that_contradicts_the_scheduler_is_found(changes: Any, sentence: str):
+    """Of a row that decodes and a prompt."""
+    result = scheduler(40)
+    checker = InvariantChecker(result)
+    first = result.schedule(in_flight=False)
+    assert first is not None
+    checker.check_plan(first)
+    accept(result.table, first, np.array([5], np.int32))
+    checker.check(0)
+    result.submit(of_length(70, 8))
+    plan = result.schedule(in_flight=False)
+    assert plan is not None and plan.lengths.tolist() == [1, 70]
+    with pytest.raises(BrokenInvariantError, match=sentence):
+        checker.check_plan(dataclasses.replace(plan, **changes(plan)))
 
 
 def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_not_launched_is_forgotten():

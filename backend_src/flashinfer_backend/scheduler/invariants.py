@@ -72,7 +72,8 @@ class InvariantChecker:
         _require(order == sorted(order), f"a plan's rows are in the order {order}")
         _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
         _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")
-        _require(bool((np.diff(plan.lengths > 1) >= 0).all()), "a longer row comes before one of length 1")
+        longer = (plan.lengths > 1).tolist()
+        _require(longer == sorted(longer), "a longer row comes before one of length 1")
         _require(len(plan.epochs) == len(plan.sampling_rows), "a plan's epochs are not those of its samples")
         _require(
             np.array_equal(plan.epochs, table.epoch[plan.sample_slots]), "a plan names epochs that are over"
