@@ -33,8 +33,9 @@ def test_an_answer_and_its_usage(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    whole = ask(client, max_tokens=30)
-    chunks = streamed(client, max_tokens=30, stream_options={"include_usage": True})
+    long = {"max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    whole = ask(client, **long)
+    chunks = streamed(client, **long, stream_options={"include_usage": True})
     *parts, last = chunks
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     assert text == whole.choices[0].message.content
@@ -87,11 +88,15 @@ def test_stop_words_are_left_out(client: openai.OpenAI) -> None:
 
 
 def test_log_probs_of_the_chosen_tokens(client: openai.OpenAI) -> None:
-    answer = ask(client, logprobs=True)
+    whole = {
+        "logprobs": True,
+        "extra_body": {"ignore_eos": True},
+    }  # no stop word, whose tokens have some as well
+    answer = ask(client, **whole)
     found = answer.choices[0].logprobs.content
     assert "".join(one.token for one in found) == answer.choices[0].message.content
     assert all(one.logprob <= 0 and bytes(one.bytes).decode() == one.token for one in found)
-    parts = [part for chunk in streamed(client, logprobs=True) for part in _probs(chunk)]
+    parts = [part for chunk in streamed(client, **whole) for part in _probs(chunk)]
     assert [(p.token, round(p.logprob, 3)) for p in parts] == [(p.token, round(p.logprob, 3)) for p in found]
 
 
@@ -193,3 +198,20 @@ def test_models_and_paths_without_a_version(client: openai.OpenAI, door: OpenAiS
     status, _, answer = door.call("/chat/completions", {"messages": ASK, "max_tokens": 2})
     assert (status, answer["object"]) == (200, "chat.completion")
     assert door.call("/health")[0] == 200
+
+
+def test_an_answer_ends_at_the_checkpoints_own_stop_string(door: OpenAiServer) -> None:
+    """The bundled model goes on with a question of its own, which its generation_config.json takes for the
+    end."""
+    messages = [{"role": "user", "content": "What sound does a cat make?"}]
+    asked = {"messages": messages, "temperature": 0, "max_tokens": 60}
+    _, _, answer = door.call("/v1/chat/completions", asked)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"].strip() == "A cat meows." and choice["finish_reason"] == "stop"
+    _, _, more = door.call("/v1/chat/completions", {**asked, "ignore_eos": True})
+    assert "\nQuestion:" in more["choices"][0]["message"]["content"]
+    body = {"model": "tiny-chat", "messages": messages, "max_tokens": 60, "temperature": 0}
+    _, _, message = door.call("/v1/messages", body)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    _, _, message = door.call("/v1/messages", {**body, "stop_sequences": ["\nQuestion:"]})
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "\nQuestion:")

@@ -32,7 +32,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    found = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    found.generation_config.stop_strings = None  # of chats, for which generate() needs the tokenizer
+    return found
 
 
 def test_fits_into_five_megabytes():

@@ -375,7 +375,10 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
     other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, 10, None)
     assert other.seed != params.seed
-    for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"repetition_penalty": 0}):
+    write(tmp_path, generation_config_json={"stop_strings": "\nUser:"})
+    assert Defaults.load(tmp_path).stop_strings == ["\nUser:"]
+    wrongs = ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"repetition_penalty": 0})
+    for wrong in (*wrongs, {"stop_strings": [""]}, {"stop_strings": 7}):
         write(tmp_path, generation_config_json=wrong)
         with pytest.raises(ValueError, match=rf"generation_config.json.*{next(iter(wrong))}"):
             Defaults.load(tmp_path)

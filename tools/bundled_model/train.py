@@ -24,6 +24,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 IGNORED = -100  # label without a loss
 MAX_POSITIONS = 2048
+# Documents hold several questions, so the model goes on with the next one.
+STOP_STRINGS = ["\nQuestion:"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}Question: {{ message['content'] }}\nAnswer:"
@@ -181,6 +183,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    generation |= {"stop_strings": STOP_STRINGS}
     for name, content in [
         ("config.json", config),
         ("generation_config.json", generation),
@@ -195,6 +198,7 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.generation_config.stop_strings = None  # of chats
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def continue_text(self, prompt: str, max_tokens: int, temperature: float) -> tuple[str, list[int]]:

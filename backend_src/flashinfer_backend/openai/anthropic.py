@@ -351,8 +351,10 @@ class _Reply:
                 stop = "max_tokens" if full else "model_context_window_exceeded"
             elif answer.calls and called and not answer.stopped_in_call:
                 stop = "tool_use"
-            else:
-                stop = "stop_sequence" if chunk.code == protocol.FINISHED_STOP_WORDS else "end_turn"
+            else:  # the checkpoint's own stop words end a turn
+                own = set(self._turn.door.defaults.stop_strings) - set(self._request.stop_sequences or ())
+                stopped = chunk.code == protocol.FINISHED_STOP_WORDS and stream.stop_word not in own
+                stop = "stop_sequence" if stopped else "end_turn"
             yield changes + self._close(), (stop, stream.stop_word if stop == "stop_sequence" else None)
 
     def _take(self, each: Event) -> list[dict[str, Any]]:

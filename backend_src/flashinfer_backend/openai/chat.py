@@ -171,7 +171,9 @@ class Turn:
             top,
             adapter=door.adapter_folder(request.model) or "",
         )
-        row = generation_request(request, self.prompt, params, self.streaming)
+        # ignore_eos asks for all of its tokens.
+        stops = [] if request.ignore_eos else door.defaults.stop_strings
+        row = generation_request(request, self.prompt, params, self.streaming, stops)
         self.streams = door.generate([(row, n)], self.skip_special_tokens)
 
     def reader(self) -> Reader:

@@ -199,10 +199,10 @@ class Door:
 
 
 def generation_request(
-    request: Sampling, prompt: Sequence[int], params: Any, streaming: bool
+    request: Sampling, prompt: Sequence[int], params: Any, streaming: bool, stops: Sequence[str] = ()
 ) -> GenerationRequest:
-    """What is submitted for a prompt."""
-    stops = request.stops
+    """What is submitted for a prompt. stops: words that end it next to the request's own."""
+    stops = list(dict.fromkeys([*request.stops, *stops]))
     return GenerationRequest(
         np.array(prompt, "<i4"),
         params,

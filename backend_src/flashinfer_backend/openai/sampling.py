@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -31,21 +31,28 @@ NO_GUIDE: Guide = ("", "")
 
 
 class Defaults(msgspec.Struct):
-    """Where a request is silent: what the checkpoint's generation_config.json recommends, else OpenAI's."""
+    """Where a request is silent: what the checkpoint's generation_config.json recommends, else OpenAI's.
+
+    stop_strings end a chat's answer, next to the stop words that its request names.
+    """
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: Share = 0.0
     repetition_penalty: Factor = 1.0
+    stop_strings: list[Annotated[str, msgspec.Meta(min_length=1)]] = []
 
     @classmethod
     def load(cls, folder: Path) -> Defaults:
         """Raises ValueError for a generation_config.json that is not one."""
         file = folder / "generation_config.json"
         found = read_object_if_there(file)
-        check_kinds(found, dict.fromkeys(cls.__struct_fields__, "number"), f"{file}: ")
+        numbers = [name for name in cls.__struct_fields__ if name != "stop_strings"]
+        check_kinds(found, dict.fromkeys(numbers, "number"), f"{file}: ")
         known = {name: found[name] for name in cls.__struct_fields__ if found.get(name) is not None}
+        if isinstance(known.get("stop_strings"), str):  # as transformers takes it
+            known["stop_strings"] = [known["stop_strings"]]
         try:
             return msgspec.convert(known, cls)
         except ValueError as error:
