@@ -270,6 +270,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             'tools[0].type is "web_search_20250305"',
         ),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name is"),
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema should be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type: Invalid enum value"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is missing"),

@@ -60,6 +60,8 @@ def test_namespaces(scripted: OpenAiServer, client: openai.OpenAI) -> None:
         == "It is closed."
     )
     assert "tools of type custom are left out" in scripted.log
+    wrong = {"input": "x", "tools": [{"type": "web_search"}, {**space, "tools": [{**close, "name": "a b"}]}]}
+    assert "tools[1].tools[0].name is" in scripted.error("/v1/responses", wrong, KEY)[1]
     for tool in ({**space, "tools": [space]}, {"type": "namespace"}, {"type": "other"}):
         status, message, param, _ = scripted.error("/v1/responses", {"input": "x", "tools": [tool]}, KEY)
         assert (status, param) == (400, "tools") and message.startswith("tools[0]")

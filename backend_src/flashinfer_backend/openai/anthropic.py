@@ -240,7 +240,8 @@ def _tools(request: CountTokensRequest) -> Tools:
         if given.name is None:
             raise ApiError("tool_choice.name is missing; it should name a tool", param="tool_choice.name")
         choice = {"type": "function", "function": {"name": given.name}}
-    return read_tools(tools, choice, not given.disable_parallel_tool_use)
+    places = [f"tools[{n}]" for n in range(len(tools))]
+    return read_tools(tools, choice, not given.disable_parallel_tool_use, places)
 
 
 def _reasoning(door: Door, thinking: Thinking) -> dict[str, Any]:

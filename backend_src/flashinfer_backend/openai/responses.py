@@ -70,12 +70,14 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
         add_effort(variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
+    functions = functions_of(request.tools or [])
     conversation = Conversation(
         plain_messages(*messages_of(request, earlier)),
         read_tools(
-            [tool for _, tool in functions_of(request.tools or [])],
+            [tool for _, tool, _ in functions],
             _tool_choice(request.tool_choice),
             request.parallel_tool_calls,
+            [place for _, _, place in functions],
         ),
         _guide(request),
         request.structured_outputs is None,
@@ -190,22 +192,22 @@ def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, A
     return messages[-1]
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, dict[str, Any]]]:
-    """The functions as a chat has them, each with its namespace, whose name begins theirs there. Tools that
-    OpenAI runs are left out: agents offer them to every server. Raises ApiError."""
-    found: list[tuple[str | None, dict[str, Any]]] = []
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, dict[str, Any], str]]:
+    """The functions as a chat has them, each with its namespace, whose name begins theirs there, and its
+    place. Tools that OpenAI runs are left out: agents offer them to every server. Raises ApiError."""
+    found: list[tuple[str | None, dict[str, Any], str]] = []
     for n, tool in enumerate(tools):
         kind, inner = tool.get("type"), tool.get("tools")
         if kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str):
             for k, one in enumerate(inner):
                 if isinstance(one, dict) and one.get("type") == "function":
-                    found.append((tool["name"], _function(one, tool["name"])))
+                    found.append((tool["name"], _function(one, tool["name"]), f"tools[{n}].tools[{k}]"))
                 elif isinstance(one, dict) and one.get("type") == "custom":
                     _log_left_out("custom")
                 else:
                     raise ApiError(f"tools[{n}].tools[{k}] should be a function", param="tools")
         elif kind == "function":
-            found.append((None, _function(tool, None)))
+            found.append((None, _function(tool, None), f"tools[{n}]"))
         elif kind in LEFT_OUT:
             _log_left_out(kind)
         else:
@@ -284,7 +286,7 @@ class _Reply:
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
         functions = functions_of(request.tools or [])
-        self._namespaces = {tool["function"].get("name"): space for space, tool in functions if space}
+        self._namespaces = {tool["function"].get("name"): space for space, tool, _ in functions if space}
         self._number = 0
         self._earlier = earlier
         self._store = turn.door.store if request.store is not False else None  # OpenAI's API keeps by default

@@ -69,14 +69,19 @@ class Tools:
 
 
 def read_tools(
-    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
+    places: Sequence[str] | None = None,
 ) -> Tools:
-    """`tools` and `tool_choice` of a request. Raises ApiError."""
+    """`tools` and `tool_choice` of a request. places: of each tool's name in the request (default: as in a
+    chat). Raises ApiError."""
     if not tools:
         if choice not in (None, NONE, AUTO):
             raise ApiError("tool_choice is set, but there are no tools", param="tool_choice")
         return Tools()
-    functions = [_function(tool, f"tools[{n}]") for n, tool in enumerate(tools)]
+    places = places or [f"tools[{n}].function" for n in range(len(tools))]
+    functions = [_function(tool, place) for tool, place in zip(tools, places, strict=True)]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
         raise ApiError("two of the tools have the same name", param="tools")
@@ -103,27 +108,24 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(
-            f"{place} is of type {shown(tool.get('type'))}; only functions are supported:"
-            " {'type': 'function', 'function': {'name': ...}}",
+            f"{place.removesuffix('.function')} is of type {shown(tool.get('type'))}; only functions are"
+            " supported: {'type': 'function', 'function': {'name': ...}}",
             param="tools",
         )
     name, parameters = function.get("name"), function.get("parameters")
     allowed = {*string.ascii_letters, *string.digits, *"_-."}
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or set(name) - allowed:
         raise ApiError(
-            f"{place}.function.name is {shown(name)}; it should be 1 to {MOST_NAME} letters, digits, _, -"
-            " or .",
+            f"{place}.name is {shown(name)}; it should be 1 to {MOST_NAME} letters, digits, _, - or .",
             param="tools",
         )
     if name in (AUTO, NONE, REQUIRED):
-        raise ApiError(
-            f"{place}.function.name is {shown(name)}, a word of tool_choice; rename it", param="tools"
-        )
+        raise ApiError(f"{place}.name is {shown(name)}, a word of tool_choice; rename it", param="tools")
     if parameters is not None and not isinstance(parameters, dict):
-        raise ApiError(f"{place}.function.parameters should be a JSON schema", param="tools")
+        raise ApiError(f"{place}.parameters should be a JSON schema", param="tools")
     if function.get("strict") not in (None, True, False):
         raise ApiError(
-            f"{place}.function.strict is {shown(function['strict'])}; it should be true or false",
+            f"{place}.strict is {shown(function['strict'])}; it should be true or false",
             param="tools",
         )
     # How strict a call is read is for the server; the model is not told.
