@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -308,3 +310,10 @@ def test_errors_are_those_of_the_package(scripted: OpenAiServer, client: anthrop
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         client.with_options(api_key="sk-two").messages.create(**TURN)
     assert client.messages.create(**TURN)._request_id
+    for key, status in ((KEY, 200), ("sk-two", 401)):  # as other clients send it
+        headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
+        request = urllib.request.Request(f"{scripted.url}/v1/messages", json.dumps(TURN).encode(), headers)
+        try:
+            assert (urllib.request.urlopen(request, timeout=60).status, 200) == (200, status)
+        except urllib.error.HTTPError as error:
+            assert (error.code, error.headers["request-id"]) == (status, json.load(error)["request_id"])
