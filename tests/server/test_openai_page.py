@@ -99,7 +99,7 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     assert _text(browser, ".assistant") == content.lstrip()
     assert browser.run("return messages[1].content") == content
     figures = _text(browser, "#figures")
-    assert "first token after" in figures and "tokens/s" in figures
+    assert figures.startswith("tiny-chat") and "first token after" in figures and "tokens/s" in figures
     assert f"{answer['usage']['prompt_tokens']} tokens in" in figures
     assert browser.run("return document.querySelectorAll('.error').length") == 0
 
