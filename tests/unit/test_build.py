@@ -490,3 +490,42 @@ def test_what_passes_the_checks_is_accepted_by_the_engine(checkpoint, texts):
     for name, value in msgspec.structs.asdict(config).items():
         if values[name] != "auto" and not isinstance(value, list):
             assert str(value).lower() == values[name].lower()
+
+
+def test_several_models_in_one_repository(tmp_path: Path) -> None:
+    """An ensemble of each model's name over its own parts, knobs for all and for one, and what is refused."""
+    out = tmp_path / "repo"
+    named = ["--model", "chat=bundled", "--model", "code=bundled"]
+    done = cli.main(
+        MODEL_REPO,
+        ["--output", str(out), *named, "--set", "device=cpu", "max_num_seqs=8", "code.max_num_seqs=4"],
+    )
+    assert done == 0
+    parts = ("preprocessing", "llm", "postprocessing")
+    for name, slots in (("chat", "8"), ("code", "4")):
+        steps = [step.model_name for step in read(out, name).ensemble_scheduling.step]
+        assert steps == [f"{name}_{part}" for part in parts]
+        llm = read(out, f"{name}_llm").parameters
+        assert llm["max_num_seqs"].string_value == slots
+        assert llm["postprocessing_model_name"].string_value == f"{name}_postprocessing"
+        post = read(out, f"{name}_postprocessing").parameters
+        assert post["llm_model_name"].string_value == f"{name}_llm"
+    assert len(list(out.glob("*/config.pbtxt"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "a=bundled", "--model", "bundled"], "need a name each"),
+        (["--model", "a=bundled", "--model", "a=bundled"], "given twice"),
+        (["--model", "a=bundled", "--model", "a_llm=bundled"], "would be called a_llm"),
+        (["--model", "a=bundled", "--llm-name", "x"], "NAME_llm"),
+        (["--model", "a=bundled", "--set", "b.max_num_seqs=4"], "no model is called b"),
+        (["--model", "a=bundled", "--model", "b=bundled"], "on GPU 0 that of a and b makes 1.8"),
+    ],
+)
+def test_several_models_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert cli.main(MODEL_REPO, ["--output", str(tmp_path / "repo"), *arguments]) == 2
+    assert says in capsys.readouterr().err

@@ -39,7 +39,12 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     problems: list[str] = []
     notes: list[str] = []
     try:
-        values = _values(args, problems, notes)
+        named = _named_models(args, problems)
+        if named and not problems:
+            several = _several(args, named, problems)
+        elif not problems:
+            several = {"": _values(args, problems, notes)}
+        args.llm_name = LLM if args.llm_name is None else args.llm_name
         _check_places(args.llm_name, args.output, model_repo, args.force, problems)
     except OSError as error:
         problems.append(f"cannot read {error.filename}: {error.strerror}")
@@ -50,7 +55,9 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     if notes:
         print(f"build.py: {args.output} {'; '.join(notes)}", file=sys.stderr)
     command = _command(args)
-    files = patch.render(model_repo, values, args.llm_name, command)
+    files: dict[str, bytes] = {}
+    for name, values in several.items():
+        files |= patch.render(model_repo, values, args.llm_name, command, name)
     if args.diff:
         defaults = patch.render(model_repo, settings.complete({}), LLM, patch.COMMAND)
         try:
@@ -63,7 +70,7 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
             print("build.py: nothing would change", file=sys.stderr)
     else:
         try:
-            output.replace_folder(args.output, output.with_record(files, command, args.llm_name))
+            output.replace_folder(args.output, output.with_record(files, command, args.llm_name, named))
         except OSError as error:
             print(f"build.py: cannot write {args.output}: {error.strerror or error}", file=sys.stderr)
             return EXIT_REFUSED
@@ -92,9 +99,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes a model repository for tritonserver: model_repo with knobs (settings) set.",
     )
     parser.add_argument(
-        "--model", metavar="DIR",
+        "--model", metavar="[NAME=]DIR", action="append",
         help="checkpoint folder, the same as --set model_dir=DIR (default: that of the last build of"
-        " --output, else bundled, the small model in the package)",
+        " --output, else bundled, the small model in the package). NAME=DIR, repeated, serves several models,"
+        " each by its name; --set NAME.KNOB=VALUE then sets a knob of one",
     )  # fmt: skip
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="folder to write: a new one, or one that build.py wrote"
@@ -158,7 +166,7 @@ def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> 
     in the same folder stays, with a line in `notes`."""
     pairs = settings.split_assignments(args.set, problems)
     if args.model is not None:
-        pairs.insert(0, ("model_dir", args.model))
+        pairs.insert(0, ("model_dir", args.model[0]))
     chosen = {}
     if args.profile is not None:
         from_file = settings.read_profile(args.profile, problems)
@@ -187,6 +195,76 @@ def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> 
         notes.append(f"changes to the default: {', '.join(reset)}")
     problems += checks.check(values)
     return values
+
+
+def _named_models(args: argparse.Namespace, problems: list[str]) -> dict[str, str]:
+    """Checkpoint folders by name where --model has names, else none."""
+    models = args.model or []
+    pairs = [text.partition("=") for text in models if re.match(r"[A-Za-z0-9_][A-Za-z0-9_-]*=", text)]
+    named = {name: folder for name, _, folder in pairs}
+    if not named and len(models) < 2:
+        if not models and len(built := output.built_models(args.output)) > 0:
+            given = " ".join(f"--model {name}=DIR" for name in built)
+            problems.append(f"--output {args.output} was built with several models: name them again, {given}")
+        return {}
+    if len(pairs) < len(models):
+        problems.append("--model: several models need a name each: --model chat=DIR --model code=DIR")
+    if len(named) < len(pairs):
+        problems.append("--model: a name is given twice; each model needs a different one")
+    parts = [name for model in named for name in patch.names_of(LLM, model).values()]
+    if twice := sorted({name for name in parts if parts.count(name) > 1}):
+        problems.append(
+            f"--model: two models of the repository would be called {twice[0]}; choose other names"
+        )
+    if args.llm_name is not None:
+        problems.append("--llm-name: has no effect on models with names, whose llm models are NAME_llm")
+    return named
+
+
+def _several(
+    args: argparse.Namespace, named: dict[str, str], problems: list[str]
+) -> dict[str, dict[str, str]]:
+    """A value for every knob of each model, by its name."""
+    from_file = settings.read_profile(args.profile, problems) if args.profile is not None else []
+    shared = settings.parse_pairs(from_file, f"profile {args.profile}", problems)
+    own: dict[str, list[tuple[str, str]]] = {name: [("model_dir", named[name])] for name in named}
+    for_all: list[tuple[str, str]] = []
+    for knob, value in settings.split_assignments(args.set, problems):
+        name, dot, rest = knob.partition(".")
+        if not dot:
+            for_all.append((knob, value))
+        elif name in named:
+            own[name].append((rest, value))
+        else:
+            problems.append(f"--set {knob}={value}: no model is called {name}; it has {', '.join(named)}")
+    shared |= settings.parse_pairs(for_all, "--set", problems)
+    several = {}
+    for name, pairs in own.items():
+        chosen = settings.parse_pairs(pairs, f"--set, of {name}", problems)
+        several[name] = settings.complete(shared | chosen, f"{name}_{LLM}")
+        problems += [f"{name}: {problem}" for problem in checks.check(several[name])]
+        if several[name][BLS] == "true":
+            problems.append(f"{name}: {BLS}=true needs a repository with one model")
+    problems += _shared_gpus(several)
+    return several
+
+
+def _shared_gpus(several: dict[str, dict[str, str]]) -> list[str]:
+    """GPUs whose engines would take more than all of the memory for their caches."""
+    shares: dict[str, dict[str, float]] = {}
+    for name, values in several.items():
+        groups = values["gpu_device_ids"]
+        engines, ranks = int(values["replicas"]), int(values["tensor_parallel_size"])
+        ids = map(str, range(engines * ranks)) if groups == "auto" else re.split("[,;]", groups)
+        for gpu in ids if values["device"] != "cpu" else ():
+            shares.setdefault(gpu, {})[name] = float(values["kv_cache_free_gpu_mem_fraction"])
+    return [
+        f"kv_cache_free_gpu_mem_fraction: on GPU {gpu} that of {' and '.join(held)} makes"
+        f" {sum(held.values()):g}; together it should be at most 1 (--set"
+        " NAME.kv_cache_free_gpu_mem_fraction=0.4), or give each model a GPU (--set NAME.gpu_device_ids=1)"
+        for gpu, held in shares.items()
+        if sum(held.values()) > 1 + 1e-9
+    ]
 
 
 def _followed(knob: str, before: dict[str, str], llm_name: str) -> bool:
@@ -221,8 +299,8 @@ def _check_places(llm_name: str, target: Path, model_repo: Path, force: bool, pr
 def _command(args: argparse.Namespace) -> str:
     """The command in one line, without --output: what a build contains does not depend on where it is."""
     words = patch.COMMAND.split()
-    if args.model is not None:
-        words += ["--model", args.model]
+    for model in args.model or []:
+        words += ["--model", model]
     if args.profile is not None:
         words += ["--profile", str(args.profile)]
     if args.set:

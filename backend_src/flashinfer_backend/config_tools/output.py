@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from flashinfer_backend.config_tools.knobs import LLM
 RECORD = "build.json"
 
 
-def with_record(files: dict[str, bytes], command: str, llm_name: str) -> dict[str, bytes]:
-    """The files and a record of them, by which a later build knows its own output again."""
+def with_record(
+    files: dict[str, bytes], command: str, llm_name: str, models: Iterable[str] = ()
+) -> dict[str, bytes]:
+    """The files and a record of them, by which a later build knows its own output again. models: names of
+    several models."""
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
-    record = {"command": command, "llm_name": llm_name, "files": digests}
+    record: dict[str, Any] = {"command": command, "llm_name": llm_name, "files": digests}
+    record |= {"models": list(models)} if models else {}
     return files | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
@@ -59,6 +63,12 @@ def built_llm_name(output: Path) -> str | None:
     """Name of the llm model in a folder that build.py wrote; None for another, or none."""
     record = _record(output)
     return str(record["llm_name"]) if record else None
+
+
+def built_models(output: Path) -> list[str]:
+    """Names of the several models in a folder that build.py wrote; none in another."""
+    record = _record(output)
+    return [str(name) for name in record.get("models", [])] if record else []
 
 
 def _record(output: Path) -> dict[str, Any] | None:

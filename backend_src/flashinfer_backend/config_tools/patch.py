@@ -42,19 +42,31 @@ def load_templates(model_repo: Path) -> dict[str, Any]:
     return {model: model_config.read(model_repo / model / "config.pbtxt") for model in MODELS}
 
 
-def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str) -> None:
-    """Set every knob of a complete set of values in the ModelConfigs, and the llm model's name, in place."""
+def names_of(llm_name: str, model: str = "") -> dict[str, str]:
+    """Names of a repository's models, by those in MODELS. model: of one of several models in a repository,
+    whose ensemble has its name; its parts' names begin with it."""
+    if model:
+        return {part: model if part == "ensemble" else f"{model}_{part}" for part in MODELS}
+    return {part: llm_name if part == LLM else part for part in MODELS}
+
+
+def apply(configs: dict[str, Any], values: dict[str, str], llm_name: str, model_name: str = "") -> None:
+    """Set every knob of a complete set of values in the ModelConfigs, and the models' names, in place. The
+    names are those of `names_of`."""
     for knob in KNOBS:
         for model, field in knob.places:
             if field not in (REPORT_OUTPUTS, SECOND_ENSEMBLE):
                 set_field(configs[model], field, values[knob.name])
             elif field == REPORT_OUTPUTS and values[knob.name] == "false":
                 _drop_report_outputs(configs[model])
-    configs[LLM].name = llm_name
-    set_field(configs[POST], "parameters.llm_model_name", llm_name)
+    names = names_of(llm_name, model_name)
+    for part, config in configs.items():
+        config.name = names[part]
+    set_field(configs[POST], "parameters.llm_model_name", names[LLM])
+    if names[POST] != POST:
+        configs[LLM].parameters["postprocessing_model_name"].string_value = names[POST]
     for step in configs["ensemble"].ensemble_scheduling.step:
-        if step.model_name == LLM:
-            step.model_name = llm_name
+        step.model_name = names[step.model_name]
 
 
 def _drop_report_outputs(ensemble: Any) -> None:
@@ -148,10 +160,13 @@ def read_values(repository: Path, llm_name: str) -> dict[str, str]:
     return values
 
 
-def render(model_repo: Path, values: dict[str, str], llm_name: str, command: str) -> dict[str, bytes]:
-    """Content of each file of the repository, by path relative to it. Equal arguments give equal bytes."""
+def render(
+    model_repo: Path, values: dict[str, str], llm_name: str, command: str, model_name: str = ""
+) -> dict[str, bytes]:
+    """Content of each file of the repository, or of one of its several models (`names_of`), by path relative
+    to it. Equal arguments give equal bytes."""
     configs = load_templates(model_repo)
-    apply(configs, values, llm_name)
+    apply(configs, values, llm_name, model_name)
     files = {}
 
     def add(model: str, config: Any) -> None:

@@ -28,12 +28,18 @@ class EngineWatch:
     def begin(self) -> bool:
         """From now on each model that has engines needs one that serves. False where one has none yet."""
         self._models = {replica_of(folder)[0] for folder in run_dirs() if read_engine(folder) is not None}
-        return not self.lost()
+        return not self._missing()
 
     def lost(self) -> str:
-        """Which model has no engine any more; empty while each has one."""
-        missing = self._models - {replica_of(folder)[0] for folder in self.serving()}
+        """Which models have no engine any more; empty while one of several models has one: it goes on, and
+        the others' stubs find the engines that their keepers start."""
+        missing = self._missing()
+        if missing != self._models:
+            return ""
         return " and ".join(f"the last engine of {each.partition('-')[2]} ended" for each in sorted(missing))
+
+    def _missing(self) -> set[str]:
+        return self._models - {replica_of(folder)[0] for folder in self.serving()}
 
     def serving(self) -> list[Path]:
         """Run directories of engines that take requests."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Collection
 
 from flashinfer_backend.launch.asking import ask
 
@@ -24,8 +25,15 @@ ONE_TOKEN = [
 class PostprocessingWatch:
     """Asks the server at `url` for the text of a token, again and again, from a thread."""
 
-    def __init__(self, url: str, answer_s: float, every_s: float = EVERY_S) -> None:
-        """answer_s: seconds that an answer may take."""
+    def __init__(
+        self,
+        url: str,
+        answer_s: float,
+        every_s: float = EVERY_S,
+        models: Collection[str] = ("postprocessing",),
+    ) -> None:
+        """answer_s: seconds that an answer may take. models: the server's models for postprocessing."""
+        self._models = models
         self._url, self._answer_s, self._every_s = url, answer_s, every_s
         self._asked_at: float | None = None  # None: nothing is open
         self._ended = threading.Event()
@@ -55,4 +63,6 @@ class PostprocessingWatch:
     def _ask(self) -> None:
         """Waits for an answer of any kind. Raises OSError."""
         body = json.dumps({"inputs": ONE_TOKEN}).encode()
-        ask(f"{self._url}/v2/models/postprocessing/infer", body, self._answer_s + 1)
+        for model in self._models:
+            self._asked_at = time.monotonic()
+            ask(f"{self._url}/v2/models/{model}/infer", body, self._answer_s + 1)

@@ -187,7 +187,8 @@ class ServerRun:
         self.ready_at = self._answered_at = time.monotonic()
         self._next_look = self.ready_at + LOOK_EVERY_S
         self._ready_bytes = rundir.memory_bytes(self._child.pid)
-        self._postprocessing = PostprocessingWatch(self._url, HANGS_S)
+        models = {stub.model for stub in stubs if stub.model.endswith("postprocessing")}
+        self._postprocessing = PostprocessingWatch(self._url, HANGS_S, models=models)
         return True
 
     def gave_up(self) -> str:
