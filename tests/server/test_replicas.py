@@ -23,6 +23,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from contract import encode, flag, ids_request
 from metering import Shown, metrics_port_open, shown, shown_once
+from prometheus_client.parser import text_string_to_metric_families
 from running import TIMEOUT_S, Server, build_repository, wait_for
 from test_contract_llm_model import inputs, int32
 from test_openai_beside import BothDoors
@@ -166,6 +167,33 @@ def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
     for number in range(2):
         assert status == 200 and f'engine_up{{engine="{number}"}} 1.0' in body.decode()
         assert f'engine_blocks_total{{engine="{number}"}} 2048.0' in body.decode()
+
+
+def test_a_request_router_reads_sums_over_the_engines(two: BothDoors) -> None:
+    """As llm-d's router does (engine type triton-tensorrt-llm): one series of each."""
+
+    def read(name: str, label: str, value: str) -> float:
+        families = text_string_to_metric_families(two.openai("/metrics")[1].decode())
+        samples = [sample for family in families if family.name == name for sample in family.samples]
+        found = [sample.value for sample in samples if sample.labels.get(label) == value]
+        assert len(found) == 1, (name, value, found)
+        return found[0]
+
+    def blocks(value: str) -> float:
+        return read("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", value)
+
+    assert blocks("tokens_per") == BLOCK and blocks("max") == 2 * 32768 // BLOCK
+    streams = [Stream(two, f"{word} {word}") for word in WORDS[:6]]
+    try:
+        wait_for(
+            lambda: read("nv_trt_llm_request_metrics", "request_type", "scheduled") == len(streams),
+            "six sequences in two engines",
+        )
+        assert read("nv_trt_llm_request_metrics", "request_type", "waiting") == 0
+        assert 0 < blocks("fraction") < 1
+    finally:
+        for stream in streams:
+            stream.leave()
 
 
 def test_engines_get_equally_many_whichever_process_takes_a_request(two: BothDoors) -> None:

@@ -9,6 +9,7 @@ prefix up to and including the block, so a key never depends on another block's 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class BlockPool:
@@ -27,6 +28,7 @@ class BlockPool:
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self.on_removed: Callable[[bytes], object] | None = None  # told of keys that no block has any more
 
     @property
     def available(self) -> int:
@@ -94,26 +96,34 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._lru.popitem(last=False)
-                del self._block_of[self._key_of.pop(block)]
+                self._drop(self._key_of.pop(block))
             self._references[block] = 1
             blocks.append(block)
         return blocks
 
-    def register(self, block: int, key: bytes) -> None:
-        """Name a held block's content. A key that another block already has is left with it."""
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def register(self, block: int, key: bytes) -> bool:
+        """Name a held block's content; returns whether the key is new. One that another block already has is
+        left with it."""
+        if key in self._block_of or block in self._key_of:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
 
     def forget(self, block: int) -> None:
         """Take a block's name away: its content was never written. Without a holder it is free then."""
         key = self._key_of.pop(block, None)
         if key is None:
             return
-        del self._block_of[key]
+        self._drop(key)
         if block in self._lru:
             del self._lru[block]
             self._free.append(block)
+
+    def _drop(self, key: bytes) -> None:
+        del self._block_of[key]
+        if self.on_removed is not None:
+            self.on_removed(key)
 
     def release(self, blocks: list[int]) -> None:
         """Give blocks of one sequence back, in sequence order. The last block becomes the oldest,

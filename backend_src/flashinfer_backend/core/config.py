@@ -4,6 +4,7 @@ how they are read from the llm model's config.pbtxt, and resolved."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -26,13 +27,14 @@ class Setting:
 
     low, high: bounds, both included, of a number or of each of a list. words: further accepted texts.
     "auto" stands for the default, which can then lie outside the bounds; build.py takes the first word if
-    the field has no default.
+    the field has no default. text: what other texts are.
     """
 
     meaning: str
     low: float = 0
     high: float = INT32_MAX
     words: tuple[str, ...] = ()
+    text: str = "a folder"
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -264,6 +266,23 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             "repositories; none = guided requests are refused"
         ),
     ] = "llguidance"
+    kv_events_endpoint: Annotated[
+        str,
+        Setting(
+            "where the engine tells request routers which prefixes its cache has (ZeroMQ, in vLLM's form);"
+            " engine 1 takes the next port, and so on",
+            words=("none",),
+            text="an address such as tcp://*:5557",
+        ),
+    ] = "none"
+    kv_events_topic: Annotated[
+        str,
+        Setting(
+            "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's"
+            " name",
+            text="a text",
+        ),
+    ] = "kv@{ip}:9000@{model}"
     stats_check_period_ms: Annotated[int, Setting("how often the metrics are updated", low=1, high=60000)] = (
         100
     )
@@ -381,7 +400,7 @@ def fields(config: type[msgspec.Struct]) -> list[Field]:
             raise TypeError(f"{config.__name__}.{field.name} should be Annotated with one Setting")
         setting = settings[0]
         kind, words = _kind(get_args(hint)[0])
-        values = Values(kind, words + setting.words, setting.low, setting.high)
+        values = Values(kind, words + setting.words, setting.low, setting.high, setting.text)
         default = None if field.required else field.default
         result.append(Field(field.name, setting.meaning, values, default))
     return result
@@ -447,6 +466,11 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
+    endpoint = config.kv_events_endpoint
+    if endpoint != "none" and not re.fullmatch(r"tcp://\S+:[0-9]{1,5}", endpoint):
+        problems.append(f"kv_events_endpoint={endpoint} should be tcp://ADDRESS:PORT, or none")
+    if endpoint != "none" and not config.enable_kv_cache_reuse:
+        problems.append("kv_events_endpoint needs enable_kv_cache_reuse=true: else there are no prefixes")
     if config.lora_modules != "none" and not config.max_loras:
         problems.append("lora_modules needs max_loras, the number of adapters that have room on the GPU")
     return problems + _draft_contradictions(config) + device_contradictions(config)

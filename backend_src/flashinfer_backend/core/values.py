@@ -28,6 +28,7 @@ class Values:
     words: tuple[str, ...] = ()
     low: float = 0
     high: float = INT32_MAX
+    text: str = "a folder"  # what a path is
 
     def expected(self) -> str:
         """What the value may be, for tables and error messages."""
@@ -39,7 +40,7 @@ class Values:
             case "bool":
                 return "true, false"
             case "path":
-                return f"a folder, or {words}"
+                return f"{self.text}, or {words}" if words else self.text
             case "folders":
                 return f"{words}, or NAME=FOLDER with different names, separated by commas"
             case "sizes":

@@ -62,7 +62,7 @@ def main() -> int:
         note_in(options.run_dir)
         config = msgspec.json.decode(options.config.read_bytes(), type=EngineConfig)
         check_gpus(config)
-        core = start(config, options.run_dir, name=name)
+        core = start(config, options.run_dir, name=name, number=options.replica or 0)
         socket = EngineSocket(options.run_dir, options.parent_pid)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:
         log.error("cannot start: %s", error)

@@ -41,7 +41,7 @@ class EngineLoop:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
         self.vocab_size = core.spec.vocab_size
         self.longest_seq_len, self._pools = core.spec.longest_seq_len, core.spec.pooling is not None
-        self.socket = socket
+        self.socket, self._kv_events = socket, core.kv_events
         self.admission = Admission(self.config, core.spec)
         grammars = GrammarPreparation(
             self.config.tokenizer_dir or self.config.model_dir,
@@ -88,6 +88,8 @@ class EngineLoop:
             self._finish(self.in_flight.popleft())
         if self._checker is not None:
             self._checker.check(len(self.in_flight))
+        if self._kv_events is not None:
+            self._kv_events.publish()
         self._send_status()
         return True
 

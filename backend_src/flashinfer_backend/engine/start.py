@@ -10,6 +10,7 @@ from pathlib import Path
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.shard import Shard
+from flashinfer_backend.engine.kv_events import KVEvents
 from flashinfer_backend.engine.logits_room import step_tokens
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
@@ -29,9 +30,12 @@ class Core:
     spec: ModelSpec
     scheduler: Scheduler
     runner: Runner
+    kv_events: KVEvents | None = None
 
     def close(self) -> None:
         """End the other ranks, if there are any."""
+        if self.kv_events is not None:
+            self.kv_events.close()
         if self.runner.others is not None:
             self.runner.others.close(self.runner.state.model.collectives.close)
 
@@ -52,12 +56,14 @@ def start(
     on_loss: Callable[[str], None] | None = None,
     name: str = "engine",
     make_proposer: MakeProposer | None = None,
+    number: int = 0,
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
     folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
     a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
-    other ranks' lines of the log. make_proposer: of what guesses the tokens that follow, which steps check.
+    other ranks' lines of the log; number: among those of the model. make_proposer: of what guesses the tokens
+    that follow, which steps check.
     Raises ValueError or OSError with what to change.
     """
     others = None
@@ -99,4 +105,7 @@ def start(
         history=drafting is not None and drafting.proposer.history,
         most_drafts=drafting.most if drafting is not None else None,
     )
-    return Core(config, spec, scheduler, runner)
+    events = None
+    if config.kv_events_endpoint != "none":
+        events = KVEvents(config, manager, scheduler.table, number)
+    return Core(config, spec, scheduler, runner, events)

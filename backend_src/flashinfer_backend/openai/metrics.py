@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,10 +114,57 @@ class Metrics:
         every = CollectorRegistry()
         MultiProcessCollector(every)
         every.register(_EngineState(statuses))
+        every.register(_RouterState(statuses))
         if adapters is not None:
             every.register(_AdapterState(statuses, adapters, room))
         every.register(_DoorState(read_doors(self._doors)))
         return bytes(generate_latest(every))
+
+
+# Families of TensorRT-LLM's backend that request routers read of a server: text, label, and of each of its
+# values what is summed over the engines.
+_ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]]]] = {
+    "nv_trt_llm_request_metrics": (
+        "Sequences in all engines",
+        "request_type",
+        {
+            "active": lambda s: s.requests_active,
+            "max": lambda s: s.max_num_seqs,
+            "scheduled": lambda s: s.prefill_rows + s.decode_rows,
+            "waiting": lambda s: s.requests_waiting,
+        },
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "Blocks of the KV caches of all engines",
+        "kv_cache_block_type",
+        {
+            "max": lambda s: s.blocks_total,
+            "free": lambda s: s.blocks_total - s.blocks_used,
+            "used": lambda s: s.blocks_used,
+            "reused": lambda s: s.blocks_reused,
+        },
+    ),
+}
+
+
+class _RouterState:
+    """A collector of the engines' sums, one series of each."""
+
+    def __init__(self, statuses: list[protocol.Status | None]) -> None:
+        self._statuses = [status for status in statuses if status is not None]
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, (text, label, values) in _ROUTERS.items() if self._statuses else ():
+            made = GaugeMetricFamily(name, text, labels=[label])
+            sums = {key: float(sum(map(value, self._statuses))) for key, value in values.items()}
+            if "used" in sums:
+                sums["fraction"] = sums["used"] / sums["max"]
+                sums["tokens_per"] = float(self._statuses[0].block_size)
+            for key, value in sums.items():
+                made.add_metric([key], value)
+            yield made
 
 
 class _EngineState:

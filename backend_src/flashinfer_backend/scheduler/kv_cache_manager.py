@@ -11,11 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.request import Held, Request
+
+
+class CacheEvents(Protocol):
+    """Told of what the prefix cache's first group comes to hold."""
+
+    def stored(self, request: Request, column: int) -> None:
+        """The block in a column of the request's has its key now."""
+
 
 Update = tuple[int, int, int, int]  # group, slot, column of the slot's block table, block
 
@@ -31,6 +40,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.reuse = reuse
         self.full = pools[0] if pools[0].tail is None else None
+        self.events: CacheEvents | None = None
         self.windows = [(group, pool) for group, pool in enumerate(pools) if pool.tail is not None]
 
     def prefix_keys(self, tokens: np.ndarray, start: int = 0, parent: bytes = b"") -> list[bytes]:
@@ -142,8 +152,10 @@ class KVCacheManager:
         for column in blocks:
             for pool, held in zip(self.pools, request.held, strict=True):
                 if column >= held.behind:
-                    pool.register(held.blocks[column], request.block_keys[column])
+                    new = pool.register(held.blocks[column], request.block_keys[column])
                     named.append((pool, held.blocks[column]))
+                    if new and self.events is not None and pool is self.pools[0]:
+                        self.events.stored(request, column)
         return named
 
     def _promise(self, request: Request, pool: BlockPool) -> int:
