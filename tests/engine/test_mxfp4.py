@@ -58,7 +58,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match="down_proj_scales has scales that are not finite"):
+    with pytest.raises(WeightsError, match=r"down_proj_scales has scales above 128 \(2"):
         load_weights(Transformer(read_spec(folder), torch_ops, "float32", "cpu"), folder)
     written = json.loads(config.read_text())
     written["quantization_config"]["modules_to_not_convert"].pop(0)

@@ -253,20 +253,41 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
     return found
 
 
-@triton.jit
-def _numbers(codes, scale, SIGN: tl.constexpr, SHIFT: tl.constexpr):
-    # Of e2m1 in the four bits of a byte that SIGN is the highest of, times scale. Their exponent and mantissa
-    # are moved to those of float32, where the value is 2 ** 126 times smaller; a subnormal stays one.
-    bits = ((codes & SIGN) << (31 - 3 - SHIFT)) | ((codes & (SIGN - (SIGN >> 3))) << (22 - SHIFT))
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
+@triton.constexpr_function
+def _asm(nibble: int) -> str:
+    """Two words at a time: the e2m1 in one nibble of each of $1 times $2 in bfloat16."""
+    shift = f"shr.b32 t, $1, {4 * nibble};" if nibble else "mov.b32 t, $1;"
+    sign = "and.b32 s, t, 0x00080008; shl.b32 s, s, 12;"
+    rest = "and.b32 t, t, 0x00070007; shl.b32 t, t, 6; or.b32 t, t, s;"
+    return (
+        f"{{ .reg .b32 t, s, z; {shift} {sign} {rest} mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, $2, z; }}"
+    )
 
 
 @triton.jit
-def _of_group(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    # Powers of two [ROWS, 16 GROUPS], of which 16 neighbours have one scale, by their exponents in e8m0.
-    found = tl.load(scales + offsets, mask=mask, other=0).to(tl.int32) << 23
-    scale = found.to(tl.float32, bitcast=True)
-    return tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, 16]), [ROWS, GROUPS * 16])
+def _e2m1(words, scale, KIND: tl.constexpr, NIBBLE: tl.constexpr, NATIVE: tl.constexpr):
+    # Of words int16 [ROWS, W] one nibble each, times its scale. Exponent and mantissa are moved to those of a
+    # wider number, which is 2 ** 126 times smaller (a subnormal stays one), so _powers has larger scales.
+    if NATIVE:
+        number = tl.inline_asm_elementwise(
+            _asm(NIBBLE), "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        code = words.to(tl.int32) >> (4 * NIBBLE)
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        number = (bits.to(tl.float32, bitcast=True) * scale).to(KIND)
+    return number
+
+
+@triton.jit
+def _powers(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    # Powers of two by their exponents in e8m0, times 2 ** 126: [ROWS, 8 GROUPS]; 8 neighbours have one.
+    exponent = tl.load(scales + offsets, mask=mask, other=0).to(tl.int32) + 126
+    if NATIVE:
+        power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.broadcast_to(power[:, :, None], [ROWS, GROUPS, 8]), [ROWS, GROUPS * 8])
 
 
 @triton.jit
@@ -313,6 +334,7 @@ def _product(
     NATIVE: tl.constexpr,
 ):
     _begin(NATIVE)
+    KIND: tl.constexpr = x.dtype.element_ty
     # Neighbouring programs have the same weight rows of tiles that follow each other, often of one expert:
     # the weights come from L2 then, and so does x when the next weight rows want it again.
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
@@ -343,36 +365,34 @@ def _product(
         if GATED:
             up_scale = tl.load(own_scales + N // GROUP * APART)
     if SCALES == "mxfp4":
-        # Two columns in a byte, j and j + 16 of each 32, so two products of half of the columns.
-        h, g = tl.arange(0, INNER // 2), tl.arange(0, INNER // 32)
+        # Four columns in a word, 8 apart of each 32: four products of a quarter of the columns.
+        h, g = tl.arange(0, INNER // 4), tl.arange(0, INNER // 32)
         first_row = expert * HEIGHT + n[:, None]
-        own_bytes = weight + first_row * (K // 2) + h[None, :]
-        own_groups = first_row * APART + g[None, :]
-        half = x + x_row[:, None] * K + (h // 16 * 32 + h % 16)[None, :]
+        words_of = weight + first_row * (K // 4) + h[None, :]
+        groups_of = scales + first_row * APART + g[None, :]
+        quarter = x + x_row[:, None] * K + (h // 8 * 32 + h % 8)[None, :]
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
-            left = K // 2 - i * (INNER // 2)
+            left = K // 4 - i * (INNER // 4)
             real = (h < left)[None, :]
-            real_groups = inside[:, None] & (g < left // 16)[None, :]
-            low_x = tl.load(half + i * INNER, mask=there[:, None] & real, other=0.0).T
-            high_x = tl.load(half + i * INNER + 16, mask=there[:, None] & real, other=0.0).T
-            codes = tl.load(own_bytes + i * (INNER // 2), mask=inside[:, None] & real, other=0).to(tl.int32)
-            groups = own_groups + i * (INNER // 32)
-            scale = _of_group(scales, groups, real_groups, INNER // 32, ROWS)
-            acc = tl.dot(_numbers(codes, scale, 8, 0).to(low_x.dtype), low_x, acc)
-            acc = tl.dot(_numbers(codes, scale, 128, 4).to(low_x.dtype), high_x, acc)
+            real_groups = inside[:, None] & (g < left // 8)[None, :]
+            words = tl.load(words_of + i * (INNER // 4), mask=inside[:, None] & real, other=0)
+            power = _powers(groups_of, i * (INNER // 32), real_groups, INNER // 32, ROWS, NATIVE)
             if GATED:
-                beyond = own_bytes + N * (K // 2) + i * (INNER // 2)
-                codes = tl.load(beyond, mask=inside[:, None] & real, other=0).to(tl.int32)
-                scale = _of_group(scales, groups + N * APART, real_groups, INNER // 32, ROWS)
-                up = tl.dot(_numbers(codes, scale, 8, 0).to(low_x.dtype), low_x, up)
-                up = tl.dot(_numbers(codes, scale, 128, 4).to(low_x.dtype), high_x, up)
+                beyond = N * (K // 4) + i * (INNER // 4)
+                up_words = tl.load(words_of + beyond, mask=inside[:, None] & real, other=0)
+                beyond = N * APART + i * (INNER // 32)
+                up_power = _powers(groups_of, beyond, real_groups, INNER // 32, ROWS, NATIVE)
+            for q in tl.static_range(4):
+                x_block = tl.load(quarter + i * INNER + 8 * q, mask=there[:, None] & real, other=0.0).T
+                acc = tl.dot(_e2m1(words, power, KIND, q, NATIVE), x_block, acc)
+                if GATED:
+                    up = tl.dot(_e2m1(up_words, up_power, KIND, q, NATIVE), x_block, up)
     elif SCALES == "int4":
         # Four columns in a word, 32 apart: four products of 32 columns each. Scales are [groups, rows].
         h = tl.arange(0, 32)
         first_row = expert * HEIGHT + n
         words_of = weight + first_row[:, None] * (K // 4) + h[None, :]
         quarter = x + x_row[:, None] * K + h[None, :]
-        KIND: tl.constexpr = x.dtype.element_ty
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
             words = tl.load(words_of + i * 32, mask=inside[:, None], other=0).to(tl.int32)
             if GATED:
@@ -448,13 +468,16 @@ def product(
     weight in e4m3 x is, too, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes them; the
     result is in bfloat16 then. A weight of 4 bits is turned into x's type on the way.
     """
-    data, scales = weight.data, getattr(weight, "scale", None)
+    data: Tensor = weight.data
+    scales = getattr(weight, "scale", None)
     (tokens, chosen), experts = tiles.weights.shape, tiles.of_experts
     inner, rows = weight.shape[1], len(data) // experts // (2 if gated else 1)
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
     block_rows, block_inner = block_shape(block, inner, kind)
     group = BLOCK
+    if isinstance(weight.format, Mxfp4):
+        data = data.view(torch.int16)
     if isinstance(weight.format, Int4):
         block_inner, group = int4.BLOCK, inner // len(weight.scale)
     dtype = torch.bfloat16 if kind in ("rows", "blocks") else x.dtype
@@ -510,7 +533,7 @@ def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, in
     one, also where the other product, by whose scales the tile was chosen, has none. The
     last columns of MXFP4 can be fewer; those of int4 are a block of ops.int4."""
     if scales == "4 bits":
-        return block.rows, block.inner
+        return block.rows, max(64, block.inner)
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK
     return block.rows, math.gcd(block.inner, inner)

@@ -441,9 +441,9 @@ class Mxfp4:
         weight.data.copy_(mxfp4.pack(mxfp4.neighbours(blocks)))
 
     def take_scales(self, weight: Weight, scales: Tensor) -> None:
-        """scales: uint8 [N, K / 32]. Raises ValueError where one is none."""
-        if bool((scales == mxfp4.NAN).any()):
-            raise ValueError("has scales that are not finite")
+        """scales: uint8 [N, K / 32]. Raises ValueError where one is too large, or none."""
+        if bool((scales > mxfp4.LARGEST).any()):
+            raise ValueError(f"has scales above {mxfp4.LARGEST} (2.0), which are not computed")
         weight.scale.copy_(scales)
 
     def fill(self, weight: Weight, values: Tensor) -> None:
