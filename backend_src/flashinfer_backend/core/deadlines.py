@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many requests that wait are late, without a look at the others."""
+"""Requests that wait, and which of them are late, without a look at the others."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from typing import Generic, TypeVar
 
 from flashinfer_backend.core.request import Request
+
+T = TypeVar("T")
 
 
 class Deadlines:
@@ -31,3 +34,44 @@ class Deadlines:
     def handles(self) -> list[tuple[int, int]]:
         """(deadline, handle) of all, in their order."""
         return [(deadline, handle) for deadline, handle, _ in self._entries]
+
+
+class Waiting(Generic[T]):
+    """Requests in order of arrival, each with what is known of it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Request, T]] = {}  # by handle
+        self._deadlines = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def holds(self, request: Request) -> bool:
+        """Whether it is this one that waits; its handle may have been used again."""
+        return self._entries.get(request.handle, (None,))[0] is request
+
+    @property
+    def entries(self) -> list[tuple[Request, T]]:
+        """A copy, during whose use requests may leave."""
+        return list(self._entries.values())
+
+    def add(self, request: Request, entry: T) -> None:
+        if request.handle in self._entries:
+            raise ValueError(f"handle {request.handle} is already in use by an open request")
+        self._entries[request.handle] = request, entry
+        self._deadlines.add(request)
+
+    def remove(self, handle: int) -> tuple[Request, T] | None:
+        """None if there is no such one."""
+        found = self._entries.pop(handle, None)
+        if found is not None:
+            self._deadlines.remove(found[0])
+        return found
+
+    def late(self, now_ns: int) -> list[Request]:
+        """As Deadlines.late."""
+        return self._deadlines.late(now_ns)
+
+    def of_stub(self, pid: int) -> list[int]:
+        """Handles of a stub's."""
+        return [handle for handle in self._entries if handle >> 32 == pid]

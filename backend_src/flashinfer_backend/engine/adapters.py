@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from flashinfer_backend.core.deadlines import Deadlines
+from flashinfer_backend.core.deadlines import Waiting
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.models.adapters import WEIGHTS, Adapter, AdapterError
@@ -55,8 +55,8 @@ class AdapterPreparation:
         open_requests: those that have gone through here and have not ended."""
         self._load, self._open_requests = load, open_requests
         self._places = [Place(number) for number in range(count)]
-        self._waiting: dict[int, tuple[Request, float, Key | str]] = {}  # by handle, in order of arrival
-        self._deadlines = Deadlines()
+        # Since when a request waits, and for which adapter, or what is wrong with that.
+        self._waiting: Waiting[tuple[float, Key | str]] = Waiting()
         self.loads = 0
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class AdapterPreparation:
     @property
     def waiting(self) -> list[str]:
         """Folders of the adapters that requests wait for."""
-        return sorted({request.params.adapter for request, _, _ in self._waiting.values()})
+        return sorted({request.params.adapter for request, _ in self._waiting.entries})
 
     def needed(self, params: SamplingParams) -> bool:
         return bool(params.adapter)
@@ -77,34 +77,30 @@ class AdapterPreparation:
             key = folder, state(Path(folder, WEIGHTS))
         except OSError as error:
             key = f"the adapter {folder} cannot be read: {error.strerror or error}"
-        self._waiting[request.handle] = request, time.monotonic(), key
-        self._deadlines.add(request)
+        self._waiting.add(request, (time.monotonic(), key))
 
     def cancel(self, handle: int) -> Request | None:
         """Forget a waiting request; None if there is no such one."""
-        if handle not in self._waiting:
-            return None
-        request, _, _ = self._waiting.pop(handle)
-        self._deadlines.remove(request)
-        return request
+        found = self._waiting.remove(handle)
+        return None if found is None else found[0]
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = self._deadlines.late(now_ns)
+        late = self._waiting.late(now_ns)
         for request in late:
             self.cancel(request.handle)
         return late
 
     def drop_stub(self, pid: int) -> None:
         """Forget all requests of a stub."""
-        for handle in [h for h in self._waiting if h >> 32 == pid]:
+        for handle in self._waiting.of_stub(pid):
             self.cancel(handle)
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests whose adapter is on the device, or with what is wrong with it."""
         now, impatient = time.monotonic(), False
         earlier: set[Key] = set()
-        for request, since, key in list(self._waiting.values()):
+        for request, (since, key) in self._waiting.entries:
             if isinstance(key, str):
                 self.cancel(request.handle)
                 yield request, key
@@ -137,7 +133,7 @@ class AdapterPreparation:
         if error is None:
             place.future = None
             return None
-        if not any(key == place.key for _, _, key in self._waiting.values()):
+        if not any(key == place.key for _, (_, key) in self._waiting.entries):
             place.key = place.future = None
         if not isinstance(error, AdapterError):
             log.error("an adapter could not be loaded", exc_info=error)

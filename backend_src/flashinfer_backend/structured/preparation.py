@@ -9,9 +9,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-from flashinfer_backend.core.deadlines import Deadlines
+from flashinfer_backend.core.deadlines import Waiting
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -20,12 +19,6 @@ from flashinfer_backend.structured.grammar import Grammar, GrammarError
 
 log = logging.getLogger(__name__)
 MOST_THREADS = 8
-
-
-@dataclass(eq=False)
-class _Waiting:
-    request: Request
-    future: Future[Grammar]
 
 
 class GrammarPreparation:
@@ -41,9 +34,8 @@ class GrammarPreparation:
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
         self._threads = ThreadPoolExecutor(threads, "grammar")
-        self._waiting: dict[int, _Waiting] = {}  # by handle, in order of arrival
-        self._done: deque[_Waiting] = deque()  # some may not be wanted any more
-        self._deadlines = Deadlines()
+        self._waiting: Waiting[Future[Grammar]] = Waiting()
+        self._done: deque[tuple[Request, Future[Grammar]]] = deque()  # some may not be wanted any more
         if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
             self._threads.submit(self._load)
 
@@ -54,48 +46,43 @@ class GrammarPreparation:
         return bool(params.grammar_type)
 
     def submit(self, request: Request) -> None:
-        if request.handle in self._waiting:
-            raise ValueError(f"handle {request.handle} is already in use by an open request")
         params = request.params
         future = self._threads.submit(
             self._compiler.compile, params.grammar_type, params.grammar, params.end_id
         )
-        waiting = self._waiting[request.handle] = _Waiting(request, future)
-        self._deadlines.add(request)
-        future.add_done_callback(lambda _: self._done.append(waiting))
+        self._waiting.add(request, future)
+        future.add_done_callback(lambda _: self._done.append((request, future)))
 
     def cancel(self, handle: int) -> Request | None:
         """Forget a waiting request; None if there is no such one."""
-        waiting = self._waiting.pop(handle, None)
-        if waiting is None:
+        found = self._waiting.remove(handle)
+        if found is None:
             return None
-        self._deadlines.remove(waiting.request)
-        waiting.future.cancel()
-        return waiting.request
+        request, future = found
+        future.cancel()
+        return request
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = self._deadlines.late(now_ns)
+        late = self._waiting.late(now_ns)
         for request in late:
             self.cancel(request.handle)
         return late
 
     def drop_stub(self, pid: int) -> None:
         """Forget all requests of a stub."""
-        for handle in [h for h in self._waiting if h >> 32 == pid]:
+        for handle in self._waiting.of_stub(pid):
             self.cancel(handle)
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not wait any more: with their grammar in place, or with what is wrong."""
         while self._done:
-            waiting = self._done.popleft()
-            request = waiting.request
-            if self._waiting.get(request.handle) is not waiting:
+            request, future = self._done.popleft()
+            if not self._waiting.holds(request):
                 continue
-            del self._waiting[request.handle]
-            self._deadlines.remove(request)
+            self._waiting.remove(request.handle)
             try:
-                request.grammar = waiting.future.result()
+                request.grammar = future.result()
             except Exception as error:
                 if not isinstance(error, GrammarError):
                     log.error("the grammar of request %d failed", request.handle, exc_info=error)
