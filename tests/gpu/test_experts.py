@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
 from test_fp8 import assert_close, compare_engines
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
@@ -17,7 +18,9 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import device, torch_ops
 from flashinfer_backend.ops.weight import Weight
-from quantised import make_quantised
+from int4_checkpoints import make_int4
+from mxfp4_checkpoints import make_mxfp4
+from quantised import Quantised, make_quantised
 from tables import entries
 
 pytestmark = [
@@ -162,6 +165,26 @@ def test_engines(layout, kind, tmp_path):
     )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
     compare_engines(f"{layout}, {kind}", checkpoint, knobs, tmp_path, factor=2.5)
+
+
+OTHERS = ["gpt-oss", "gpt-oss in MXFP4", "qwen2-moe", "qwen3-moe in 4 bits"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_engines_of_other_families(kind, tmp_path):
+    """Beyond the windows of GPT-OSS, with its biases and sinks; with shared experts; in 4 bits."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8}
+    if kind.startswith("gpt-oss"):
+        published, folder = make_mxfp4(tmp_path, **sizes, head_dim=64, intermediate_size=256)
+        served = published if kind.endswith("MXFP4") else folder
+    elif kind == "qwen2-moe":
+        served = folder = make_checkpoint(kind, tmp_path / "model", **sizes, **EXPERTS)
+    else:
+        sizes |= {"head_dim": 128, "moe_intermediate_size": 256}
+        compare_engines(kind, make_int4("awq", "qwen3-moe", tmp_path / "model", **sizes), {}, tmp_path, 2.5)
+        return
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    compare_engines(kind, Quantised(served, model), {}, tmp_path, 2.5)
 
 
 def test_widths_that_the_kernels_do_not_have_are_refused(tmp_path):

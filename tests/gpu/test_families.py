@@ -19,7 +19,6 @@ KINDS = {
     "gemma2-capped": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0},
     "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0},
     "glm4": {},
-    "gpt-oss": {"head_dim": 64, "intermediate_size": 256},
     "granite": {"attention_multiplier": 0.1},
     "helium": {"head_dim": 64},
     "ministral3": {},
@@ -27,7 +26,6 @@ KINDS = {
     "olmo2": {},
     "olmo3": {},
     "phi3": {},
-    "qwen2-moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
     "seed-oss": {},
     "smollm3": {},
 }
