@@ -544,6 +544,8 @@ class OpenAiFuzz:
         "/v1/chat/completions": openai_requests.ChatRequest,
         "/v1/completions": openai_requests.CompletionRequest,
         "/v1/responses": openai_requests.ResponsesRequest,
+        "/v1/messages": openai_requests.MessagesRequest,
+        "/v1/messages/count_tokens": openai_requests.CountTokensRequest,
         "/tokenize": openai_requests.TokenizeRequest,
         "/detokenize": openai_requests.DetokenizeRequest,
     }
@@ -735,6 +737,7 @@ class OpenAiFuzz:
             ended = (
                 text.rstrip().endswith("[DONE]")
                 or "response.completed" in text
+                or "message_stop" in text
                 or "response.incomplete" in text
             )
             events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
