@@ -6,18 +6,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
+from engine.test_adapters import MODULES, make_adapter
 from engine.test_graph_steps import PROMPTS, ItemAttention
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker import graphs, runner
 from flashinfer_backend.worker.device_state import DeviceState
@@ -84,11 +87,13 @@ def graphed(state: DeviceState) -> list[GraphedAttention]:
     return found
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["one group", "windows"])
+@pytest.mark.parametrize("feature", ["one group", "windows", "adapters"])
 def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
-    windows: bool, tmp_path: Path, monkeypatch: Any
+    feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """With windows, those of two lengths, in turn with layers that see all."""
+    """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
+    rows without any."""
+    windows, options = feature == "windows", {}
     captures: list[ReplayedCapture] = []
 
     def capture() -> ReplayedCapture:
@@ -103,21 +108,34 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     folder, produced = Path("bundled"), []
     if windows:
         kinds = ["sliding_attention", "full_attention"]
-        options = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
-        folder = make_checkpoint("qwen3", tmp_path / "model", **options)
+        changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
+        folder = make_checkpoint("qwen3", tmp_path / "model", **changes)
+    if feature == "adapters":
+        options = {"max_loras": 2, "max_lora_rank": 8}
+        for seed in range(2):
+            form = {"r": 4 + seed, "lora_alpha": 64, "target_modules": MODULES}
+            adapter = make_adapter(resolve_model_dir(BUNDLED), tmp_path / str(seed), form, seed)
+            for each in params[seed::3]:
+                each.adapter = str(adapter)
     for name in ("without", "graphs"):
-        core = start_core(folder, tokens_per_block=16, max_num_seqs=8)
+        core = start_core(folder, tokens_per_block=16, max_num_seqs=8, **options)
         if name == "graphs":
             attentions = graphed(core.runner.state)
             core.runner.capture_graphs([2, 4, 8])
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
+            if options:  # with the graphs of steps without adapters, and of those with one in each row
+                for each in ("", str(tmp_path / "0")):
+                    alone = [msgspec.structs.replace(row, adapter=each) for row in params]
+                    produced[-1] += client.generate(PROMPTS, alone)
     assert captures[0].replays > 50 and len(attentions) == 1 + windows
     for attention in attentions:
         planned = attention.planned
         assert sum(each.taken for each in planned)
-    assert windows or sum(each.refused for each in attentions[0].planned)
+    assert feature != "one group" or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
+    if options:
+        assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
 
 
 def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
