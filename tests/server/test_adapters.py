@@ -7,6 +7,7 @@ import json
 import queue
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from running import BothDoors, both_running, build_repository
 from tritonclient.utils import np_to_triton_dtype
 
 from engine.test_adapters import make_adapter, merged
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
+from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 PROMPT, TOKENS = "The king and the queen", 12
@@ -148,6 +151,7 @@ def test_task_ids(server: BothDoors, adapters: dict[str, Path], texts: dict[str,
 
 def test_loaded_and_unloaded(server: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
     assert completion(server, "mine")[0] == 404
+    (adapters["named"].parent / "loop").symlink_to("loop")
     asked = {"lora_name": "mine", "lora_path": str(adapters["loaded"])}
     status, said = server.openai("/v1/load_lora_adapter", asked)
     assert status == 200 and "added successfully" in str(said)
@@ -160,12 +164,36 @@ def test_loaded_and_unloaded(server: BothDoors, adapters: dict[str, Path], texts
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"}, 403),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "../.."}, 403),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "none"}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "a\0"}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "loop"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": BUNDLED}, 400),
     ):
         assert server.openai(path, asked | change)[0] == code, (path, change)
     assert server.openai("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
     assert completion(server, "mine")[0] == 404
     assert server.openai("/v1/unload_lora_adapter", {"lora_name": "named"})[0] == 404
+
+
+def test_processes_that_store_task_ids_at_once(adapters: dict[str, Path], tmp_path: Path) -> None:
+    """Each has a task whose weights take the place of those of the others, for there is room for one."""
+    weights, numbers = (each[0] for each in trt_tensors(adapters["task"]))
+    config = EngineConfig(
+        model_dir=BUNDLED, tokenizer_dir=BUNDLED, max_loras=1, lora_cache_host_memory_bytes=weights.nbytes
+    )
+    run_dir = tmp_path / "user" / "run"
+
+    def store(task: int) -> None:
+        names = AdapterNames(config, run_dir)
+        for turn in range(8):
+            folder = names.keep_task(task, weights + np.float16((8 * task + turn) / 100), numbers)
+            assert folder.startswith(str(run_dir))
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(store, task) for task in range(4)]:
+            done.result(timeout=120)
+    left = sorted((each.name for each in (run_dir / "adapters").iterdir()), key=len)
+    assert len(left) == 2  # a task id, and its weights
+    assert AdapterNames(config, run_dir).task(int(left[0])).endswith(left[1])
 
 
 def test_build_refuses_what_does_not_fit(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from flashinfer_backend.models.adapters import AdapterError
@@ -39,12 +40,15 @@ async def load_adapter(door: Door, request: LoadRequest) -> Response:
     """Lets requests ask for an adapter. Raises ApiError."""
     adapters, root = door.adapters, door.model.lora_root
     assert adapters is not None and root is not None
-    folder = Path(root, request.lora_path).resolve()
+    try:
+        folder = Path(root, request.lora_path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a character 0
+        raise ApiError(f"lora_path cannot be followed: {error}", param="lora_path") from None
     if root not in folder.parents:
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
     if request.lora_name in door.model.names:
         raise ApiError(f"`{request.lora_name}` is the model's own name", param="lora_name")
-    _try(lambda: adapters.load(request.lora_name, folder, request.load_inplace), 400, "lora_path")
+    await _try(lambda: adapters.load(request.lora_name, folder, request.load_inplace), 400, "lora_path")
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 
@@ -52,12 +56,13 @@ async def unload_adapter(door: Door, request: UnloadRequest) -> Response:
     """Takes no more requests for an adapter. Raises ApiError."""
     adapters = door.adapters
     assert adapters is not None
-    _try(lambda: adapters.unload(request.lora_name), 404, "lora_name")
+    await _try(lambda: adapters.unload(request.lora_name), 404, "lora_name")
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
 
-def _try(change: Callable[[], None], status: int, param: str) -> None:
+async def _try(change: Callable[[], None], status: int, param: str) -> None:
     try:
-        change()
+        # A slow disk, or a process that holds the lock, keeps no other request.
+        await run_in_threadpool(change)
     except AdapterError as error:
         raise ApiError(str(error), status, param) from None

@@ -6,7 +6,6 @@ All processes of a server that take requests share them, in files of the model's
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -84,7 +83,7 @@ class AdapterNames:
                 raise AdapterError(
                     f"there is an adapter {shown(name)} already; unload it, or take another name"
                 )
-            if len(loaded) >= MOST_NAMES:
+            if len(loaded | {name: ""}) > MOST_NAMES:
                 raise AdapterError(f"there are {len(loaded)} adapters already; unload some")
             self._write(loaded | {name: str(folder)})
 
@@ -131,26 +130,30 @@ class AdapterNames:
                 f"lora_weights has {weights.nbytes} bytes for one adapter; it should have at most {most} (the"
                 " knob lora_cache_host_memory_bytes)"
             )
-        name = blake2b(config.tobytes() + weights.tobytes(), digest_size=16).hexdigest()
+        digest = blake2b(f"{config.shape} {weights.shape}".encode(), digest_size=16)
+        for array in (config, weights):
+            digest.update(np.ascontiguousarray(array).data)
+        name = digest.hexdigest()
         tasks = self._run_dir / TASKS_FOLDER
-        tasks.mkdir(exist_ok=True)
-        if not (tasks / name).is_dir():
-            new = Path(tempfile.mkdtemp(dir=tasks))
-            try:
-                self._convert(new, weights, config)
-                self._check(new)
-                with contextlib.suppress(OSError):  # another process was faster
+        # Without the lock another process may forget the folder before the id names it.
+        with rundir.locked(self._run_dir):
+            tasks.mkdir(exist_ok=True)
+            if not (tasks / name).is_dir():
+                new = Path(tempfile.mkdtemp(dir=tasks))
+                try:
+                    self._convert(new, weights, config)
+                    self._check(new)
                     new.rename(tasks / name)
-            finally:
-                shutil.rmtree(new, ignore_errors=True)
-        file = tasks / f"{number}.new"
-        file.write_text(name)
-        file.replace(tasks / str(number))
-        self._forget_tasks(tasks)
+                finally:
+                    shutil.rmtree(new, ignore_errors=True)
+            file = tasks / f"{number}.new"
+            file.write_text(name)
+            file.replace(tasks / str(number))
+            self._forget_tasks(tasks)
         return str(tasks / name)
 
     def _forget_tasks(self, tasks: Path) -> None:
-        """Keep the tasks used last, within lora_cache_host_memory_bytes."""
+        """Keep the tasks used last, within lora_cache_host_memory_bytes. The run directory is locked."""
         numbers = [file for file in tasks.iterdir() if file.is_file() and file.name.isdigit()]
         numbers.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         kept: set[str] = set()
@@ -176,6 +179,7 @@ class AdapterNames:
             for source in product.sources
         }
         tensors: dict[str, np.ndarray] = {}
+        usual, *_ = config[:, 2].tolist()
         alphas: dict[str, int] = {}
         for row, (number, layer, rank) in zip(weights, config.tolist(), strict=True):
             names = [name for name in _MODULES.get(number, ()) if (layer, name) in places]
@@ -195,7 +199,9 @@ class AdapterNames:
                 up = np.concatenate(np.split(up, 2)[::-1])
             tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(down.reshape(rank, columns))
             tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(up)
-            alphas[re.escape(module)] = rank  # the weights are scaled already
+            if rank != usual:
+                alphas[re.escape(module)] = rank
         save_file(tensors, folder / WEIGHTS)
-        text = json.dumps({"peft_type": "LORA", "alpha_pattern": alphas})
+        # The weights are scaled already: each module's alpha is its rank.
+        text = json.dumps({"peft_type": "LORA", "lora_alpha": usual, "alpha_pattern": alphas})
         (folder / ADAPTER_CONFIG).write_text(text)
