@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_generate import make_prompts
+from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.adapters import AdapterPreparation
+from flashinfer_backend.models.adapters import Adapter, AdapterError
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Ranks that are no powers of two, modules of fused products that others lack, and each way of scaling.
@@ -32,6 +41,7 @@ FORMS: list[dict[str, Any]] = [
         "layers_to_transform": [1],
     },
 ]
+SLOW = r"(.+)(.+)(.+)(.+)(.+)(.+)(.+)(.+)\3\4\5\6"  # of a number of ways that grows with a name's length
 ADAPTERS = {"max_loras": 2, "max_lora_rank": 16}
 
 
@@ -61,6 +71,7 @@ def merged(model_dir: Path, adapter: Path | None, prompts: list[list[int]], coun
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.generation_config.stop_strings = None
     found = []
     for prompt in prompts:
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
@@ -123,6 +134,18 @@ def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, 
     with serve(core, tmp_path) as client:
         for adapter in (*adapters, None):
             assert client.generate(prompts, asks(adapter)) == merged(model, adapter, prompts, 24)
+        # Numbers of one rank's share alone that are not finite are found by all.
+        broken = tmp_path / "broken"
+        shutil.copytree(adapters[0], broken)
+        tensors = load_file(broken / "adapter_model.safetensors")
+        for name, tensor in tensors.items():
+            if "lora_B" in name:
+                tensor[-1] = math.nan
+        save_file(tensors, broken / "adapter_model.safetensors")
+        failing = client.submit(prompts[0], asks(broken))
+        client.wait([failing])
+        assert "not finite" in client.failure[failing].message
+        assert client.generate_after_failures(prompts[:1], asks(None)) == merged(model, None, prompts[:1], 24)
     core.close()
 
 
@@ -136,6 +159,10 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
         folder.mkdir()
         for file in adapters[0].iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
+    pipe = tmp_path / "pipe"
+    pipe.mkdir()
+    os.mkfifo(pipe / "adapter_config.json")
+    (pipe / "adapter_model.safetensors").touch()
     (cut / "adapter_model.safetensors").write_bytes(b"0" * 100)
     config = json.loads((broken / "adapter_config.json").read_text())
     core = start_core(model, max_seq_len=160, max_lora_rank=16, max_loras=1)
@@ -145,6 +172,10 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
             (broken, {"peft_type": "IA3"}, 'peft_type "IA3"; only LORA'),
             (broken, {"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
             (broken, {"new_key": 1}, "new_key 1, an unknown key"),
+            (broken, {"lora_alpha": 10**400}, "should be a finite number"),
+            (broken, {"alpha_pattern": {SLOW: 1}}, "takes longer than"),
+            (broken, {"alpha_pattern": {"(": 1}}, "is no regular expression"),
+            (pipe, {}, "adapter_config.json cannot be read: it should be a regular file"),
             (cut, {}, "adapter_model.safetensors cannot be read"),
             (tmp_path / "none", {}, "cannot be read: No such file"),
         ):
@@ -158,6 +189,25 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
         (broken / "adapter_config.json").write_text(json.dumps(config))
         client.failure.clear()
         assert client.generate(prompts, asks(broken)) == merged(model, adapters[0], prompts, 24)
+
+
+def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    loads: list[Future[Any]] = []
+
+    def load(place: int, folder: str) -> Future[Any]:
+        loads.append(Future())
+        return loads[-1]
+
+    preparation = AdapterPreparation(load, 1, list)
+    for handle in (1, 2):
+        preparation.submit(Request(handle, np.zeros(4, np.int32), asks(tmp_path), 24))
+        assert not list(preparation.ready()) and len(loads) == handle
+        if handle == 1:
+            preparation.cancel(handle)
+            loads[0].set_exception(AdapterError("broken"))
+    loads[1].set_result(Adapter(tmp_path, (0, 0), 1, ()))
+    assert [problem for _, problem in preparation.ready()] == [None]
 
 
 def test_the_model_alone_takes_no_adapters(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class AdapterPreparation:
             key = folder, state(Path(folder, WEIGHTS))
         except OSError as error:
             key = f"the adapter {folder} cannot be read: {error.strerror or error}"
+        self._forget_failed(key)
         self._waiting.add(request, (time.monotonic(), key))
 
     def cancel(self, handle: int) -> Request | None:
@@ -98,7 +99,7 @@ class AdapterPreparation:
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests whose adapter is on the device, or with what is wrong with it."""
-        now, impatient = time.monotonic(), False
+        now, full, impatient = time.monotonic(), False, False
         earlier: set[Key] = set()
         for request, (since, key) in self._waiting.entries:
             if isinstance(key, str):
@@ -107,9 +108,10 @@ class AdapterPreparation:
                 continue
             place = self._place_of(key)
             if place is None:
-                if not impatient:
+                if not full:  # else there is no place for later ones either
                     self._begin(key, earlier)
-                    impatient = self._place_of(key) is None and now - since > PATIENCE_S
+                    full = self._place_of(key) is None
+                    impatient = full and now - since > PATIENCE_S
                 earlier.add(key)
                 continue
             if impatient or (place.future is not None and not place.future.done()):
@@ -133,11 +135,20 @@ class AdapterPreparation:
         if error is None:
             place.future = None
             return None
-        if not any(key == place.key for _, (_, key) in self._waiting.entries):
-            place.key = place.future = None
+        assert place.key is not None
+        self._forget_failed(place.key)
         if not isinstance(error, AdapterError):
             log.error("an adapter could not be loaded", exc_info=error)
         return str(error) or type(error).__name__
+
+    def _forget_failed(self, key: Key | str) -> None:
+        """Free the place of an adapter that could not be loaded, unless a request still waits for it."""
+        for place in self._places:
+            future = place.future
+            if place.key != key or future is None or not future.done() or future.exception() is None:
+                continue
+            if not any(key == other for _, (_, other) in self._waiting.entries):
+                place.key = place.future = None
 
     def _begin(self, key: Key, earlier: set[Key]) -> None:
         """Load an adapter, if there is a place that no request has. earlier: what others came for before."""

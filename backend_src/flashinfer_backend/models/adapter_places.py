@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flashinfer_backend.models.adapters import Adapter, AdapterError, changed
@@ -22,19 +23,21 @@ class AdapterWeights:
         self.adapter = adapter
         self.values: list[tuple[Tensor, Tensor]] = []
         try:
-            with safe_open(adapter.file, framework="pt") as file:
-                for piece in adapter.pieces:
-                    _, _, order = piece.source
-                    part = piece.source.part
-                    down = file.get_slice(piece.down)[:, part.columns].to(dtype)
-                    up = file.get_slice(piece.up)[part.rows].float() * piece.scale
-                    if order:
-                        up = up.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
-                    pair = down.contiguous(), up.to(dtype)
-                    if not all(bool(value.isfinite().all()) for value in pair):
-                        raise AdapterError(f"{adapter.file} has numbers that are not finite")
-                    self.values.append((pair[0].pin_memory(), pair[1].pin_memory()) if pin else pair)
-        except (OSError, SafetensorError) as error:
+            # Never mapped: a file that is cut meanwhile would end the process by a signal.
+            tensors = safetensors.torch.load(adapter.file.read_bytes())
+            for piece in adapter.pieces:
+                part, order = piece.source.part, piece.source.order
+                down = tensors[piece.down].to(dtype)
+                up = (tensors[piece.up].float() * piece.scale).to(dtype)
+                # Of the whole module, so that all ranks find the same.
+                if not (down.isfinite().all() and up.isfinite().all()):
+                    raise AdapterError(f"{adapter.file} has numbers that are not finite")
+                down, up = down[:, part.columns], up[part.rows]
+                if order:
+                    up = up.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+                pair = down.contiguous(), up.contiguous()
+                self.values.append((pair[0].pin_memory(), pair[1].pin_memory()) if pin else pair)
+        except (OSError, KeyError, SafetensorError) as error:
             raise AdapterError(f"{adapter.file} cannot be read: {error}") from None
         if changed(adapter):
             raise AdapterError(
@@ -68,9 +71,12 @@ class AdapterPlaces:
                 weight.adapters = LowRank(down, up, tuple(ends))
 
     @torch.inference_mode()
-    def install(self, place: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a place. On a GPU it is copied next to what runs there, and waited for."""
+    def install(self, place: int, weights: AdapterWeights, after: torch.cuda.Event | None = None) -> None:
+        """Put an adapter into a place. On a GPU it is copied next to what runs there, once the device has
+        come to `after`, and waited for."""
         with torch.cuda.stream(self._stream):  # None: no GPU
+            if after is not None:
+                after.wait()
             for layer in self._model.layers:
                 for product in layer.spec.adaptable:
                     adapters = getattr(layer, product.name).adapters

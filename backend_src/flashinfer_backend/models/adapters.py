@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import stat
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import regex
 from safetensors import SafetensorError, safe_open
 
 from flashinfer_backend.core.values import shown, some
@@ -23,6 +26,7 @@ from flashinfer_backend.models.spec import ModelSpec, Source
 
 WEIGHTS = "adapter_model.safetensors"
 MOST_CONFIG = 1 << 20  # bytes of adapter_config.json
+PATTERNS_S = 2.0  # for which the patterns of one adapter are compared with its modules
 PREFIX = "base_model.model."  # of PEFT's names in front of the model's own
 # Keys that change what an adapter computes, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,6 +63,8 @@ _TOLD = {
 }
 # They change the base model's weights before training.
 _CHANGED_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"
+# Of alpha_pattern: names, which take no time to compare.
+_NAME_PATTERN = re.compile(r"(?:[\w.-]|\\[.-])*")
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
@@ -98,7 +104,9 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
     """Of a folder with adapter_config.json and adapter_model.safetensors, what a rank's share `spec` of the
     model takes. Raises AdapterError."""
     config, path = _config(folder), folder / WEIGHTS
+    alphas = _Alphas(folder, config)
     try:
+        _check_kind(path)
         found_state = state(path)
         with safe_open(path, framework="numpy") as file:
             tensors = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -125,8 +133,7 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
                 f"{folder} has rank {own} at {module}; it should be 1 to {most_rank} (the knob max_lora_rank)"
             )
         rank = max(rank, own)
-        alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
-        scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
+        scale = alphas.of(module) / (math.sqrt(own) if config.get("use_rslora") else own)
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
         for layer, product, part, source, rows, times in found:
             pieces.append(Piece(layer, product, part, rows, source, names[0], names[1], scale * times))
@@ -136,6 +143,7 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
+        _check_kind(path)
         with path.open("rb") as file:
             text = file.read(MOST_CONFIG + 1)
         config = json.loads(text) if len(text) <= MOST_CONFIG else None
@@ -160,29 +168,73 @@ def _config(folder: Path) -> dict[str, Any]:
             f"{path} has init_lora_weights {shown(begun)}, which changes the base model: save the adapter"
             " again with path_initial_model_for_weight_conversion"
         )
-    _check_numbers(path, config)
     return config
 
 
-def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise AdapterError(f"{path} has alpha_pattern {shown(patterns)}; it should be an object")
-    for value in (config.get("lora_alpha", 8), *patterns.values()):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise AdapterError(f"{path} has lora_alpha {shown(value)}; it should be a finite number")
+def _check_kind(path: Path) -> None:
+    """Raises OSError for what is no file: a pipe would be waited for without end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it should be a regular file")
 
 
-def _of_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
-    """PEFT takes the first pattern that the module's name ends with, from a dot on."""
-    patterns: Mapping[str, float] = config.get(name) or {}
-    for pattern, value in patterns.items():
+class _Alphas:
+    """lora_alpha of each module: PEFT takes the first key of alpha_pattern, a regular expression, that the
+    module's name ends with, from a dot on."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._path = path = folder / ADAPTER_CONFIG
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise AdapterError(f"{path} has alpha_pattern {shown(patterns)}; it should be an object")
+        self._default = _number(path, config.get("lora_alpha", 8))
+        self._until = time.monotonic() + PATTERNS_S
+        self._patterns: list[tuple[Callable[[str], Any], float]] = []
+        for pattern, value in patterns.items():
+            self._left_s()
+            self._patterns.append((self._matches(pattern), _number(path, value)))
+
+    def of(self, module: str) -> float:
+        return next((value for matches, value in self._patterns if matches(module)), self._default)
+
+    def _matches(self, pattern: str) -> Callable[[str], Any]:
+        whole = rf"(.*\.)?({pattern})$"
+        if _NAME_PATTERN.fullmatch(pattern):
+            return re.compile(whole).match
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error:
-            raise AdapterError(f"{name} has {shown(pattern)}, which is no regular expression") from None
-    return default
+            compiled = regex.compile(whole, cache_pattern=False)
+        except (regex.error, RecursionError, OverflowError, ValueError):
+            raise AdapterError(
+                f"{self._path} has in alpha_pattern {shown(pattern)}, which is no regular expression"
+            ) from None
+
+        def matches(module: str) -> Any:
+            try:  # concurrent: other threads run meanwhile
+                return compiled.match(module, timeout=self._left_s(), concurrent=True)
+            except TimeoutError:
+                self._refuse()
+
+        return matches
+
+    def _left_s(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            self._refuse()
+        return left
+
+    def _refuse(self) -> NoReturn:
+        raise AdapterError(
+            f"{self._path} has an alpha_pattern that takes longer than {PATTERNS_S:.0f} s to compare with the"
+            " adapter's modules; name the modules in it"
+        )
+
+
+def _number(path: Path, value: Any) -> float:
+    try:
+        if not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except (TypeError, OverflowError):
+        pass
+    raise AdapterError(f"{path} has lora_alpha {shown(value)}; it should be a finite number")
 
 
 def _modules(folder: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:

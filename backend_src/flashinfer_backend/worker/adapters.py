@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from flashinfer_backend.models.adapter_places import AdapterPlaces, AdapterWeights
 from flashinfer_backend.models.adapters import Adapter, changed, read_adapter
 from flashinfer_backend.models.transformer import Transformer
@@ -24,8 +26,14 @@ class AdapterLoader:
         self._coming: dict[int, Future[Adapter]] = {}  # by place
 
     def load(self, place: int, folder: str) -> Future[Adapter]:
-        """Put the adapter of a folder into a place that no step names; raises AdapterError in the future."""
-        future = self._coming[place] = self._thread.submit(self._load, place, folder)
+        """Put the adapter of a folder into a place that no later step names before it is there; raises
+        AdapterError in the future."""
+        after = None
+        if self._model.device.type == "cuda":
+            # A step in flight may still read the place, of a request that was cancelled: what it computes
+            # can be in the prefix cache.
+            (after := torch.cuda.Event()).record()
+        future = self._coming[place] = self._thread.submit(self._load, place, folder, after)
         return future
 
     def wait(self, places: Iterable[int]) -> None:
@@ -34,13 +42,13 @@ class AdapterLoader:
             if place in self._coming:
                 self._coming[place].result()
 
-    def _load(self, place: int, folder: str) -> Adapter:
+    def _load(self, place: int, folder: str, after: torch.cuda.Event | None) -> Adapter:
         weights = self._cached.pop(folder, None)
         if weights is None or changed(weights.adapter):
             adapter = read_adapter(Path(folder), self._model.spec, self._most_rank)
             pin = self._model.device.type == "cuda"
             weights = AdapterWeights(adapter, self._model.dtype, pin)
-        self._places.install(place, weights)
+        self._places.install(place, weights, after)
         self._cached[folder] = weights
         held = sum(each.nbytes for each in self._cached.values())
         while held > self._host_bytes:
