@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 import torch
 from openai_server import OpenAiServer, openai_running
 from running import wait_for
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from embedding_checkpoints import ANSWERS, PROMPTS, make_embedder, make_reranker
 
 TEXTS = ["Once upon a time", "The king and the queen had a son. " * 20, "a", "Once upon a time there was"]
+BROKEN = 2047  # the token of which the embedder computes no numbers
 QUERY, DOCUMENTS = (
     "Who is the king?",
     ["The king is old.", "A tree", "The queen has a dog.", "The king is old!"],
@@ -30,7 +33,11 @@ LIMITS = ("max_num_tokens=64", "max_num_tokens_while_decoding=64", "max_seq_len=
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_embedder(tmp_path_factory.mktemp("models") / "tiny-embed")
+    folder = make_embedder(tmp_path_factory.mktemp("models") / "tiny-embed")
+    tensors = load_file(folder / "model.safetensors")
+    next(value for name, value in tensors.items() if "embed_tokens" in name)[BROKEN] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +91,18 @@ def test_the_openai_package_gets_embeddings_of_all_kinds_of_input(
     (one,) = embedding.call("/v1/embeddings", body)[2]["data"]
     prompted = theirs(embedder, [PROMPTS["query"] + TEXTS[0]])[0][0]
     close(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), prompted)
+
+
+def test_numbers_that_are_not_finite_are_an_error_of_their_request(
+    embedding: OpenAiServer, embedder: Path
+) -> None:
+    for form in ("float", "base64"):
+        body = {"input": [[5, 6], [BROKEN]], "encoding_format": form}
+        status, message, place = embedding.error("/v1/embeddings", body)[:3]
+        assert (status, place) == (500, "input[1]") and "not finite" in message
+    found = embedding.call("/v1/embeddings", {"input": TEXTS})[2]["data"]
+    close([each["embedding"] for each in found], theirs(embedder, TEXTS)[0])
+    assert embedding.call("/v1/models")[2]["data"][0]["task"] == "embed"
 
 
 def test_many_inputs_share_steps_and_blocks(embedding: OpenAiServer, embedder: Path) -> None:

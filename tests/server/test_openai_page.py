@@ -122,6 +122,14 @@ def test_the_bundled_model_is_said_to_be_tiny(door: OpenAiServer, browser: Brows
     wait_for(lambda: "is tiny" in _text(browser, "#hint"), "the hint")
 
 
+def test_a_model_that_writes_no_text_says_so(door: OpenAiServer, browser: Browser) -> None:
+    _open_page(door, browser)
+    listed = json.dumps({"data": [{"id": "vectors", "task": "embed"}]})
+    browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
+    wait_for(lambda: "Send texts to /v1/embeddings" in _text(browser, "#figures"), "what the model is")
+    assert browser.run("return document.getElementById('send').disabled")
+
+
 def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
     _open_page(door, browser)
     browser.run("document.getElementById('max_tokens').value = 99999")

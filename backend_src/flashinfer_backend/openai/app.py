@@ -286,5 +286,6 @@ def _model(door: Door, name: str) -> dict[str, Any]:
         "created": door.model.created,
         "owned_by": "flashinfer-backend",
         **of_adapter,
+        **({} if door.pooling is None else {"task": door.pooling.task}),
         "max_model_len": status.max_seq_len if status else None,
     }

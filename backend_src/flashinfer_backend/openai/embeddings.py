@@ -112,7 +112,7 @@ async def embeddings(door: Door, asked: tuple[EmbeddingRequest, list[Any]]) -> R
         data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(found)]
         return {"object": "list", "data": data}
 
-    return _answer(door, request, streams, "embd", shape, content)
+    return _answer(door, request, streams, "embd", places, shape, content)
 
 
 def read_rerank(door: Door, body: bytes) -> Pairs:
@@ -175,7 +175,7 @@ async def _scored(
         logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
         return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
-    return _answer(door, asked.request, streams, name, probability, content)
+    return _answer(door, asked.request, streams, name, asked.places, probability, content)
 
 
 def _submit(
@@ -207,6 +207,7 @@ def _answer(
     request: PooledRequest,
     streams: Streams,
     name: str,
+    places: Sequence[str],
     shape: Callable[[np.ndarray], Any],
     content: Callable[[list[Any]], dict[str, Any]],
 ) -> Response:
@@ -221,7 +222,16 @@ def _answer(
             chunk.ids.clear()  # the engine's one token means nothing
             note_sent(door, stream, chunk)
             values = [report.generation_logits for report in chunk.reports if report.generation_logits]
-            found[stream.index] = shape(np.frombuffer(values[0], "<f4"))
+            pooled = np.frombuffer(values[0], "<f4")
+            if not np.isfinite(pooled).all():  # JSON has no such numbers
+                place = places[stream.index]
+                raise ApiError(
+                    f"{place}: the model computed numbers that are not finite; check its weights, or serve it"
+                    " with dtype=bfloat16 or float32",
+                    500,
+                    place,
+                )
+            found[stream.index] = shape(pooled)
             chunk.reports.clear()
         counts = usage.body()
         del counts["completion_tokens"]
