@@ -369,7 +369,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters"),
         ({"response_format": {"type": "json_schema"}}, "JSON schema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "more than one"),
-        ({"structured_outputs": {"regex": "(("}}, "regex"),
+        ({"structured_outputs": {"regex": "(("}}, "grammar or tools) is not a valid regex: "),
         (
             {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
             "drop one",

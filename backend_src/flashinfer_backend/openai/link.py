@@ -28,6 +28,9 @@ MOST_REDUCERS = 4  # threads that reduce logits of prompts
 MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 SHUTTING_DOWN = "The server is shutting down."
+# How the engine begins an error of a guide, by the name of a tensor that these clients do not send; and here.
+OTHER_GUIDE = "guided_decoding_guide"
+ANSWERS_GUIDE = "the guide of the answer (from its format, grammar or tools)"
 
 
 class ClientLeft(Exception):
@@ -306,6 +309,8 @@ def unavailable(message: str) -> ApiError:
 def failure(stream: Stream) -> ApiError:
     """What a client is told of a sequence that failed."""
     message = stream.failure or ""
+    if stream.refused and message.startswith(OTHER_GUIDE):
+        message = ANSWERS_GUIDE + message.removeprefix(OTHER_GUIDE)
     if stream.refused and message.startswith(protocol.QUEUE_TIMEOUT):
         return ApiError(message, 503, code="queue_timeout")
     if stream.refused:
