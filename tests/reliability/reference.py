@@ -45,6 +45,9 @@ class Answer:
     reason: str
 
 
+ENDS_CHATS = "\nQuestion:"  # stop_strings of the bundled model's generation_config.json
+
+
 @dataclass(frozen=True)
 class Case:
     """A request and its right answers, one for each sequence. question: of a chat, whose prompt is made of
@@ -134,11 +137,13 @@ def cases(count: int, seed: int, folder: Path) -> list[Case]:
 
 
 def _with_stop(case: Case, rng: random.Random) -> Case:
-    """Now and then with a stop word that is in the first answer."""
-    text = case.answers[0].text
-    if len(text) < 20 or case.regex or rng.random() < 0.8:
+    """Now and then with a stop word that is in the first answer. A chat ends at the checkpoint's, which
+    clients of the ensemble have to send."""
+    text, stop = case.answers[0].text, ENDS_CHATS if case.question else ""
+    if not stop and len(text) >= 20 and not case.regex and rng.random() >= 0.8:
+        at = rng.randrange(4, len(text) - 6)
+        stop = text[at : at + rng.choice([1, 3, 6])]
+    if not stop:
         return case
-    at = rng.randrange(4, len(text) - 6)
-    stop = text[at : at + rng.choice([1, 3, 6])]
     cut = [Answer(a.text[: a.text.index(stop)], "stop") if stop in a.text else a for a in case.answers]
     return replace(case, stop=stop, answers=tuple(cut))
