@@ -25,6 +25,7 @@ ASKING: dict[str, Any] = {
     "context_logits": None,  # of the prompt, before anything is sampled
     "perf_metrics": None,
     "speculative_decoding": None,  # of the scheduler
+    "adapter": None,  # of the layers
     "top_logprobs": None,  # of log_probs
     "bias_values": None,  # of bias_ids
     "grammar": None,  # of grammar_type

@@ -35,6 +35,7 @@ class Knob:
     words: values accepted as they are. For a choice, all of them.
     low, high: bounds, both included, of an int, a float or each of sizes.
     aliases: other names that TensorRT-LLM has for it.
+    text: as Values.text.
     """
 
     name: str
@@ -47,10 +48,11 @@ class Knob:
     high: float = INT32_MAX
     aliases: tuple[str, ...] = ()
     in_trt: bool = False
+    text: str = ""
 
     @property
     def values(self) -> Values:
-        return Values(self.kind, self.words, self.low, self.high)
+        return Values(self.kind, self.words, self.low, self.high, self.text)
 
     def expected(self) -> str:
         """What the value may be, for tables and error messages."""
@@ -98,6 +100,7 @@ def engine_knobs(config: type[msgspec.Struct] = engine.EngineConfig) -> tuple[Kn
             field.name, field.default_text, field.values.kind,
             ENGINE_PLACES.get(field.name, _parameter(field.name)), field.meaning, words=field.values.words,
             low=field.values.low, high=field.values.high, in_trt=field.name in ENGINE_IN_TRT,
+            text=field.values.text,
         )
         for field in engine.fields(config)
     )  # fmt: skip

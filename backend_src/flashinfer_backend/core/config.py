@@ -27,14 +27,15 @@ class Setting:
 
     low, high: bounds, both included, of a number or of each of a list. words: further accepted texts.
     "auto" stands for the default, which can then lie outside the bounds; build.py takes the first word if
-    the field has no default. text: what other texts are.
+    the field has no default. text: what a text is that
+    names no folder.
     """
 
     meaning: str
     low: float = 0
     high: float = INT32_MAX
     words: tuple[str, ...] = ()
-    text: str = "a folder"
+    text: str = ""
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -400,6 +401,7 @@ def fields(config: type[msgspec.Struct]) -> list[Field]:
             raise TypeError(f"{config.__name__}.{field.name} should be Annotated with one Setting")
         setting = settings[0]
         kind, words = _kind(get_args(hint)[0])
+        kind = "text" if setting.text else kind
         values = Values(kind, words + setting.words, setting.low, setting.high, setting.text)
         default = None if field.required else field.default
         result.append(Field(field.name, setting.meaning, values, default))

@@ -16,7 +16,7 @@ FALSE_WORDS = ("False", "false", "FALSE", "0")
 MOST_SHOWN = 60  # characters of a wrong value
 INT32_MAX = 2**31 - 1
 
-Kind = Literal["int", "float", "bool", "choice", "sizes", "groups", "path", "folders"]
+Kind = Literal["int", "float", "bool", "choice", "sizes", "groups", "path", "folders", "text"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Values:
     words: tuple[str, ...] = ()
     low: float = 0
     high: float = INT32_MAX
-    text: str = "a folder"  # what a path is
+    text: str = ""  # what a text is
 
     def expected(self) -> str:
         """What the value may be, for tables and error messages."""
@@ -40,7 +40,9 @@ class Values:
             case "bool":
                 return "true, false"
             case "path":
-                return f"{self.text}, or {words}" if words else self.text
+                return f"a folder, or {words}"
+            case "text":
+                return f"{words}, or {self.text}" if words else self.text
             case "folders":
                 return f"{words}, or NAME=FOLDER with different names, separated by commas"
             case "sizes":
@@ -78,7 +80,7 @@ class Values:
                 whole = all(len(pair) == 2 and all(pair) for pair in pairs) and text.isprintable()
                 if whole and len(set(names)) == len(names):
                     value = ",".join(f"{name}={folder}" for name, folder in pairs)
-            case "path":
+            case "path" | "text":
                 value = text if text and text.isprintable() else None
         if value is None:
             raise ValueError(f"should be {self.expected()}")
