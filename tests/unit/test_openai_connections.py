@@ -60,6 +60,12 @@ class Running:
             return
         while scope["path"] == "/wait" and not self.release.is_set():
             await asyncio.sleep(0.01)
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for part in (b"one,", b"two"):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"done"})
 
@@ -89,6 +95,13 @@ def answer(sock: socket.socket) -> bytes:
         while part := sock.recv(65536):
             data += part
     return data
+
+
+@pytest.mark.parametrize(("path", "body"), [(b"/stream", b"one,two"), (b"/", b"done")])
+def test_a_client_of_http_1_0_gets_no_chunks(path: bytes, body: bytes) -> None:
+    with running() as server, server.connect(b"GET %s HTTP/1.0\r\n\r\n" % path) as sock:
+        head, _, got = answer(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head.lower() and got == body
 
 
 @pytest.mark.parametrize(

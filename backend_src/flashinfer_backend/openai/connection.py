@@ -72,18 +72,24 @@ class _Process:
 
 
 class _Answers:
-    """Tells a request's connection of its answer."""
+    """Tells a request's connection of its answer. HTTP/1.0 has no chunks, though uvicorn would send
+    them: there the end of the connection ends an answer of unknown length."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _connection.get()
-        ended = False
+        ended = unchunked = False
 
         async def noted(message: Message) -> None:
-            nonlocal ended
+            nonlocal ended, unchunked
             connection.answering = True
+            if message["type"] == "http.response.start" and scope["http_version"] == "1.0":
+                unchunked = all(name != b"content-length" for name, _ in message.get("headers", ()))
+            if unchunked:  # its cycle of this request takes a body of the length that it expects
+                cycle: Any = getattr(send, "__self__")  # noqa: B009
+                cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 ended = True
