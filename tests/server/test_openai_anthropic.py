@@ -284,7 +284,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container: Expected `null`"),
-        ({"speed": "fast"}, "speed: Invalid enum value"),
+        ({"speed": "fast"}, 'speed is "fast"'),
         ({"fallbacks": []}, "Unrecognized request argument supplied: fallbacks"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop_sequences": ["x" * 20000]}, "stop_sequences has 20000 bytes"),

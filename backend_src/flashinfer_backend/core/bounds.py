@@ -116,8 +116,8 @@ FIELDS = {
     **dict.fromkeys(
         ("thinking", "cache_control", "diagnostics", "thread", "context_management"), Bound(64, 4 * KIB)
     ),
-    **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options", "verbosity"), OPTIONS),
-    **dict.fromkeys(("conversation", "max_tool_calls", "top_logprobs"), OPTIONS),
+    **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options"), OPTIONS),
+    **dict.fromkeys(("conversation", "top_logprobs"), OPTIONS),
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
     "previous_response_id": NAME,
@@ -130,6 +130,11 @@ FIELDS = {
             "user",
             "safety_identifier",
             "prompt_cache_key",
+            "prompt_cache_retention",
+            "service_tier",
+            "speed",
+            "truncation",
+            "verbosity",
             "reasoning_effort",
         ),
         NAME,

@@ -40,11 +40,6 @@ from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_cal
 from flashinfer_backend.transport import protocol
 
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
-# Names by which templates ask whether the model is to reason: Qwen 3 and GLM; DeepSeek V3.1 and Granite.
-SWITCHES = {
-    "enable_thinking": r"\benable_thinking\b",
-    "thinking": r"\bthinking is (not )?defined|\bif thinking\b",
-}
 # Keys of a tool besides its name and schema, and the values that ask for nothing here.
 IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
     "type": (None, "custom"),
@@ -96,7 +91,7 @@ def conversation_of(door: Door, request: CountTokensRequest) -> Conversation:
     variables = _reasoning(door, request.thinking) if request.thinking is not None else {}
     config, guide = request.output_config or OutputConfig(), NO_GUIDE
     if config.effort is not None:
-        add_effort(variables, config.effort, "output_config.effort")
+        add_effort(door, variables, config.effort, "output_config.effort")
     if config.format is not None:
         guide = schema_guide(config.format.schema)
     prefilled = messages[-1]["role"] == "assistant"
@@ -247,7 +242,7 @@ def _tools(request: CountTokensRequest) -> Tools:
 def _reasoning(door: Door, thinking: Thinking) -> dict[str, Any]:
     """The template's variables for it: its switch and its budget, if it has them."""
     source = door.template.source if door.template else ""
-    switch = next((name for name, use in SWITCHES.items() if re.search(use, source)), None)
+    switch = door.template.switch if door.template else None
     if thinking.type != "enabled":
         return {switch: False} if switch and thinking.type == "disabled" else {}
     if thinking.budget_tokens is None:

@@ -19,6 +19,7 @@ LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts
 CONNECTIONS = "max-connections"
 STORE = "store-mib"
 
+
 # What argparse's add_argument takes for each.
 API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "workers": {
@@ -56,6 +57,12 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "FORMAT",
         "help": f"how the model writes its reasoning: {', '.join(REASONING_FORMATS)} (default: {AUTO}, as its"
         " chat template shows)",
+    },
+    "ignore-effort": {
+        "action": "store_true",
+        "default": False,
+        "help": "accept an effort of reasoning where the chat template has none, with a line in the log"
+        " (default: it is refused)",
     },
     "lora-root": {
         "metavar": "DIR",

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from starlette.responses import Response
@@ -71,6 +73,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    field: str = "messages"  # of the request, which holds them
 
 
 class Turn:
@@ -149,7 +152,8 @@ class Turn:
         """Makes ids of what was prepared. Raises ApiError."""
         (self.prompt,) = await self.door.encode([self.text], self.conversation.add_special_tokens)
         if not self.prompt:
-            raise ApiError("the chat template makes an empty prompt of the messages", param="messages")
+            field = self.conversation.field
+            raise ApiError(f"the chat template makes an empty prompt of {field}", param=field)
 
     async def submit(
         self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
@@ -207,6 +211,7 @@ def render(door: Door, conversation: Conversation) -> str:
         add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
         continue_final_message=conversation.continue_final_message,
         variables=conversation.variables,
+        field=conversation.field,
     )
 
 
@@ -298,7 +303,7 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
         )
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        add_effort(variables, request.reasoning_effort, "reasoning_effort")
+        add_effort(door, variables, request.reasoning_effort, "reasoning_effort")
     conversation = Conversation(
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
@@ -326,14 +331,42 @@ async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
     return JsonResponse(door, turn.streams, reply.body, reply.id)
 
 
-def add_effort(variables: dict[str, Any], effort: Any, param: str) -> None:
-    """Gives it to the template. Raises ApiError where chat_template_kwargs says another one."""
-    other = variables.setdefault("reasoning_effort", effort)
+def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -> None:
+    """Gives it to the template. Where that has none, `none` switches reasoning off, if there is a switch.
+    param: the field's place in the request. Raises ApiError where chat_template_kwargs says another one, and
+    for an effort that the template has not, unless the server is to ignore it."""
+    other = variables.get("reasoning_effort", effort)
     if other != effort:
         raise ApiError(
             f"{param} is {shown(effort)}, but chat_template_kwargs says {shown(other)}; give one of them",
             param=param,
         )
+    if not isinstance(effort, str):
+        raise ApiError(f"{param} is {shown(effort)}; it should be a text, such as low", param=param)
+    template = door.template
+    if template is None or template.reads("reasoning_effort"):
+        variables["reasoning_effort"] = effort
+    elif effort == "none":
+        if template.switch is not None and template.reads(template.switch):
+            variables.setdefault(template.switch, False)
+    elif door.model.ignore_effort:
+        _log_ignored()
+    else:
+        raise ApiError(
+            f"{param} is {shown(effort)}, but the checkpoint's chat template makes no use of"
+            " reasoning_effort. Leave it out, or start the server with --ignore-effort",
+            param=param,
+        )
+
+
+@cache
+def _log_ignored() -> None:
+    """Once in a process."""
+    print(
+        "openai: an effort of reasoning is ignored: the chat template makes no use of reasoning_effort",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class _Reply:

@@ -45,6 +45,7 @@ class Model:
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     openai_defaults: bool = False  # instead of generation_config.json's
+    ignore_effort: bool = False  # of reasoning, where the template has none
     max_loras: int = 0  # adapters that one step can have
     lora_root: Path | None = None  # below which adapters can be loaded at run time; None: none can
     max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
@@ -193,7 +194,7 @@ class Door:
             raise ApiError(
                 f"the model {self.model.names[0]} has no chat template (chat_template.jinja, or chat_template"
                 " in tokenizer_config.json); send its prompt to /v1/completions",
-                param="messages",
+                param=options.get("field", "messages"),
             )
         return self.template.render(messages, **options)
 

@@ -18,6 +18,7 @@ from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.openai.bounds import bounded, check_items
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.no_effect import check_no_effect
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
 
@@ -78,14 +79,19 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Of the engine's queue: the smallest number comes first, and how many seconds it may wait.
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
     queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
-    # They say whose request it is; the prefix cache needs no key.
+    # Of the table in openai/no_effect.py.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
 
     def __post_init__(self) -> None:
+        check_no_effect(self)
         _check_words("stop", self.stops)
         options = self.stream_options
         if options is None:
@@ -135,13 +141,13 @@ class ChatRequest(Sampling, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
     store: bool | None = None
+    verbosity: str | None = None  # of the table in openai/no_effect.py
     # Refused unless null.
     audio: Any = None
     functions: Any = None
     function_call: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    verbosity: Any = None
     chat_template: Any = None
 
     def __post_init__(self) -> None:
@@ -155,7 +161,6 @@ class ChatRequest(Sampling, kw_only=True):
             "function_call": "use tool_choice",
             "prediction": "it is not supported",
             "web_search_options": "it is not supported",
-            "verbosity": "it is not supported",
             "chat_template": "the checkpoint's own is used; see chat_template_kwargs",
         }.items():
             if getattr(self, name) is not None:
@@ -200,14 +205,15 @@ class ResponsesRequest(Sampling, kw_only=True):
     reasoning: dict[str, Any] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    truncation: Literal["disabled"] | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None  # of Codex: which session and turn it is
+    # Of the table in openai/no_effect.py. client_metadata: of Codex, which session and turn it is.
+    client_metadata: dict[str, Any] | None = None
+    max_tool_calls: Tokens | None = None
+    truncation: str | None = None
     # Refused unless they ask for nothing.
     background: bool | None = None
     conversation: Any = None
-    max_tool_calls: Any = None
     prompt: Any = None
     top_logprobs: Any = None
 
@@ -218,7 +224,7 @@ class ResponsesRequest(Sampling, kw_only=True):
                 "stream_options.include_usage is for chats and completions; here the last event has it",
                 param="stream_options",
             )
-        for name in ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs"):
+        for name in ("background", "conversation", "prompt", "top_logprobs"):
             if getattr(self, name):
                 raise ApiError(f"{name} is not supported", param=name)
         for what in self.include or []:
@@ -279,14 +285,15 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # They ask for nothing here: all prompts are cached.
+    # Of the table in openai/no_effect.py.
     cache_control: dict[str, Any] | None = None
-    speed: Literal["standard"] | None = None
+    speed: str | None = None
     # Refused unless they ask for nothing.
     context_management: ContextManagement | None = None
     mcp_servers: list[Any] | None = None
 
     def __post_init__(self) -> None:
+        check_no_effect(self)
         if self.mcp_servers:
             raise ApiError(
                 "mcp_servers is not supported: this server runs no tools; have the client run them",
@@ -303,9 +310,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: TopK | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    # They say whose request it is and how it is billed.
+    # Of the table in openai/no_effect.py.
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: str | None = None
     # Refused unless they ask for nothing.
     container: None = None
     diagnostics: Diagnostics | None = None

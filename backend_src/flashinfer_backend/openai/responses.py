@@ -26,6 +26,7 @@ from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effor
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
+from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import (
     ENCRYPTED_REASONING,
     ResponseFormat,
@@ -67,12 +68,12 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
     reasoning.pop("summary", None)  # reasoning is there whole
     if "effort" in reasoning:
-        add_effort(variables, reasoning.pop("effort"), "reasoning.effort")
+        add_effort(door, variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     functions = functions_of(request.tools or [])
     conversation = Conversation(
-        plain_messages(*messages_of(request, earlier)),
+        plain_messages(*messages_of(request, earlier), field="input"),
         read_tools(
             [tool for _, tool, _ in functions],
             _tool_choice(request.tool_choice),
@@ -82,6 +83,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
         _guide(request),
         request.structured_outputs is None,
         variables,
+        field="input",
     )
     turn = Turn(door, conversation, bool(request.stream))
     turn.prepare(request)
@@ -261,6 +263,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, A
 def _guide(request: ResponsesRequest) -> Guide:
     text = {name: value for name, value in (request.text or {}).items() if value is not None}
     form = text.pop("format", None)
+    check_value("verbosity", text.pop("verbosity", None), "text.verbosity")
     if text:
         raise ApiError(f"text.{next(iter(text))} is not supported", param="text")
     if form is None:

@@ -22,6 +22,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Processor time after which no further form of a conversation is tried. One may have 40 forms, and a try of
 # as many messages as there may be takes 0.1 s.
 TRIES_S = 2.0
+# Names by which templates ask whether the model is to reason: Qwen 3 and GLM; DeepSeek V3.1 and Granite.
+SWITCHES = {
+    "enable_thinking": r"\benable_thinking\b",
+    "thinking": r"\bthinking is (not )?defined|\bif thinking\b",
+}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -55,6 +60,15 @@ class ChatTemplate:
 
         return cls(default, tokens, found.get("tool_use"))
 
+    def reads(self, name: str) -> bool:
+        """Whether prompts with tools and without make use of a variable."""
+        return all(_uses(name, source) for source in (self.source, self.tool_source))
+
+    @property
+    def switch(self) -> str | None:
+        """The variable that switches reasoning."""
+        return next((name for name, use in SWITCHES.items() if re.search(use, self.source)), None)
+
     def render(
         self,
         messages: Messages,
@@ -63,14 +77,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        field: str = "messages",
     ) -> str:
-        """The prompt's text. Raises ApiError for what the template cannot take."""
+        """The prompt's text. field: of the request, which holds the messages. Raises ApiError for what the
+        template cannot take."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.tool_source if tools else self.source
         given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
         for name in given + list(variables or {}):
-            if not re.search(rf"\b{re.escape(name)}\b", source):
+            if not _uses(name, source):
                 param = name if name in ("tools", "documents") else "chat_template_kwargs"
                 raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
 
@@ -104,7 +120,7 @@ class ChatTemplate:
             except Exception as error:  # a template may raise anything, on purpose or not
                 errors.append(error)
         raise ApiError(
-            f"the checkpoint's chat template refuses the messages: {errors[0]}{advice}", param="messages"
+            f"the checkpoint's chat template refuses the messages: {errors[0]}{advice}", param=field
         ) from errors[0]
 
 
@@ -115,19 +131,21 @@ class Place(NamedTuple):
     content: str
 
 
-def plain_messages(messages: Messages, places: Sequence[Place] | None = None) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Messages, places: Sequence[Place] | None = None, field: str = "messages"
+) -> list[dict[str, Any]]:
     """Messages as templates take them: text as one string, arguments of calls as objects. places: of each
-    message (default: in `messages`). Raises ApiError."""
+    message (default: in `messages`). field: the request's that holds them. Raises ApiError."""
     if not messages:
-        raise ApiError("messages is empty; it should have at least one message", param="messages")
+        raise ApiError(f"{field} is empty; it should have at least one message", param=field)
     left = CONVERSATION.values
     for arguments in _written_arguments(messages):  # JSON in texts of a body, which nothing has counted
         left -= values(arguments.encode(errors="replace"), CONVERSATION.values)
         if left < 0:
             raise ApiError(
-                f"the arguments of all calls in messages have more than {CONVERSATION.values} values; they"
+                f"the arguments of all calls in {field} have more than {CONVERSATION.values} values; they"
                 " should have at most as many",
-                param="messages",
+                param=field,
             )
     if places is None:
         places = [Place(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
@@ -180,7 +198,7 @@ def _text(content: Any, place: str) -> str:
             raise ApiError(
                 f"{place}[{n}] is of type {shown(kind)}; only text is supported: "
                 '{"type": "text", "text": ...}',
-                param=place,
+                param=f"{place}[{n}]",
             )
         texts.append(text)
     return "\n".join(texts)
@@ -205,6 +223,10 @@ def _value_of(arguments: str) -> Any:
     except (ValueError, RecursionError):  # ValueError: also for half a surrogate pair
         return arguments
     return value
+
+
+def _uses(name: str, source: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -63,6 +63,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     metrics_dir: str
     doors: str
     lora_root: str | None = None
+    ignore_effort: bool = False
 
 
 def check_packages() -> None:
@@ -127,6 +128,7 @@ async def _run(options: WorkerOptions) -> int:
         tool_format=options.tool_format,
         reasoning_format=options.reasoning_format,
         openai_defaults=options.openai_defaults,
+        ignore_effort=options.ignore_effort,
         max_prompt_bytes=options.max_prompt_bytes,
         task=config.task,
         max_loras=config.max_loras,

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of fields that ask for nothing here.
+
+A field is accepted where leaving it out could not change what the client gets, and refused by its name with
+any other value. docs/openai.md shows the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.values import shown, some
+from flashinfer_backend.openai.errors import ApiError
+
+# The values that ask for nothing; None: all of the field's type do.
+NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    # Whose request it is, and for how long to keep what is cached anyway.
+    "user": None,
+    "safety_identifier": None,
+    "metadata": None,
+    "client_metadata": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "cache_control": None,
+    # How it is billed. Other tiers ask to be served before others: priority does that here.
+    "service_tier": ("auto", "default", "flex", "standard_only"),
+    "speed": ("standard",),
+    # Of beam search, which there is none of.
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    # Hints to OpenAI's models.
+    "verbosity": ("low", "medium", "high"),
+    # Tools that the server runs, of which there are none: no answer has more calls of them.
+    "max_tool_calls": None,
+    # auto may drop the beginning of a prompt that is too long, and need not: it is an error.
+    "truncation": ("disabled", "auto"),
+}
+
+
+def check_no_effect(body: msgspec.Struct) -> None:
+    """Raises ApiError for a field of the table that asks for something."""
+    for name in body.__struct_fields__:
+        if name in NO_EFFECT:
+            check_value(name, getattr(body, name), name)
+
+
+def check_value(name: str, value: Any, place: str) -> None:
+    """name: in the table. place: the field's in the request. Raises ApiError."""
+    taken = NO_EFFECT[name]
+    if value is not None and taken is not None and value not in taken:
+        words = [shown(one) for one in taken]
+        raise ApiError(
+            f"{place} is {shown(value)}, which this server cannot follow; it should be"
+            f" {'one of ' if len(words) > 1 else ''}{some(words)}, or left out",
+            param=place,
+        )
