@@ -174,6 +174,12 @@ def test_as_many_connections_as_there_are_files_for():
         (main, "--workers", "0", "0: it should be a whole number from 1 to 1024"),
         (main, "--port", "0", "0: it should be a whole number from 1 to 65535"),
         (main, "--max-request-bytes", "0", "0: it should be a whole number from 1 to"),
+        (
+            main,
+            "--allowed-origins",
+            "chat.example",
+            "chat.example: an origin is a scheme, a host and perhaps a port",
+        ),
         (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),
         (main, "--prompt-logits-mib", "inf", "inf: it should be a whole number from 0 to"),
         (launcher.main, "--drain-seconds", "nan", "nan: it should be 0 to 86400 seconds"),

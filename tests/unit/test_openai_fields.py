@@ -4,16 +4,22 @@ pages of other origins, the description of the API. No engine."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import re
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.openai import requests
+from flashinfer_backend.openai.app import Access, make_app
 from flashinfer_backend.openai.chat import add_effort
+from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.responses import messages_of
@@ -95,3 +101,96 @@ def test_errors_of_items_name_the_items() -> None:
     call = {"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}
     message, param = wrong([call])
     assert param == "input" and "of all calls in input have" in message
+
+
+MOST = 1000
+TEXT = json.dumps({"prompt": "ab " * 20}).encode()
+RAW = zlib.compressobj(wbits=-15)
+RAW_TEXT = RAW.compress(TEXT) + RAW.flush()
+
+
+class Api:
+    """The application of one process without an engine."""
+
+    def __init__(self, **access: Any) -> None:
+        folder = resolve_model_dir("bundled")
+        metrics: Any = SimpleNamespace(error=lambda status: None)
+        door = Door(Model(folder, folder, ("m",), 0), metrics)
+        limits = SimpleNamespace(vocab_size=2048, max_seq_len=100, max_input_len=99)
+        door.link = SimpleNamespace(engines=SimpleNamespace(status=limits))  # type: ignore[assignment]
+        self._app = make_app(door, Access(max_body_bytes=MOST, **access))
+
+    def call(
+        self, path: str, body: bytes = b"", method: str = "POST", **headers: str
+    ) -> tuple[int, dict[str, str], Any]:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": given, "query_string": b""}
+        asyncio.run(self._app(scope, receive, send))
+        text = b"".join(message.get("body", b"") for message in sent)
+        found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], found, json.loads(text) if text.startswith(b"{") else text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "words"),
+    [
+        ("gzip", gzip.compress(TEXT), 200, ""),
+        ("x-gzip", gzip.compress(TEXT), 200, ""),
+        ("deflate", zlib.compress(TEXT), 200, ""),
+        ("deflate", RAW_TEXT, 200, ""),
+        ("identity", TEXT, 200, ""),
+        ("gzip", gzip.compress(TEXT)[:-5], 400, "ends too early"),
+        ("gzip", gzip.compress(TEXT) * 2, 400, "bytes behind its end"),
+        ("gzip", TEXT, 400, "not in gzip"),
+        ("gzip", gzip.compress(b" " * (MOST - len(TEXT)) + TEXT), 200, ""),
+        ("gzip", gzip.compress(b" " * (MOST - len(TEXT) + 1) + TEXT), 413, "larger than 1000 bytes"),
+        ("br", TEXT, 415, "is br; it should be gzip, deflate or identity"),
+        ("gzip, gzip", TEXT, 415, "gzip, gzip"),
+    ],
+)
+def test_compressed_bodies(encoding: str, body: bytes, status: int, words: str) -> None:
+    found, _, answer = Api().call("/tokenize", body, content_encoding=encoding)
+    assert found == status and words in json.dumps(answer)
+
+
+def test_pages_of_other_origins() -> None:
+    page = "https://chat.example"
+    asks = {"origin": page, "access_control_request_method": "POST"}
+    allowed = "access-control-allow-origin"
+    assert allowed not in Api(keys=["k"]).call("/tokenize", TEXT, origin=page, authorization="Bearer k")[1]
+    api = Api(keys=["k"], origins=[page])
+    asks["access_control_request_headers"] = "authorization"
+    status, headers, _ = api.call("/v1/chat/completions", method="OPTIONS", **asks)
+    assert (status, headers[allowed]) == (200, page)
+    assert "authorization" in headers["access-control-allow-headers"].lower()
+    for key, status in (("k", 200), ("other", 401)):
+        found, headers, _ = api.call("/tokenize", TEXT, origin=page, authorization=f"Bearer {key}")
+        assert (found, headers[allowed]) == (status, page)
+        assert "x-request-id" in headers["access-control-expose-headers"]
+    asks["origin"] = "https://other.example"
+    assert allowed not in api.call("/tokenize", method="OPTIONS", **asks)[1]
+
+
+def test_the_models_are_listed_with_a_slash_behind() -> None:
+    api = Api()
+    for path in ("/v1/models", "/models"):
+        assert api.call(path + "/", method="GET")[2] == api.call(path, method="GET")[2]
+        assert api.call(path, method="GET")[2]["object"] == "list"
+
+
+def test_the_description_has_the_fields_of_the_structs() -> None:
+    found = Api(keys=["k"]).call("/openapi.json", method="GET", authorization="Bearer k")[2]
+    body = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    schema = found["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
+    assert schema["properties"].keys() == set(requests.ChatRequest.__struct_fields__)
+    assert schema["required"] == ["messages"] and schema["additionalProperties"] is False
+    ids = [one["operationId"] for path in found["paths"].values() for one in path.values()]
+    assert len(set(ids)) == len(ids) and found["security"] == [{"key": []}]

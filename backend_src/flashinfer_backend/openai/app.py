@@ -18,15 +18,24 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
-from flashinfer_backend.openai.adapters import load_adapter, read_load, read_unload, unload_adapter
+from flashinfer_backend.openai.adapters import (
+    LoadRequest,
+    UnloadRequest,
+    load_adapter,
+    read_load,
+    read_unload,
+    unload_adapter,
+)
 from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
+from flashinfer_backend.openai.description import description
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.embeddings import (
     embeddings,
@@ -36,9 +45,22 @@ from flashinfer_backend.openai.embeddings import (
     rerank,
     score,
 )
+from flashinfer_backend.openai.encodings import decompressed, encoding_of
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.request_ids import RequestIds
+from flashinfer_backend.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    MessagesRequest,
+    RerankRequest,
+    ResponsesRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from flashinfer_backend.openai.responses import read_responses, responses, store_of
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
@@ -53,28 +75,29 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, and how much. No keys: everybody."""
+    """Who may ask, and how much. No keys: everybody. origins: whose pages may, in browsers."""
 
     keys: Sequence[str] = ()
     max_body_bytes: int = 32 << 20
+    origins: Sequence[str] = ()
 
 
 def make_app(door: Door, access: Access) -> ASGIApp:
     """The ASGI application of one process."""
     app = FastAPI(openapi_url=None)
     bodies = Bodies(access.max_body_bytes)
-
-    readers = ThreadPoolExecutor(READERS, "large bodies")
+    posts: dict[str, type[msgspec.Struct]] = {}
 
     def post(
         path: str,
+        kind: type[msgspec.Struct],
         read: Callable[[Door, bytes], Any],
         handle: Callable[[Door, Any], Awaitable[Any]],
         *tasks: str,
         versions: Sequence[str] = ("/v1", ""),
     ) -> None:
-        """read: does all the work that grows with the body, but for tokenizing. tasks: of the models that
-        serve the path; none: all do."""
+        """kind: of the body. read: does all the work that grows with it, but for tokenizing. tasks: of the
+        models that serve the path; none: all do."""
 
         async def endpoint(request: Request) -> Response:
             if tasks:
@@ -83,26 +106,27 @@ def make_app(door: Door, access: Access) -> ASGIApp:
                 if len(body) < LARGE_BODY:
                     asked = read(door, body)
                 else:
-                    asked = await asyncio.get_running_loop().run_in_executor(readers, read, door, body)
+                    asked = await asyncio.get_running_loop().run_in_executor(bodies.readers, read, door, body)
             answer = await handle(door, asked)
             return answer if isinstance(answer, Response) else _json(answer)
 
         for prefix in versions:
             app.add_api_route(prefix + path, endpoint, methods=["POST"], response_model=None)
+            posts[prefix + path] = kind
 
-    post("/chat/completions", read_chat, chat, "generate")
-    post("/completions", read_completion, completions, "generate")
-    post("/responses", read_responses, responses, "generate")
-    post("/messages", read_message, message, "generate")
-    post("/messages/count_tokens", read_count, count_tokens)
-    post("/embeddings", read_embeddings, embeddings, "embed")
-    post("/rerank", read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
-    post("/score", read_score, score, "score")
+    post("/chat/completions", ChatRequest, read_chat, chat, "generate")
+    post("/completions", CompletionRequest, read_completion, completions, "generate")
+    post("/responses", ResponsesRequest, read_responses, responses, "generate")
+    post("/messages", MessagesRequest, read_message, message, "generate")
+    post("/messages/count_tokens", CountTokensRequest, read_count, count_tokens)
+    post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, "embed")
+    post("/rerank", RerankRequest, read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
+    post("/score", ScoreRequest, read_score, score, "score")
     if door.adapters is not None and door.model.lora_root is not None:
-        post("/load_lora_adapter", read_load, load_adapter)
-        post("/unload_lora_adapter", read_unload, unload_adapter)
-    post("/tokenize", read_tokenize, tokenize)
-    post("/detokenize", read_detokenize, shown_text)
+        post("/load_lora_adapter", LoadRequest, read_load, load_adapter)
+        post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter)
+    post("/tokenize", TokenizeRequest, read_tokenize, tokenize)
+    post("/detokenize", DetokenizeRequest, read_detokenize, shown_text)
 
     async def response(request: Request) -> Response:
         name = request.path_params["name"]
@@ -124,11 +148,22 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         )
 
     async def model(request: Request) -> Response:
-        return _json(_model(door, door.check_model(request.path_params["name"])))
+        if not (name := request.path_params["name"]):
+            return await models(request)
+        return _json(_model(door, door.check_model(name)))
 
     for prefix in ("/v1", ""):
         app.add_api_route(f"{prefix}/models", models, methods=READING, response_model=None)
         app.add_api_route(prefix + "/models/{name:path}", model, methods=READING, response_model=None)
+
+    gets = [
+        *(p + path for p in ("/v1", "") for path in ("/models", "/models/{name}", "/responses/{name}")),
+        *("/health", "/version", "/metrics", "/"),
+    ]
+
+    @app.api_route("/openapi.json", methods=READING)
+    async def openapi() -> Response:
+        return _json(description(posts, gets, bool(access.keys)))
 
     @app.api_route("/health", methods=READING)
     async def health() -> Response:
@@ -179,7 +214,16 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
-    return RequestIds(Ending(Guard(app, door, access.keys), door))
+    guarded: ASGIApp = Ending(Guard(app, door, access.keys), door)
+    if access.origins:  # in front of the guard: browsers ask without a key whether they may
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=access.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    return RequestIds(guarded)
 
 
 class Ending:
@@ -246,27 +290,41 @@ class Bodies:
     def __init__(self, most: int) -> None:
         """most: bytes of one body; together they may have MANY_BODIES times as many."""
         self._most, self._held = most, 0
+        self.readers = ThreadPoolExecutor(READERS, "large bodies")
 
     @asynccontextmanager
     async def arriving(self, request: Request) -> AsyncIterator[bytes]:
         """A request's body. Raises ApiError where it is too large, or too much with the others, before all of
         it has arrived."""
         parts, size = [], 0
+        encoding = encoding_of(request.headers.get("content-encoding", ""))
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > self._most:
             raise _too_large(self._most)
         try:
             async for part in request.stream():
                 size += len(part)
-                self._held += len(part)
+                self._hold(len(part))
                 if size > self._most:
                     raise _too_large(self._most)
-                if self._held > MANY_BODIES * self._most:
-                    raise ApiError("too many large requests are arriving at the same time; try again", 503)
                 parts.append(part)
-            yield b"".join(parts)
+            body = b"".join(parts)
+            if encoding is not None:  # of whatever size: a small body can become a large one
+                loop = asyncio.get_running_loop()
+                whole = await loop.run_in_executor(self.readers, decompressed, body, encoding, self._most)
+                if whole is None:
+                    raise _too_large(self._most)
+                size += len(whole)
+                self._hold(len(whole))
+                body = whole
+            yield body
         finally:
             self._held -= size
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        if self._held > MANY_BODIES * self._most:
+            raise ApiError("too many large requests are arriving at the same time; try again", 503)
 
 
 def _too_large(most: int) -> ApiError:

@@ -4,6 +4,8 @@ under these names, flashinfer_backend.serve with a prefix."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,16 @@ PROMPT_BYTES = 1 << 20
 LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts
 CONNECTIONS = "max-connections"
 STORE = "store-mib"
+
+
+def origin(text: str) -> str:
+    """An origin of pages, for argparse."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: an origin is a scheme, a host and perhaps a port, such as https://chat.example:8443,"
+            " with nothing behind; or *"
+        )
+    return text
 
 
 # What argparse's add_argument takes for each.
@@ -63,6 +75,13 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "default": False,
         "help": "accept an effort of reasoning where the chat template has none, with a line in the log"
         " (default: it is refused)",
+    },
+    "allowed-origins": {
+        "metavar": "ORIGIN",
+        "type": origin,
+        "action": "append",
+        "help": "an origin whose pages may use the API, such as https://chat.example, or * for all; repeat it"
+        " for several (default: none, only the API's own page)",
     },
     "lora-root": {
         "metavar": "DIR",

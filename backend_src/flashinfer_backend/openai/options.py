@@ -55,6 +55,7 @@ def worker_options(
         tool_format=options.tool_format,
         reasoning_format=options.reasoning_format,
         lora_root=_lora_root(options.lora_root, config),
+        allowed_origins=options.allowed_origins or [],
         ignore_effort=options.ignore_effort,
         openai_defaults=options.default_sampling == "openai",
         keys=_keys(options.api_key_file),

@@ -64,6 +64,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     doors: str
     lora_root: str | None = None
     ignore_effort: bool = False
+    allowed_origins: list[str] = []
 
 
 def check_packages() -> None:
@@ -141,7 +142,7 @@ async def _run(options: WorkerOptions) -> int:
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL
-    app = make_app(door, Access(options.keys, options.max_body_bytes))
+    app = make_app(door, Access(options.keys, options.max_body_bytes, options.allowed_origins))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     server = uvicorn.Server(
         limited_config(
