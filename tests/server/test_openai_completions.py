@@ -157,3 +157,25 @@ def test_the_best_of_several(client: openai.OpenAI) -> None:
 def test_wrong_completions(door: OpenAiServer, more: dict[str, Any], words: str) -> None:
     status, message, _, _ = door.error("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, **more})
     assert status == 400 and words in message
+
+
+def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
+    def ask(prompt: Any = "Once upon a time", **more: Any) -> Any:
+        own = {"return_token_ids": True, **more}
+        return client.completions.create(
+            model="tiny-chat", prompt=prompt, max_tokens=12, temperature=0.0, extra_body=own
+        )
+
+    free = ask()
+    word = free.choices[0].text.split()[0]
+    assert word not in ask(bad_words=[word]).choices[0].text.split()
+    ids = free.choices[0].prompt_token_ids
+    for most in (2, 1000, -1):
+        cut = ids[-most:] if most == 2 else ids
+        found = ask(truncate_prompt_tokens=most)
+        assert (found.usage.prompt_tokens, found.choices[0].text) == (len(cut), ask(cut).choices[0].text)
+    assert ask(request_id="mine-1").id == ask(request_id="mine-1")._request_id == "cmpl-mine-1"
+    assert ask(guided_choice=["Ulm"]).choices[0].text == "Ulm"
+    for name, guide in (("regex", "[ab]{3}"), ("grammar", 'root ::= "abba"'), ("json", {"enum": [7]})):
+        new, old = ask(structured_outputs={name: guide}), ask(**{f"guided_{name}": guide})
+        assert new.choices[0].text == old.choices[0].text != free.choices[0].text

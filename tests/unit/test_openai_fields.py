@@ -40,6 +40,15 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.CompletionRequest, {"prompt": "x"}, {"use_beam_search": False}, {"use_beam_search": True}),
         (requests.ChatRequest, CHAT, {"early_stopping": False}, {"early_stopping": True}),
         (requests.ChatRequest, CHAT, {"verbosity": "low"}, {"verbosity": "loud"}),
+        (requests.ChatRequest, CHAT, {"separate_reasoning": True}, {"separate_reasoning": False}),
+        (requests.ChatRequest, CHAT, {"prompt_logprobs": None}, {"prompt_logprobs": 1}),
+        (requests.ChatRequest, CHAT, {"allowed_token_ids": None}, {"allowed_token_ids": [1]}),
+        (requests.ChatRequest, CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
+        (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
+        (requests.ChatRequest, CHAT, {"guided_choice": ["a"]}, {"guided_choice": []}),
+        (requests.ChatRequest, CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
+        (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),
+        (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
         (requests.ResponsesRequest, RESPONSE, {"max_tool_calls": 3}, {"max_tool_calls": 0}),
         (requests.ResponsesRequest, RESPONSE, {"truncation": "auto"}, {"truncation": "middle"}),
         (requests.MessagesRequest, MESSAGE, {"service_tier": "standard_only"}, {"speed": "fast"}),
@@ -47,10 +56,10 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
 )
 def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refused: Any) -> None:
     requests.decode(kind, json.dumps({**base, **accepted}).encode())
-    for name in refused:
-        with pytest.raises(ApiError, match=f"^{name}") as wrong:
+    if refused:
+        with pytest.raises(ApiError) as wrong:
             requests.decode(kind, json.dumps({**base, **refused}).encode())
-        assert wrong.value.param == name
+        assert wrong.value.param in refused and wrong.value.message.startswith(wrong.value.param)
 
 
 def test_the_page_shows_the_table() -> None:

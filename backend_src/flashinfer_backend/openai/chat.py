@@ -52,6 +52,7 @@ from flashinfer_backend.openai.sampling import (
     guide_of,
     named_tokens,
     sampling_params,
+    shortened,
 )
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
@@ -146,7 +147,7 @@ class Turn:
         marks = formats.WITH_SPECIAL_TOKENS
         special = self.tool_format in marks or self.reasoning_format in marks
         self.skip_special_tokens = request.skip_special_tokens and not special
-        self.tokens = named_tokens(request, limits)
+        self.tokens = named_tokens(request, limits, door.tokenizer)
 
     async def encode(self) -> None:
         """Makes ids of what was prepared. Raises ApiError."""
@@ -162,6 +163,7 @@ class Turn:
         door = self.door
         if not self.prompt:
             await self.encode()
+        self.prompt = shortened(self.prompt, request, door.limits)
         params = sampling_params(
             request,
             door.defaults,
@@ -372,7 +374,7 @@ def _log_ignored() -> None:
 class _Reply:
     def __init__(self, turn: Turn, request: ChatRequest, model: str) -> None:
         self._turn, self._request = turn, request
-        self.id = f"chatcmpl-{secrets.token_hex(16)}"
+        self.id = f"chatcmpl-{request.request_id or secrets.token_hex(16)}"
         self._head: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion.chunk" if request.stream else "chat.completion",

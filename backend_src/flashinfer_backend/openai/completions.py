@@ -34,6 +34,7 @@ from flashinfer_backend.openai.sampling import (
     guide_of,
     named_tokens,
     sampling_params,
+    shortened,
 )
 from flashinfer_backend.openai.token_lists import TokenLists, prompt_lists
 from flashinfer_backend.serving.generation import Chunk
@@ -67,7 +68,7 @@ def read_completion(door: Door, body: bytes) -> Asked:
             param="prompt",
         )
     guide = guide_of(request.response_format, request.structured_outputs)
-    return Asked(request, model, prompts, guide, named_tokens(request, limits))
+    return Asked(request, model, prompts, guide, named_tokens(request, limits, door.tokenizer))
 
 
 async def completions(door: Door, asked: Asked) -> Response:
@@ -77,6 +78,7 @@ async def completions(door: Door, asked: Asked) -> Response:
     if isinstance(prompts[0], str):
         prompts = await door.encode(prompts, request.add_special_tokens)
         _check_ids(prompts, limits)
+    prompts = [shortened(prompt, request, limits) for prompt in prompts]
     n = request.n or 1
     count = request.best_of or n
     wants_prompt = bool(request.echo) and request.logprobs is not None
@@ -167,7 +169,7 @@ class _Reply:
     ) -> None:
         """count: completions that are made for each prompt."""
         self._door, self._request, self._streams, self._count = door, request, streams, count
-        self.id = f"cmpl-{secrets.token_hex(16)}"
+        self.id = f"cmpl-{request.request_id or secrets.token_hex(16)}"
         self._head: dict[str, Any] = {
             "id": self.id,
             "object": "text_completion",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE
+from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE, WORD_IDS
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.pooling import Task, read_pooling, read_prompts
 from flashinfer_backend.openai.errors import ApiError
@@ -169,6 +169,7 @@ class Door:
         the engine, each its own."""
         for name, held, bound, of in (
             ("prompt", lambda row: len(row.prompt), FIELDS["input_ids"], "ids"),
+            ("bad_words", lambda row: sum(map(len, row.params.bad_words)), WORD_IDS, "ids"),
             ("the guide", lambda row: len(row.params.grammar), GUIDE, "characters"),
         ):
             found = sum(held(row) * count for row, count in rows)

@@ -33,6 +33,8 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "early_stopping": (False,),
     # Hints to OpenAI's models.
     "verbosity": ("low", "medium", "high"),
+    # How SGLang's clients ask for reasoning as it is answered here.
+    "separate_reasoning": (True,),
     # Tools that the server runs, of which there are none: no answer has more calls of them.
     "max_tool_calls": None,
     # auto may drop the beginning of a prompt that is too long, and need not: it is an error.

@@ -33,6 +33,8 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=MOST)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+# The answer's id, and a header of it.
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$")]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 
 
@@ -72,6 +74,13 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None
     structured_outputs: StructuredOutputs | None = None
+    # Older names of vLLM for the same.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -89,10 +98,28 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
+    # Refused unless null.
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_no_effect(self)
         _check_words("stop", self.stops)
+        _check_words("bad_words", self.bad_words or [])
+        if not all(self.bad_words or ["x"]):
+            raise ApiError("bad_words holds an empty text; leave it out", param="bad_words")
+        if self.truncate_prompt_tokens == 0:
+            raise ApiError(
+                "truncate_prompt_tokens is 0; it should be 1 or more, or -1 for as many as the model takes",
+                param="truncate_prompt_tokens",
+            )
+        for name, instead in {
+            "allowed_token_ids": "use structured_outputs, or logit_bias",
+            "prompt_logprobs": "use echo and logprobs of /v1/completions",
+        }.items():
+            if getattr(self, name) is not None:
+                raise ApiError(f"{name} is not supported: {instead}", param=name)
+        self._read_guided()
         options = self.stream_options
         if options is None:
             return
@@ -107,6 +134,25 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ApiError(
                 "stream_options.continuous_usage_stats needs include_usage true", param="stream_options"
             )
+
+    def _read_guided(self) -> None:
+        """Makes structured_outputs of its older names."""
+        given = {
+            name: value
+            for name in ("json", "regex", "choice", "grammar")
+            if (value := getattr(self, f"guided_{name}")) is not None
+        }
+        if not given:
+            return
+        names = [f"guided_{name}" for name in given]
+        if len(given) > 1 or self.structured_outputs is not None:
+            names += [] if self.structured_outputs is None else ["structured_outputs"]
+            raise ApiError(f"{' and '.join(names)} say what the answer is; give one of them", param=names[0])
+        if self.guided_choice is not None and not (self.guided_choice and all(self.guided_choice)):
+            raise ApiError(
+                "guided_choice should hold at least one text, and no empty one", param="guided_choice"
+            )
+        self.structured_outputs = StructuredOutputs(**given)
 
     @property
     def stops(self) -> list[str]:
@@ -141,7 +187,10 @@ class ChatRequest(Sampling, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
     store: bool | None = None
-    verbosity: str | None = None  # of the table in openai/no_effect.py
+    request_id: RequestId | None = None
+    # Of the table in openai/no_effect.py.
+    verbosity: str | None = None
+    separate_reasoning: bool | None = None
     # Refused unless null.
     audio: Any = None
     functions: Any = None
@@ -176,6 +225,7 @@ class CompletionRequest(Sampling, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = 16
     logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
+    request_id: RequestId | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool = True

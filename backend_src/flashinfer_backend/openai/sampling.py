@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from flashinfer_backend.core.bounds import WORD_IDS, check
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
 from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.openai.errors import ApiError
@@ -24,6 +25,7 @@ from flashinfer_backend.openai.requests import (
     TopK,
     TopP,
 )
+from flashinfer_backend.text.tokenizer import TextTokenizer
 
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 Guide = tuple[str, str]  # grammar type and text, as SamplingParams has them
@@ -75,20 +77,36 @@ class NamedTokens(NamedTuple):
     bias_ids: list[int]
     bias_values: list[float]
     stop_ids: list[int]
+    bad_words: list[list[int]] = []  # noqa: RUF012
 
 
 NO_TOKENS = NamedTokens([], [], [])
 
 
-def named_tokens(request: Sampling, limits: Limits) -> NamedTokens:
-    """Those of logit_bias and stop_token_ids. Raises ApiError for what are none."""
+def named_tokens(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> NamedTokens:
+    """Those of logit_bias, stop_token_ids and bad_words. Raises ApiError for what are none."""
     given = request.logit_bias or {}
     for value in given.values():
         if not -100.0 <= value <= 100.0:
             raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
     bias_ids = [_token(i, limits, "logit_bias") for i in given]
     stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
-    return NamedTokens(bias_ids, list(given.values()), stop_ids)
+    return NamedTokens(bias_ids, list(given.values()), stop_ids, _bad_words(request, limits, tokenizer))
+
+
+def _bad_words(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> list[list[int]]:
+    """The ids of each bad word at a text's beginning and behind a blank. Raises ApiError for too many."""
+    words = [form for word in request.bad_words or [] for form in (word, " " + word.lstrip())]
+    if not words:
+        return []
+    found = dict.fromkeys(tuple(ids) for ids in tokenizer.encode_batch(words, False))
+    # An id beyond the checkpoint's vocabulary never comes.
+    kept = [list(ids) for ids in found if ids and max(ids) < limits.vocab_size]
+    try:
+        check("bad_words", sum(map(len, kept)), WORD_IDS.values, "ids")
+    except ValueError as error:
+        raise ApiError(str(error), param="bad_words") from None
+    return kept
 
 
 def sampling_params(
@@ -131,6 +149,7 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         late_ids=tokens.stop_ids if request.min_tokens else [],
         stop_sequences=[[i] for i in tokens.stop_ids],
+        bad_words=tokens.bad_words,
         bias_ids=tokens.bias_ids,
         bias_values=tokens.bias_values,
         grammar_type=guide[0],
@@ -141,6 +160,14 @@ def sampling_params(
         adapter=adapter,
         speculative_decoding=request.speculative_decoding is not False,
     )
+
+
+def shortened(prompt: list[int], request: Sampling, limits: Limits) -> list[int]:
+    """The end of a prompt, as truncate_prompt_tokens asks for it."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    return prompt[-(limits.max_input_len if most == -1 else most) :]
 
 
 def _room(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
