@@ -151,13 +151,13 @@ class Api:
 @pytest.mark.parametrize(
     ("encoding", "body", "status", "words"),
     [
-        ("gzip", gzip.compress(TEXT), 200, ""),
-        ("x-gzip", gzip.compress(TEXT), 200, ""),
+        ("gzip", gzip.compress(TEXT, mtime=0), 200, ""),
+        ("x-gzip", gzip.compress(TEXT, mtime=0), 200, ""),
         ("deflate", zlib.compress(TEXT), 200, ""),
         ("deflate", RAW_TEXT, 200, ""),
         ("identity", TEXT, 200, ""),
-        ("gzip", gzip.compress(TEXT)[:-5], 400, "ends too early"),
-        ("gzip", gzip.compress(TEXT) * 2, 400, "bytes behind its end"),
+        ("gzip", gzip.compress(TEXT, mtime=0)[:-5], 400, "ends too early"),
+        ("gzip", gzip.compress(TEXT, mtime=0) * 2, 400, "bytes behind its end"),
         ("gzip", TEXT, 400, "not in gzip"),
         ("gzip", gzip.compress(b" " * (MOST - len(TEXT)) + TEXT), 200, ""),
         ("gzip", gzip.compress(b" " * (MOST - len(TEXT) + 1) + TEXT), 413, "larger than 1000 bytes"),
