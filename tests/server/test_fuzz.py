@@ -23,7 +23,7 @@ def test_random_requests_to_the_models(server: Server) -> None:
 
 
 def test_random_requests_to_the_openai_api(door: OpenAiServer) -> None:
-    check(fuzz(OpenAiFuzz(door, "hermes"), 400, seed=7), tuple(OpenAiFuzz.ROUTES))
+    check(fuzz(OpenAiFuzz(door, "hermes"), 800, seed=7), tuple(OpenAiFuzz.ROUTES))
     assert "Traceback" not in door.log
 
 
