@@ -100,17 +100,19 @@ def check(recorded: Recorded, sequences: list[list[int]], expected: Expected, mo
 PROMPTS = [[(7 * i + 11 * j) % 250 + 3 for j in range(9 + 3 * i)] for i in range(5)]
 
 
-def parameters(**options: Any) -> list[SamplingParams]:
+def parameters(max_tokens: int = 16, **options: Any) -> list[SamplingParams]:
     """Greedy and sampled ones."""
     return [
-        SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i, end_id=-1, **options)
+        SamplingParams(max_tokens=max_tokens, temperature=0.9 * (i % 2), seed=i, end_id=-1, **options)
         for i in range(len(PROMPTS))
     ]
 
 
-def answers(core: Any, folder: Path, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+def answers(
+    core: Any, folder: Path, prompts: list[list[int]] = PROMPTS, max_tokens: int = 16
+) -> list[list[int]]:
     with serve(core, folder) as client:
-        return client.generate(prompts, parameters()[: len(prompts)])
+        return client.generate(prompts, parameters(max_tokens)[: len(prompts)])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -135,12 +137,13 @@ def test_drafts_behind_a_cached_prefix_and_after_preemption(target: Path, tmp_pa
     expected = Expected(target, head)
     few: dict[str, Any] = {"max_tokens_in_paged_kv_cache": 128, "max_num_seqs": 5}
     core, (recorded,) = start(target, head, tokens_per_block=16, **few)
-    first = answers(core, tmp_path / "first")
+    # So long that they want the blocks together, however late the last of them comes.
+    first = answers(core, tmp_path / "first", max_tokens=40)
     assert core.scheduler.preemptions
     sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, first, strict=True)]
     assert check(recorded, sequences, expected, most=1) > 20
     core, (recorded,) = start(target, head, tokens_per_block=16)
-    again = [sequence[:-8] for sequence in sequences]
+    again = [sequence[:-32] for sequence in sequences]
     answers(core, tmp_path / "second", again)
     recorded.found.clear()
     longer = [prompt + tokens for prompt, tokens in zip(again, answers(core, tmp_path, again), strict=True)]
