@@ -4,7 +4,7 @@ and the weights in bfloat16, whatever their format in the file.
 
     python tools/convert_gguf.py FILE.gguf FOLDER
 
-transformers reads the file. Whatever it would leave out without a word is refused by name here.
+transformers reads the file. What it would silently leave out is refused by name here.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from flashinfer_backend.core.request import Request
@@ -39,9 +40,10 @@ class Deadlines:
 class Waiting(Generic[T]):
     """Requests in order of arrival, each with what is known of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, left: Callable[[T], object] = lambda entry: None) -> None:
+        """left: told of what was known of a request that is forgotten."""
         self._entries: dict[int, tuple[Request, T]] = {}  # by handle
-        self._deadlines = Deadlines()
+        self._deadlines, self._left = Deadlines(), left
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,17 +63,23 @@ class Waiting(Generic[T]):
         self._entries[request.handle] = request, entry
         self._deadlines.add(request)
 
-    def remove(self, handle: int) -> tuple[Request, T] | None:
-        """None if there is no such one."""
-        found = self._entries.pop(handle, None)
-        if found is not None:
-            self._deadlines.remove(found[0])
-        return found
+    def cancel(self, handle: int) -> Request | None:
+        """Forget a request; None if there is no such one."""
+        if handle not in self._entries:
+            return None
+        request, entry = self._entries.pop(handle)
+        self._deadlines.remove(request)
+        self._left(entry)
+        return request
 
-    def late(self, now_ns: int) -> list[Request]:
-        """As Deadlines.late."""
-        return self._deadlines.late(now_ns)
+    def drop_late(self, now_ns: int) -> list[Request]:
+        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
+        late = self._deadlines.late(now_ns)
+        for request in late:
+            self.cancel(request.handle)
+        return late
 
-    def of_stub(self, pid: int) -> list[int]:
-        """Handles of a stub's."""
-        return [handle for handle in self._entries if handle >> 32 == pid]
+    def drop_stub(self, pid: int) -> None:
+        """Forget all requests of a stub."""
+        for handle in [handle for handle in self._entries if handle >> 32 == pid]:
+            self.cancel(handle)

@@ -81,21 +81,13 @@ class AdapterPreparation:
         self._waiting.add(request, (time.monotonic(), key))
 
     def cancel(self, handle: int) -> Request | None:
-        """Forget a waiting request; None if there is no such one."""
-        found = self._waiting.remove(handle)
-        return None if found is None else found[0]
+        return self._waiting.cancel(handle)
 
     def drop_late(self, now_ns: int) -> list[Request]:
-        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = self._waiting.late(now_ns)
-        for request in late:
-            self.cancel(request.handle)
-        return late
+        return self._waiting.drop_late(now_ns)
 
     def drop_stub(self, pid: int) -> None:
-        """Forget all requests of a stub."""
-        for handle in self._waiting.of_stub(pid):
-            self.cancel(handle)
+        self._waiting.drop_stub(pid)
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests whose adapter is on the device, or with what is wrong with it."""

@@ -360,7 +360,7 @@ class Transformer(nn.Module):
         logits of tokens."""
         if len(self._wanted):
             logits = self._logits(hidden, None)
-            # On ranks other than 0, whose columns are fewer, nobody reads it.
+            # Ranks other than 0 have fewer columns, and their result is not read.
             return logits[:, self._wanted] if self.spec.shard.rank == 0 else logits[:, : len(self._wanted)]
         normed = self.ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
         return normed if self.score is None else F.linear(normed, self.score)

@@ -465,8 +465,8 @@ def product(
     gated: x[T, K] has a row for each token, the weight is [E 2N, K], and the result is ops.torch_ops.gated of
     its first N rows' product and that of the others. Else x[T k, K] has a row for each pair, the weight is
     [E N, K], and the result is multiplied by the pair's weight. The weight's bias is added before. With a
-    weight in e4m3 x is, too, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes them; the
-    result is in bfloat16 then. A weight of 4 bits is turned into x's type on the way.
+    weight in e4m3 x is also in e4m3, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes
+    them; the result is in bfloat16 then. A weight of 4 bits is turned into x's type on the way.
     """
     data: Tensor = weight.data
     scales = getattr(weight, "scale", None)

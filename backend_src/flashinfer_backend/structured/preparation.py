@@ -34,7 +34,7 @@ class GrammarPreparation:
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
         self._threads = ThreadPoolExecutor(threads, "grammar")
-        self._waiting: Waiting[Future[Grammar]] = Waiting()
+        self._waiting: Waiting[Future[Grammar]] = Waiting(left=Future.cancel)
         self._done: deque[tuple[Request, Future[Grammar]]] = deque()  # some may not be wanted any more
         if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
             self._threads.submit(self._load)
@@ -54,25 +54,13 @@ class GrammarPreparation:
         future.add_done_callback(lambda _: self._done.append((request, future)))
 
     def cancel(self, handle: int) -> Request | None:
-        """Forget a waiting request; None if there is no such one."""
-        found = self._waiting.remove(handle)
-        if found is None:
-            return None
-        request, future = found
-        future.cancel()
-        return request
+        return self._waiting.cancel(handle)
 
     def drop_late(self, now_ns: int) -> list[Request]:
-        """Forget and return the requests whose deadline, of the monotonic clock, is `now_ns` or before."""
-        late = self._waiting.late(now_ns)
-        for request in late:
-            self.cancel(request.handle)
-        return late
+        return self._waiting.drop_late(now_ns)
 
     def drop_stub(self, pid: int) -> None:
-        """Forget all requests of a stub."""
-        for handle in self._waiting.of_stub(pid):
-            self.cancel(handle)
+        self._waiting.drop_stub(pid)
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not wait any more: with their grammar in place, or with what is wrong."""
@@ -80,7 +68,7 @@ class GrammarPreparation:
             request, future = self._done.popleft()
             if not self._waiting.holds(request):
                 continue
-            self._waiting.remove(request.handle)
+            self._waiting.cancel(request.handle)
             try:
                 request.grammar = future.result()
             except Exception as error:
