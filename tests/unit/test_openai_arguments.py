@@ -180,6 +180,12 @@ def test_as_many_connections_as_there_are_files_for():
             "chat.example",
             "chat.example: an origin is a scheme, a host and perhaps a port",
         ),
+        (
+            main,
+            "--allowed-origins",
+            "https://Chat.example",  # no browser sends it so
+            "https://Chat.example: an origin is a scheme, a host and perhaps a port",
+        ),
         (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),
         (main, "--prompt-logits-mib", "inf", "inf: it should be a whole number from 0 to"),
         (launcher.main, "--drain-seconds", "nan", "nan: it should be 0 to 86400 seconds"),

@@ -201,5 +201,9 @@ def test_the_description_has_the_fields_of_the_structs() -> None:
     schema = found["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
     assert schema["properties"].keys() == set(requests.ChatRequest.__struct_fields__)
     assert schema["required"] == ["messages"] and schema["additionalProperties"] is False
+    assert (
+        found["paths"]["/v1/responses/{name}"].keys() == {"get", "delete"}
+        and "/openapi.json" in found["paths"]
+    )
     ids = [one["operationId"] for path in found["paths"].values() for one in path.values()]
     assert len(set(ids)) == len(ids) and found["security"] == [{"key": []}]

@@ -158,12 +158,13 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     gets = [
         *(p + path for p in ("/v1", "") for path in ("/models", "/models/{name}", "/responses/{name}")),
-        *("/health", "/version", "/metrics", "/"),
+        *("/health", "/version", "/metrics", "/openapi.json", "/"),
     ]
+    deletes = ["/v1/responses/{name}", "/responses/{name}"]
 
     @app.api_route("/openapi.json", methods=READING)
     async def openapi() -> Response:
-        return _json(description(posts, gets, bool(access.keys)))
+        return _json(description(posts, gets, deletes, bool(access.keys)))
 
     @app.api_route("/health", methods=READING)
     async def health() -> Response:

@@ -24,10 +24,10 @@ STORE = "store-mib"
 
 def origin(text: str) -> str:
     """An origin of pages, for argparse."""
-    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", text):
         raise argparse.ArgumentTypeError(
-            f"{text}: an origin is a scheme, a host and perhaps a port, such as https://chat.example:8443,"
-            " with nothing behind; or *"
+            f"{text}: an origin is a scheme, a host and perhaps a port in small letters, such as"
+            " https://chat.example:8443, with nothing behind; or *"
         )
     return text
 

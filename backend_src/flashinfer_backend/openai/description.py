@@ -14,9 +14,11 @@ _JSON = "application/json"
 _ERROR = {"description": "What was wrong, in OpenAI's form; in Anthropic's on the paths of its API."}
 
 
-def description(posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[str], keys: bool) -> dict[str, Any]:
-    """posts: the kind of body of each path. gets: paths without a body; parts in braces are parameters. keys:
-    whether requests need one."""
+def description(
+    posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[str], deletes: Sequence[str], keys: bool
+) -> dict[str, Any]:
+    """posts: the kind of body of each path. gets, deletes: paths without a body; parts in braces are
+    parameters. keys: whether requests need one."""
     kinds = list(dict.fromkeys(posts.values()))
     bodies, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, bodies, strict=True))
@@ -25,11 +27,11 @@ def description(posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[str], 
         content = {_JSON: {"schema": of_kind[kind]}}
         taken = {"requestBody": {"required": True, "content": content}}
         paths[path] = {"post": _operation("post", path) | taken}
-    for path in gets:
+    for method, path in [("get", path) for path in gets] + [("delete", path) for path in deletes]:
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         text = {"type": "string"}
         given = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
-        paths.setdefault(path, {})["get"] = {**_operation("get", path), "parameters": given}
+        paths.setdefault(path, {})[method] = {**_operation(method, path), "parameters": given}
     components: dict[str, Any] = {"schemas": schemas}
     found: dict[str, Any] = {
         "openapi": "3.1.0",

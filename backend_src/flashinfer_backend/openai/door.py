@@ -120,7 +120,7 @@ class Door:
 
     def adapter_folder(self, name: str) -> str | None:
         """Of the adapter that a request names as its model; None where it names the model itself."""
-        if self.adapters is None or name in self.model.names:
+        if self.adapters is None or not name or name in self.model.names:
             return None
         return self.adapters.folder(name)
 

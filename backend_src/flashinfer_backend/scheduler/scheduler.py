@@ -28,6 +28,7 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 NO_UPDATES = NONE.reshape(0, 4)
+NO_ADAPTERS = NONE.reshape(0, 2)
 # How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
 # 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
@@ -457,7 +458,7 @@ class Scheduler:
             drafts=wanted,
             following=following,
             recalled=recalled,
-            adapters=np.array(adapters, np.int32).reshape(-1, 2),
+            adapters=np.array(adapters, np.int32) if adapters else NO_ADAPTERS,
             adapted=bool(self.config.max_loras) and bool((table.adapter[slots] >= 0).any()),
         )
 

@@ -51,6 +51,8 @@ class AdapterNames:
         """Raises ValueError for a folder in lora_modules that holds no adapter for the model."""
         self._config, self._run_dir = config, run_dir
         self._fixed = {} if config.lora_modules == "none" else config.lora_modules
+        self._state: tuple[int, int, int] | None = None  # of the file of names, when it was read
+        self._names: dict[str, str] = {}
         for folder in self._fixed.values():
             self._check(Path(folder))
 
@@ -97,10 +99,16 @@ class AdapterNames:
             self._write(loaded)
 
     def _loaded(self) -> dict[str, str]:
+        """Read again when the file was replaced: several lookups a request have it."""
+        file = self._run_dir / NAMES_FILE
         try:
-            return json.loads((self._run_dir / NAMES_FILE).read_bytes())
+            found = os.stat(file)
+            state = found.st_ino, found.st_mtime_ns, found.st_size
+            if state != self._state:
+                self._state, self._names = state, json.loads(file.read_bytes())
         except FileNotFoundError:
             return {}
+        return dict(self._names)
 
     def _write(self, loaded: Mapping[str, str]) -> None:
         new = self._run_dir / f"{NAMES_FILE}.new"
