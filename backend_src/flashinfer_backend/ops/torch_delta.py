@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a gated delta net layer in plain torch: https://arxiv.org/abs/2412.06464.
+
+They compute in float32 and return x's dtype. T is the number of tokens in the step and R that of its rows;
+a row is a sequence's next tokens, starts[i] to starts[i + 1], one or more. Each sequence has a slot, whose
+states the operations read and write in place: a row goes on from where its slot's last one ended, wherever
+that was cut. Hk and Hv are the key and value heads, Hv a multiple of Hk; Dk and Dv are their dimensions.
+
+slots is int32 [R], starts int32 [R + 1]. `decodes` says how many rows in front have exactly one token.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens that are computed at once; a row's first chunk begins at its first token
+L2_EPS = 1e-6
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, conv_states: Tensor, slots: Tensor, starts: Tensor, decodes: int = 0
+) -> Tensor:
+    """silu of each channel's convolution with its last W inputs: x[T, C], weight[C, W] -> [T, C].
+
+    conv_states[S, C, W - 1] has each slot's last inputs, the latest last, and is written.
+    """
+    past = conv_states.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    single = slots[:decodes].long()
+    window = torch.cat([conv_states[single], x[:decodes].to(conv_states.dtype).unsqueeze(-1)], dim=-1)
+    conv_states[single] = window[..., 1:]
+    out[:decodes] = F.silu((window.float() * weight.float()).sum(-1)).to(x.dtype)
+    for slot, start, end in _rows(slots, starts, decodes):
+        inputs = torch.cat([conv_states[slot], x[start:end].t().to(conv_states.dtype)], dim=-1)
+        conv_states[slot] = inputs[:, inputs.shape[1] - past :]
+        summed = F.conv1d(inputs.float(), weight.float().unsqueeze(1), groups=len(weight))
+        out[start:end] = F.silu(summed).t().to(x.dtype)
+    return out
+
+
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of its state each head keeps, in log space, and how much of its value it writes: decay and
+    beta, float32 [T, Hv], of a, b[T, Hv] and the layer's a_log, dt_bias[Hv]."""
+    decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return decay, torch.sigmoid(b.float())
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    decodes: int = 0,
+) -> Tensor:
+    """Each token's query of its head's state, which its key and value change before: [T, Hv, Dv].
+
+    q, k[T, Hk, Dk], normalised here (and q scaled by Dk ** -0.5); v[T, Hv, Dv]; decay, beta float32 [T, Hv],
+    of `delta_gates`; states[S, Hv, Dk, Dv] float32. A token's state is S = exp(decay) S' + k (beta (v - k
+    exp(decay) S')) of the one before, S', and its result q S. Heads Hv / Hk in a row share a query and key.
+    """
+    share = v.shape[1] // k.shape[1]
+    q, k = (_normalised(x).repeat_interleave(share, dim=1) for x in (q, k))
+    q, dtype = q * q.shape[-1] ** -0.5, v.dtype
+    v, decay, beta = v.float(), decay.float(), beta.float()
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    single = slots[:decodes].long()
+    tokens = [x[:decodes] for x in (q, k, v, decay, beta)]
+    out[:decodes], states[single] = _next_token(states[single], *tokens)
+    for slot, start, end in _rows(slots, starts, decodes):
+        row = [x[start:end] for x in (q, k, v, decay, beta)]
+        out[start:end], states[slot] = _next_tokens(states[slot], *row)
+    return out.to(dtype)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension times silu(gate): x, gate[..., D], weight[D] -> [..., D]. The normed
+    value is rounded to x's dtype before the weight is applied."""
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return ((weight * normed).float() * F.silu(gate.float())).to(x.dtype)
+
+
+def _rows(slots: Tensor, starts: Tensor, decodes: int) -> list[tuple[int, int, int]]:
+    """Slot, first token and end of each row behind the first `decodes`."""
+    edges = itertools.pairwise(starts[decodes:].tolist())
+    return [(slot, *edge) for slot, edge in zip(slots[decodes:].tolist(), edges, strict=True)]
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _next_token(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token a row: state[R, Hv, Dk, Dv], q, k[R, Hv, Dk], v[R, Hv, Dv], decay, beta[R, Hv] -> results
+    [R, Hv, Dv] and the states behind them."""
+    kept = state * decay.exp()[..., None, None]
+    written = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ kept).squeeze(-2))
+    state = kept + k.unsqueeze(-1) * written.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _next_tokens(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One row's n tokens: state[Hv, Dk, Dv], q, k[n, Hv, Dk], v[n, Hv, Dv], decay, beta[n, Hv] -> results
+    [n, Hv, Dv] and the state behind them. Section 3.3 of the paper, whose names these are: what a chunk
+    writes depends linearly on the state before it, by U and W."""
+    n = len(q)
+    size = min(CHUNK, n)
+    padding = -n % size
+
+    def chunked(x: Tensor) -> Tensor:  # [chunks, Hv, size, ...]; a padded token changes nothing
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
+        return padded.unflatten(0, (-1, size)).transpose(1, 2)
+
+    q, k, v, decay, beta = (chunked(x) for x in (q, k, v, decay, beta))
+    total = decay.cumsum(-1)  # since the chunk's start
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    system = beta.unsqueeze(-1) * (k @ k.mT) * between
+    writes = beta.unsqueeze(-1) * torch.cat([v, k * total.exp().unsqueeze(-1)], dim=-1)
+    solved = torch.linalg.solve_triangular(system, writes, upper=False, unitriangular=True)
+    u, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.mT) * between
+    asks = q * total.exp().unsqueeze(-1)
+    rest = (total[..., -1:] - total).exp().unsqueeze(-1) * k  # what the chunk's end keeps of each key
+    kept = total[..., -1].exp()[..., None, None]
+    results = []
+    for i in range(len(q)):
+        written = u[i] - w[i] @ state
+        results.append(asks[i] @ state + scores[i] @ written)
+        state = kept[i] * state + rest[i].mT @ written
+    return torch.stack(results).transpose(1, 2).flatten(0, 1)[:n], state

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of gated delta net layers against transformers' own, in float32, over any cut of the
+tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as reference
+
+from flashinfer_backend.ops import torch_delta
+
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 16, 24, 4
+CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+SLOTS = 5
+LENGTHS = [1, 1, 150, 64, 3]  # of rows, two of one token in front
+CUTS = [1, 2, 63, 64, 65, 100]
+
+
+def words(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return words(0, *torch.tensor(lengths).cumsum(0).tolist())
+
+
+def token_inputs(tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v, decay, beta of so many tokens. Every third key is nearly the one before, as in text that
+    repeats itself."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k = normal(tokens, KEY_HEADS, KEY_DIM), normal(tokens, KEY_HEADS, KEY_DIM)
+    k[1::3] = k[0::3][: len(k[1::3])] + 0.01 * k[1::3]
+    v = normal(tokens, VALUE_HEADS, VALUE_DIM)
+    gates = normal(tokens, VALUE_HEADS), normal(tokens, VALUE_HEADS)
+    decay, beta = torch_delta.delta_gates(*gates, normal(VALUE_HEADS), normal(VALUE_HEADS))
+    return q, k, v, decay, beta
+
+
+def recurrent(inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' results [T, Hv, Dv] and state of one sequence, token by token."""
+    batch = (x.unsqueeze(0) for x in inputs)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    out, last = reference.torch_recurrent_gated_delta_rule(*batch, initial_state=state[None], **options)
+    return out[0], last[0]
+
+
+def test_gates_are_those_of_the_reference() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(7, VALUE_HEADS) * 10, torch.randn(7, VALUE_HEADS)
+    a_log, dt_bias = torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
+    decay, beta = torch_delta.delta_gates(a.bfloat16(), b.bfloat16(), a_log, dt_bias)
+    assert decay.dtype == beta.dtype == torch.float32
+    expected = -a_log.exp() * torch.nn.functional.softplus(a.bfloat16().float() + dt_bias)
+    torch.testing.assert_close(decay, expected)
+    torch.testing.assert_close(beta, b.bfloat16().float().sigmoid())
+
+
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_rows_of_any_length_compute_the_recurrence(decodes: int) -> None:
+    """Each in its own slot and from its own state; other slots are left alone."""
+    inputs = token_inputs(sum(LENGTHS))
+    states = torch.randn(SLOTS + 2, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    slots, starts = words(3, 0, 5, 1, 6), starts_of(LENGTHS)
+    before = states.clone()
+    out = torch_delta.gated_delta_rule(*inputs, states, slots, starts, decodes)
+    for row, slot in enumerate(slots.tolist()):
+        own = slice(int(starts[row]), int(starts[row + 1]))
+        expected, last = recurrent(tuple(x[own] for x in inputs), before[slot])
+        torch.testing.assert_close(out[own], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[slot], last, rtol=1e-4, atol=1e-5)
+    others = [slot for slot in range(len(states)) if slot not in slots.tolist()]
+    assert torch.equal(states[others], before[others])
+
+
+def test_chunks_are_those_of_the_reference() -> None:
+    inputs = token_inputs(200)
+    states = torch.randn(1, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "initial_state": states.clone()}
+    batch = (x.unsqueeze(0) for x in inputs)
+    expected, last = reference.torch_chunk_gated_delta_rule(*batch, **options)
+    out = torch_delta.gated_delta_rule(*inputs, states, words(0), words(0, 200))
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states, last, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_row_goes_on_where_the_last_one_was_cut(cut: int) -> None:
+    inputs, x = token_inputs(130), torch.randn(130, CHANNELS)
+    weight = torch.randn(CHANNELS, WIDTH)
+    results = []
+    for edges in ([0, 130], [0, cut, 130], [0, cut, cut + 1, 130]):
+        states = torch.zeros(2, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+        conv_states = torch.zeros(2, CHANNELS, WIDTH - 1)
+        parts = []
+        for start, end in itertools.pairwise(edges):
+            row = words(1), words(0, end - start), int(end - start == 1)
+            rule = torch_delta.gated_delta_rule(*(y[start:end] for y in inputs), states, *row)
+            convolved = torch_delta.causal_conv(x[start:end], weight, conv_states, *row)
+            parts.append((rule, convolved))
+        results.append((*(torch.cat(each) for each in zip(*parts, strict=True)), states, conv_states))
+    for other in results[1:]:
+        for found, whole in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    assert torch.equal(results[0][-1][1], x[-WIDTH + 1 :].t())
+
+
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_convolution_is_that_of_the_reference(decodes: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(sum(LENGTHS), CHANNELS), torch.randn(CHANNELS, WIDTH)
+    conv_states = torch.randn(SLOTS + 2, CHANNELS, WIDTH - 1)
+    slots, starts = words(3, 0, 5, 1, 6), starts_of(LENGTHS)
+    before = conv_states.clone()
+    out = torch_delta.causal_conv(x, weight, conv_states, slots, starts, decodes)
+    for row, slot in enumerate(slots.tolist()):
+        own = x[starts[row] : starts[row + 1]]
+        state = before[slot : slot + 1].clone()
+        expected = reference.causal_conv1d_update(own.t()[None], state, weight, activation="silu")[0].t()
+        torch.testing.assert_close(out[starts[row] : starts[row + 1]], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(conv_states[slot], state[0])
+    others = [slot for slot in range(len(before)) if slot not in slots.tolist()]
+    assert torch.equal(conv_states[others], before[others])
+
+
+def test_norm_is_that_of_the_reference() -> None:
+    torch.manual_seed(0)
+    x, gate = torch.randn(7, VALUE_HEADS, VALUE_DIM), torch.randn(7, VALUE_HEADS, VALUE_DIM)
+    norm = reference.Qwen3NextRMSNormGated(VALUE_DIM, eps=1e-5)
+    norm.weight.data = torch.rand(VALUE_DIM)
+    torch.testing.assert_close(torch_delta.gated_norm(x, gate, norm.weight.data, 1e-5), norm(x, gate))
+    x, gate, norm = x.bfloat16(), gate.bfloat16(), norm.bfloat16()
+    found = torch_delta.gated_norm(x, gate, norm.weight.data, 1e-5)
+    assert torch.equal(found, norm(x, gate))
