@@ -299,6 +299,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         ignore_eos=not args.respect_eos, check_tokens=args.check_tokens,
         keep_text=args.retokenize or args.sglang_json is not None, extra_body=sampling | args.extra_body,
         think_seconds=think, api_key=key, priority_per_output_token=priority,
+        lora_modules=tuple(filter(None, args.lora_modules.split(","))),
     )  # fmt: skip
     warm_up = warm_up if args.warm_up is None else args.warm_up
     if args.tokenizer is None:

@@ -132,6 +132,9 @@ def _requests(group: Any) -> None:
     add("--priority-per-output-token", type=integer(*INT32), default=0, metavar="N",
         help="OpenAI servers: each request's priority, N times its output tokens; with -1 those that order"
         " by it, the smallest first, take the longest answers first")  # fmt: skip
+    add("--lora-modules", default="", metavar="NAME,...",
+        help="names of adapters that requests ask for in turns: an OpenAI server by `model`, Triton by"
+        " `lora_name`")  # fmt: skip
     add(
         "--respect-eos",
         action="store_true",

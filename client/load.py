@@ -7,6 +7,7 @@ common start time. Every request is greedy and ignores its end token unless told
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -38,7 +39,8 @@ class Load:
     report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
     into HTTP's Authorization. priority_per_output_token: an OpenAI server gets this many times the output
     tokens as each request's priority (0: none), so that -1 asks vLLM and this backend for the longest answers
-    first."""
+    first. lora_modules: names of adapters, which requests (with all turns of a conversation) ask for in
+    turns."""
 
     backend: str
     url: str
@@ -58,6 +60,7 @@ class Load:
     think_seconds: float = 0.0
     api_key: str | None = field(default=None, repr=False)
     priority_per_output_token: int = 0
+    lora_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -87,6 +90,8 @@ class Load:
                 )
             if "priority" in self.extra_body:
                 raise ValueError("extra_body must not hold priority beside priority_per_output_token")
+        if self.lora_modules and self.backend == "triton-grpc":
+            raise ValueError("lora_modules is for HTTP: use backend triton, or an OpenAI server")
         if not self.ignore_eos:  # else nobody says how many tokens there were
             object.__setattr__(self, "check_tokens", True)
 
@@ -156,10 +161,11 @@ def run_load(
         len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
     )
     requests, total = [], 0
-    for prompt, due in zip(prompts, arrivals, strict=True):
-        body, later = form.encode(prompt.text, prompt.output_tokens), prompt.later
-        text = prompt.text if later else ""
-        requests.append(Request(total, body, prompt.prompt_tokens, prompt.output_tokens, due, text, later))
+    names = itertools.cycle(load.lora_modules or ("",))
+    for prompt, due, name in zip(prompts, arrivals, names, strict=False):
+        body, later = form.encode(prompt.text, prompt.output_tokens, name), prompt.later
+        text, lengths = prompt.text if later else "", (prompt.prompt_tokens, prompt.output_tokens)
+        requests.append(Request(total, body, *lengths, due, text, later, name))
         total += 1 + len(later)
     count = min(load.workers or default_workers(), len(requests), load.max_concurrency or len(requests))
     context = multiprocessing.get_context("spawn")

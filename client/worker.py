@@ -24,7 +24,7 @@ from client import grpc_wire
 from client.datasets import Prompt
 from client.metrics import RequestRecord
 from client.progress import Counters
-from client.wire import error_message, read_stream, request_body
+from client.wire import OPENAI, error_message, read_stream, request_body
 
 try:
     import uvloop
@@ -52,9 +52,11 @@ class BodyForm:
     types: dict[str, str] | None = None
     priority_per_output_token: int = 0
 
-    def encode(self, prompt: str | Sequence[str], max_tokens: int) -> bytes:
-        """The bytes of one request; prompt as in client.wire.request_body."""
+    def encode(self, prompt: str | Sequence[str], max_tokens: int, adapter: str = "") -> bytes:
+        """The bytes of one request; prompt as in client.wire.request_body. adapter: its name; "": none."""
         extra = self.extra
+        if adapter:
+            extra = extra | {"model" if self.backend in OPENAI else "lora_name": adapter}
         if self.priority_per_output_token:
             extra = extra | {"priority": self.priority_per_output_token * max_tokens}
         body = request_body(
@@ -78,6 +80,7 @@ class Request:
     due: float
     text: str = ""
     later: tuple[Prompt, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,8 @@ class _Sender:
             exchange = _Exchange(
                 request.index + number, before + turn.prompt_tokens, turn.output_tokens, number, scheduled
             )
-            await self._observed(self.plan.form.encode(said, turn.output_tokens), exchange)
+            body = self.plan.form.encode(said, turn.output_tokens, request.adapter)
+            await self._observed(body, exchange)
 
     async def _observed(self, body: bytes, exchange: _Exchange) -> None:
         self.exchanges.append(exchange)

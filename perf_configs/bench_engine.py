@@ -34,6 +34,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.worker.graphs import DecodeGraphs
 from perf_configs.engine_start import add_engine_options, parameters_from, start_on_gpu
 
 STUB = 1  # pid of the stub that the requests seem to come from
@@ -80,10 +81,10 @@ class Driver:
         self.last_id = 0
         self.shapes: list[tuple[int, int, int]] = []  # of steps: prefill rows, decode rows, prompt tokens
 
-    def submit(self, prompt: np.ndarray, max_tokens: int) -> None:
+    def submit(self, prompt: np.ndarray, max_tokens: int, adapter: str = "") -> None:
         self.last_id += 1
         handle = protocol.make_handle(STUB, self.last_id)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, adapter=adapter)
         self.socket.inbox.append(protocol.Submit(handle, prompt.astype("<i4").tobytes(), params))
 
     def step(self) -> None:
@@ -94,12 +95,14 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        return bool(self.socket.inbox or self.core.scheduler.requests or self.loop.in_flight)
+        waiting = len(self.loop.preparations)
+        return bool(self.socket.inbox or self.core.scheduler.requests or self.loop.in_flight or waiting)
 
     def step_until_all_decode(self) -> None:
         """Until the prompts of all requests so far are computed."""
         self.step()
-        while self.core.scheduler.prefilling or self.core.scheduler.queue:
+        scheduler = self.core.scheduler
+        while scheduler.prefilling or scheduler.queue or len(self.loop.preparations):
             self.step()
 
     def drain(self) -> None:
@@ -126,22 +129,21 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
     cpu = (time.thread_time() - cpu_began) / steps
     row = {"batch": batch, "context": context, "step_ms": wall * 1e3, "cpu_ms": cpu * 1e3}
     if core.runner.others is None:
-        graph = _graph_seconds(core, batch)
+        graph = graph_seconds(core, core.runner.graphs, batch)
         row |= {"graph_ms": graph * 1e3, "idle_share": 1.0 - graph / wall}
     driver.drain()
     return row
 
 
-def _graph_seconds(core: Core, rows: int) -> float:
+def graph_seconds(core: Core, graphs: DecodeGraphs | None, rows: int) -> float:
     """Device time of one replay of the decode graph that ran last, with what it read then; last tokens and
     lengths are put back, the cache positions that it writes are written again by the next real step."""
-    runner = core.runner
-    assert runner.graphs is not None, "the model's decode graphs are switched off"
+    assert graphs is not None, "the model's decode graphs are switched off"
     torch.cuda.synchronize()
-    state = runner.state
+    state = core.runner.state
     last_token, lengths = state.last_token.clone(), state.lengths.clone()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph = runner.graphs.graph(rows)
+    graph = graphs.graph(rows)
     for _ in range(3):
         graph.replay()
     state.lengths.copy_(lengths)

@@ -176,6 +176,20 @@ def test_a_scenario_of_known_lengths_tells_them_by_priority(server, tokenizer_fo
     assert all(body["priority"] == -2 * body["max_tokens"] for body in server.bodies)
 
 
+def test_conversations_ask_for_adapters_in_turns(server):
+    load = Load("openai", server.url, model="model", workers=1, lora_modules=("sql", "chat"))
+    prompts = [
+        Prompt("plain", 2, 3, (Prompt(" and more", 2, 2),)),
+        Prompt("other", 2, 9),
+        Prompt("last", 2, 4),
+    ]
+    assert not any(record.error for record in run_load(load, prompts).records)
+    asked = sorted((body["max_tokens"], body["model"]) for body in server.bodies)
+    assert asked == [(2, "sql"), (3, "sql"), (4, "sql"), (9, "chat")]
+    with pytest.raises(ValueError, match="lora_modules is for HTTP"):
+        Load("triton-grpc", "http://127.0.0.1:8001", lora_modules=("sql",))
+
+
 RAMP = "ramp.toml"  # a scenario
 WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
