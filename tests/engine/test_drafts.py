@@ -32,6 +32,7 @@ def parameters() -> list[SamplingParams]:
     params[6].presence_penalty, params[6].bad_words = 0.7, [[40], [46, 47], [47, 48, 49]]
     params[7].top_k, params[7].top_p, params[7].min_p = 20, 0.9, 0.02
     params[8].log_probs, params[8].top_logprobs = True, 3
+    params[1].allowed_ids = [*range(3, 200, 3), 101]
     params[9].bias_ids, params[9].bias_values, params[9].generation_logits = [5, 50], [4.0, -9.0], True
     params[10].min_tokens, params[10].late_ids, params[10].end_id = 15, [30, 32], 101
     params[11].log_probs = True

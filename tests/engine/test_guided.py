@@ -15,7 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.structured.compiler import GrammarCompiler, Vocabulary
 from flashinfer_backend.structured.grammar import Grammar
@@ -158,6 +158,31 @@ def test_guides_with_other_features(tokenizer, tmp_path):
         )
         assert len(client.tokens[other]) >= 5
         assert re.fullmatch("x+", tokenizer.backend.decode(client.tokens[other]))
+
+
+def test_guides_with_allowed_ids(tokenizer, tmp_path):
+    """Both hold, over bad words and biases, in forced texts as well; without a common token the request fails
+    alone."""
+    digits = [ids[0] for ids in tokenizer.encode_batch(list("0123456789"), False)]
+    few = {"allowed_ids": sorted([*digits[3:6], END])}
+    spoilt = {"bad_words": [[i] for i in digits], "bias_ids": digits, "bias_values": [float("-inf")] * 10}
+    core = start_bundled(speculative_method="ngram", max_draft_len=4)
+    with serve(core, tmp_path) as client:
+        ids = [
+            client.submit([0], guided("regex", "[0-9]{6}", **few)),
+            client.submit([0], guided("regex", "[0-9]{6}", top_p=0.9, min_tokens=50, **spoilt, **few)),
+            client.submit([0], guided("regex", "33[0-9]{3}77", **few)),
+            client.submit([0], guided("regex", "[a-z]{6}", **few)),
+            client.submit([0], PLAIN),
+        ]
+        client.wait(ids)
+        texts = [tokenizer.backend.decode(client.tokens[i]) for i in ids]
+        assert all(re.fullmatch("[345]{6}", text) for text in texts[:2])
+        assert re.fullmatch("33[345]{3}", texts[2]) and texts[3] == ""
+        assert {i: client.failure[i].message for i in client.failure} == dict.fromkeys(
+            ids[2:4], NO_TOKEN_LEFT
+        )
+        assert len(client.tokens[ids[4]]) == 60
 
 
 @pytest.mark.parametrize("bias", [float("-inf"), -3e38], ids=["infinite", "large"])

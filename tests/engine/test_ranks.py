@@ -46,7 +46,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 4},
     {"repetition_penalty": 1.3, "log_probs": True, "top_logprobs": 3},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-    {"bad_words": [[4], [9, 5]], "bias_ids": [7], "bias_values": [2.0]},
+    {"bad_words": [[4], [9, 5]], "bias_ids": [7], "bias_values": [2.0], "allowed_ids": list(range(3, 90))},
     {"context_logits": True},
     {"generation_logits": True},
 ]

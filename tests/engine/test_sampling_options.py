@@ -26,7 +26,7 @@ from transformers import (
 
 from checkpoints import make_checkpoint
 from engine.harness import Client, serve, start_core
-from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.transport import protocol
 
@@ -58,6 +58,8 @@ def make_prompts(count: int, longest: int = 70) -> list[list[int]]:
 def choose(row: torch.Tensor, ids: list[int], prompt_len: int, p: SamplingParams) -> int:
     """The next token of ids, from its logits [V], by the documented order of steps."""
     row, seen = row.clone().unsqueeze(0), torch.tensor([ids])
+    if p.allowed_ids:
+        row = torch.full_like(row, NEVER).index_copy(1, torch.tensor(p.allowed_ids), row[:, p.allowed_ids])
     if p.repetition_penalty != 1:
         row = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(seen, row)
     for token in ids[prompt_len:]:
@@ -136,6 +138,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
         return SamplingParams(max_tokens=n, **({"temperature": 0.0} | options))  # type: ignore[arg-type]
 
     bad_words = [[plain[0]], [prompt[-1], plain[0]], plain[2:5], plain[6:8], [249, 248, 247], [250]]
+    allowed = [*range(3, 120, 2), 200, *plain[:8]]
     bias = {"bias_ids": [plain[1], 17, 60], "bias_values": [NEVER, 3.5, -4.0]}
     return {
         "plain": params(),
@@ -146,6 +149,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
         "negative frequency": params(frequency_penalty=-0.2, presence_penalty=0.1),
         "bad words": params(bad_words=bad_words),
         "bias": params(**bias),
+        "allowed ids": params(allowed_ids=sorted({*allowed, 255} - {plain[1]}), temperature=0.6, seed=14),
         "top-k": params(temperature=1.2, top_k=7, seed=2**63 - 1),
         "top-p": params(temperature=0.9, top_p=0.6, seed=11),
         "top-k and top-p": params(temperature=1.5, top_k=30, top_p=0.8, seed=12),
@@ -162,6 +166,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
             presence_penalty=0.3,
             frequency_penalty=0.2,
             bad_words=bad_words,
+            allowed_ids=sorted(set(allowed)),
             temperature=1.1,
             top_k=50,
             top_p=0.95,
@@ -188,7 +193,7 @@ def cases(model: PreTrainedModel) -> list[tuple[list[int], SamplingParams]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"max_num_seqs": 18, "max_num_tokens": 1024}, id="mixed"),
+        pytest.param({"max_num_seqs": 19, "max_num_tokens": 1024}, id="mixed"),
         pytest.param({"max_num_seqs": 3}, id="slots reused"),
         pytest.param(
             {"max_num_seqs": 16, "max_num_tokens": 16, "max_num_tokens_while_decoding": 16}, id="chunked"
@@ -257,6 +262,35 @@ def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme,
         client.wait([plain, odd])
         assert len(client.tokens[plain]) == 20 and len(client.tokens[odd]) == 4
         assert expected is None or client.tokens[odd] == expected
+
+
+def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_path):
+    prompts = make_prompts(5)
+    first = greedy(model, prompts[0], 2)
+    core = start_core(checkpoint)
+    common = {"max_tokens": 20, "temperature": 0.0}
+    with serve(core, tmp_path) as client:
+        # After its first token the only ids left complete bad words.
+        late = SamplingParams(
+            allowed_ids=sorted({first[0], 40}), bad_words=[[first[0], first[0]], [first[0], 40]], **common
+        )
+        at_once = SamplingParams(allowed_ids=[40, 41], bad_words=[[40], [41], [41, 40]], **common)
+        too_early = SamplingParams(allowed_ids=[40, 2], min_tokens=3, late_ids=[2], end_id=40, **common)
+        plain = SamplingParams(**common)
+        asked = [(prompts[0], late), (prompts[1], at_once), (prompts[2], too_early), (prompts[3], plain)]
+        ids = [client.submit(*each) for each in asked]
+        client.wait(ids)
+        assert [(client.failure[i].message, client.failure[i].refused) for i in ids[:3]] == [
+            (NO_TOKEN_LEFT, False),
+            (NO_TOKEN_LEFT, True),
+            (NO_TOKEN_LEFT, True),
+        ]
+        assert client.tokens[ids[0]] == first[:1] and ids[3] not in client.failure
+        check(model, client, ids[3], prompts[3], plain)
+        # A marker that is chosen is fed to the step behind it: nothing of it is found again.
+        again = client.submit(prompts[0] + first[:1], plain)
+        client.wait([again])
+        check(model, client, again, prompts[0] + first[:1], plain)
 
 
 def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):

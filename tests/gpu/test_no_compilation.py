@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "presence and frequency penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3},
     "bias": {"bias_ids": [5, 9], "bias_values": [3.0, -3.0]},
     "bad words": {"bad_words": [[7], [8, 9], [3, 4, 5]]},
+    "allowed ids": {"allowed_ids": [5, 6, 7, 90]},
     "min_tokens": {"min_tokens": 4, "end_id": 2, "temperature": 1.0},
     "guide": {"grammar_type": "regex", "grammar": "(cat|dog)s? [0-9]{3,5}", "end_id": 1},
     "log probs": {"log_probs": True},

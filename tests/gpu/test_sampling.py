@@ -64,7 +64,7 @@ def mixed_params() -> list[SamplingParams]:
         SamplingParams(**common, temperature=1.2, top_k=50, top_p=0.9, seed=4, log_probs=True),
         SamplingParams(**common, temperature=0.0, repetition_penalty=1.5),
         SamplingParams(**common, temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
-        SamplingParams(**common, temperature=0.0, bad_words=bad_words),
+        SamplingParams(**common, temperature=0.0, bad_words=bad_words, allowed_ids=list(range(40, 900, 3))),
         SamplingParams(**common, temperature=0.0, bias_ids=[9, 11], bias_values=[4.0, -2.0]),
         SamplingParams(**common, temperature=0.0, end_id=1, min_tokens=10, log_probs=True),
         SamplingParams(**common, temperature=1.0, seed=6, generation_logits=True, log_probs=True),
@@ -118,6 +118,7 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
                     log_probs(rows, torch.tensor(tokens)).tolist(), reported, atol=1e-4, rtol=0
                 )
             if params.bad_words:
+                assert set(tokens) <= set(params.allowed_ids)
                 assert 100 not in tokens and (200, 201) not in itertools.pairwise(tokens)
             if params.context_logits:
                 assert len(reports[0].context_logits) == 4 * 2048 * len(prompt)

@@ -169,6 +169,14 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
     free = ask()
     word = free.choices[0].text.split()[0]
     assert word not in ask(bad_words=[word]).choices[0].text.split()
+    one = free.choices[0].token_ids[0]
+    assert set(ask(allowed_token_ids=[one, 7, 7]).choices[0].token_ids) <= {one, 7}
+    for wrong, words in (
+        ({"allowed_token_ids": [2048]}, "allowed_token_ids holds 2048; token ids should lie in 0..2047"),
+        ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(**wrong)
     ids = free.choices[0].prompt_token_ids
     for most in (2, 1000, -1):
         cut = ids[-most:] if most == 2 else ids

@@ -42,7 +42,7 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.ChatRequest, CHAT, {"verbosity": "low"}, {"verbosity": "loud"}),
         (requests.ChatRequest, CHAT, {"separate_reasoning": True}, {"separate_reasoning": False}),
         (requests.ChatRequest, CHAT, {"prompt_logprobs": None}, {"prompt_logprobs": 1}),
-        (requests.ChatRequest, CHAT, {"allowed_token_ids": None}, {"allowed_token_ids": [1]}),
+        (requests.ChatRequest, CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),
         (requests.ChatRequest, CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
         (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
         (requests.ChatRequest, CHAT, {"guided_choice": ["a"]}, {"guided_choice": []}),

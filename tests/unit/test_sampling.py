@@ -156,6 +156,27 @@ def test_late_ids_stand_beside_bad_words_until_min_tokens():
     assert (own == NEVER).nonzero().tolist() == [[0, 4], [1, 3], [1, 4], [2, 7], [2, 9]]
 
 
+def test_only_allowed_ids_are_left_and_a_row_without_any_has_its_marker():
+    asked = [[5], [], [7, 9], [0, *range(2, VOCAB)], [33, 64]]
+    rows = []
+    for slot, ids in enumerate(asked):
+        params = SamplingParams(max_tokens=9, allowed_ids=ids)
+        rows.append(StatefulRow(slot, slot, slot, SequenceState(slot + 1, params, 0, None, slot), -1, False))
+    count = len(rows)
+    plan = SimpleNamespace(
+        temperature=np.zeros(count, np.float32), seed=np.zeros(count, np.uint64), samples=np.ones(count, bool)
+    )
+    allowed = ProcessedRows(rows, plan, VOCAB, StagingRing(64, torch.device("cpu"))).allowed
+    assert allowed is not None
+    own = torch.zeros(count, VOCAB)
+    torch_ops.keep_allowed(own, allowed.rows, allowed.mask)
+    own[2, [7, 9]] = NEVER
+    processors.mark_stuck(own, allowed)
+    left = [[5], list(range(VOCAB)), [0], [0, *range(2, VOCAB)], [33, 64]]
+    assert [(row > NEVER).nonzero().flatten().tolist() for row in own] == left
+    assert [row.state.marker for row in rows] == [0, -1, 0, 1, 0]
+
+
 def test_one_long_bad_word_does_not_make_thousands_of_short_ones_long():
     """All of them would be so long: 4096 words of 61441 tokens take a GB, and the step several."""
     short = [[n % VOCAB] for n in range(4095)]

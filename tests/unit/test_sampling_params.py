@@ -36,6 +36,7 @@ ASKING: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "bad_words": [[1]],
+    "allowed_ids": [1],
     "late_ids": [1],
     "bias_ids": [1],
     "grammar_type": "json",

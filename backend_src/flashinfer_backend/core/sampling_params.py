@@ -14,13 +14,20 @@ CONTENT = ""  # beside the functions' names: where such a guide has the schema o
 GREEDY_TEMPERATURE = 1e-5
 
 
+# Why a sequence fails whose allowed_ids leave nothing.
+NO_TOKEN_LEFT = (
+    "allowed_token_ids leaves no token to choose: the guide, the bad words and min_tokens forbid all of them"
+)
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How one sequence is generated. Values are validated by the submitting side.
 
     end_id -1 means that nothing but the length ends the sequence. It cannot be chosen before min_tokens, and
     neither can late_ids, to which the engine adds the checkpoint's other end ids. temperature 0 is greedy;
-    top_k 0, top_p 1 and min_p 0 switch those filters off. Log probabilities, logits and metrics are
-    sent only when asked for.
+    top_k 0, top_p 1 and min_p 0 switch those filters off. Only allowed_ids can be
+    chosen, if there are any: distinct ones, and fewer than the vocabulary has. Log probabilities, logits and
+    metrics are sent only when asked for.
     """
 
     max_tokens: int
@@ -37,6 +44,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     frequency_penalty: float = 0.0
     stop_sequences: list[list[int]] = []
     bad_words: list[list[int]] = []
+    allowed_ids: list[int] = []
     bias_ids: list[int] = []
     bias_values: list[float] = []
     grammar_type: str = ""
@@ -58,9 +66,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         """Whether all of its rows are sampled from changed logits; with late_ids alone the first ones are."""
-        return (
-            self.filters or bool(self.bad_words or self.bias_ids or self.grammar_type) or self.needs_history
-        )
+        masks = bool(self.bad_words or self.allowed_ids or self.grammar_type)
+        return self.filters or masks or bool(self.bias_ids) or self.needs_history
 
     @property
     def reports_logits(self) -> bool:

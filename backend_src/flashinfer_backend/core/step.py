@@ -185,6 +185,7 @@ class StepOutput:
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
     # Rows after whose token their grammar lets nothing follow.
     grammar_ends: list[int] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)  # rows that no token was left for, and why
 
     def keep(self, samples: np.ndarray, counts: np.ndarray) -> None:
         """Drop, of each row's `samples` tokens, what is behind the first `counts`; int32 [s] each."""

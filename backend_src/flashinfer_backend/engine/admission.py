@@ -11,7 +11,7 @@ import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig, prompt_too_long
 from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.sampling.logprobs import logits_problem
 from flashinfer_backend.transport import protocol
@@ -50,6 +50,12 @@ class Admission:
             )
         end_id = params.end_id if params.end_id < self._vocab_size else -1  # others never match
         late_ids = self._late_ids(params, end_id)
+        if params.allowed_ids and not params.grammar_type:
+            forbidden = {word[0] for word in params.bad_words if len(word) == 1}
+            if params.min_tokens:
+                forbidden |= {end_id, *late_ids}
+            if forbidden.issuperset(params.allowed_ids):
+                raise RefusedError(NO_TOKEN_LEFT)
         return Request(
             handle=message.handle,
             prompt=prompt,

@@ -228,7 +228,7 @@ class EngineLoop:
             self._send_failure(request, f"{type(error).__name__}: {error}")
 
     def _fail(self, slot: int, why: str) -> None:
-        """End the sequence in a slot of the step that has just been launched."""
+        """End the sequence that has a slot."""
         request = self.scheduler.table.requests[slot]
         if request is not None:
             log.error("request %d failed: %s", request.handle, why)
@@ -267,6 +267,10 @@ class EngineLoop:
         output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())
         table = self.scheduler.table
+        for row, why in output.failed:
+            slot = int(launched.plan.sample_slots[row])
+            if table.epoch[slot] == launched.plan.epochs[row]:
+                self._fail(slot, why)
         outcome = accept(table, launched.plan, output.tokens, output.counts)
         if output.counts is not None:
             kept = np.bincount(outcome.rows, minlength=len(output.counts))

@@ -170,6 +170,12 @@ class Door:
         for name, held, bound, of in (
             ("prompt", lambda row: len(row.prompt), FIELDS["input_ids"], "ids"),
             ("bad_words", lambda row: sum(map(len, row.params.bad_words)), WORD_IDS, "ids"),
+            (
+                "allowed_token_ids",
+                lambda row: len(row.params.allowed_ids),
+                FIELDS["allowed_token_ids"],
+                "ids",
+            ),
             ("the guide", lambda row: len(row.params.grammar), GUIDE, "characters"),
         ):
             found = sum(held(row) * count for row, count in rows)

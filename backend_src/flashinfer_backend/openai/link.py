@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.gate import Gate, Place
-from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.serving.engines import Engines
@@ -311,6 +311,8 @@ def failure(stream: Stream) -> ApiError:
     message = stream.failure or ""
     if stream.refused and message.startswith(OTHER_GUIDE):
         message = ANSWERS_GUIDE + message.removeprefix(OTHER_GUIDE)
+    if message == NO_TOKEN_LEFT:
+        return ApiError(message, param="allowed_token_ids")
     if stream.refused and message.startswith(protocol.QUEUE_TIMEOUT):
         return ApiError(message, 503, code="queue_timeout")
     if stream.refused:

@@ -80,6 +80,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -99,7 +100,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     # Refused unless null.
-    allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,13 +108,17 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         _check_words("bad_words", self.bad_words or [])
         if not all(self.bad_words or ["x"]):
             raise ApiError("bad_words holds an empty text; leave it out", param="bad_words")
+        if self.allowed_token_ids == []:
+            raise ApiError(
+                "allowed_token_ids is empty; it should hold at least one id, or be left out",
+                param="allowed_token_ids",
+            )
         if self.truncate_prompt_tokens == 0:
             raise ApiError(
                 "truncate_prompt_tokens is 0; it should be 1 or more, or -1 for as many as the model takes",
                 param="truncate_prompt_tokens",
             )
         for name, instead in {
-            "allowed_token_ids": "use structured_outputs, or logit_bias",
             "prompt_logprobs": "use echo and logprobs of /v1/completions",
         }.items():
             if getattr(self, name) is not None:

@@ -78,20 +78,25 @@ class NamedTokens(NamedTuple):
     bias_values: list[float]
     stop_ids: list[int]
     bad_words: list[list[int]] = []  # noqa: RUF012
+    allowed_ids: list[int] = []  # noqa: RUF012
 
 
 NO_TOKENS = NamedTokens([], [], [])
 
 
 def named_tokens(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> NamedTokens:
-    """Those of logit_bias, stop_token_ids and bad_words. Raises ApiError for what are none."""
+    """Those of logit_bias, stop_token_ids, bad_words and allowed_token_ids. Raises ApiError for others."""
     given = request.logit_bias or {}
     for value in given.values():
         if not -100.0 <= value <= 100.0:
             raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
     bias_ids = [_token(i, limits, "logit_bias") for i in given]
     stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
-    return NamedTokens(bias_ids, list(given.values()), stop_ids, _bad_words(request, limits, tokenizer))
+    allowed_ids = sorted({_token(i, limits, "allowed_token_ids") for i in request.allowed_token_ids or []})
+    if len(allowed_ids) == limits.vocab_size:
+        allowed_ids = []
+    bad_words = _bad_words(request, limits, tokenizer)
+    return NamedTokens(bias_ids, list(given.values()), stop_ids, bad_words, allowed_ids)
 
 
 def _bad_words(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> list[list[int]]:
@@ -150,6 +155,7 @@ def sampling_params(
         late_ids=tokens.stop_ids if request.min_tokens else [],
         stop_sequences=[[i] for i in tokens.stop_ids],
         bad_words=tokens.bad_words,
+        allowed_ids=tokens.allowed_ids,
         bias_ids=tokens.bias_ids,
         bias_values=tokens.bias_values,
         grammar_type=guide[0],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of logits before a token is chosen: penalties, biases, suppressed tokens, grammars.
+"""Changes of logits before a token is chosen: allowed tokens, penalties, biases, suppressed tokens, grammars.
 
 Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
 """
@@ -47,6 +47,22 @@ def penalise_counts(
 def add_bias(logits: Tensor, where: Tensor, bias: Tensor) -> None:
     """Add bias (float32 [n]) to the logits at `where` (int64 [n], row * V + token)."""
     logits.view(-1).index_add_(0, where, bias)
+
+
+@dataclass
+class Allowed:
+    """Rows that have allowed ids alone: rows int64 [n], mask int32 [n, ceil(V / 32)] as in allow_only, and
+    marker int64 [n], one id each that is not allowed."""
+
+    rows: Tensor
+    mask: Tensor
+    marker: Tensor
+
+
+def mark_stuck(logits: Tensor, allowed: Allowed) -> None:
+    """Where a row has no token left, let its marker be chosen: the host sees by that that there was none."""
+    stuck = (logits[allowed.rows] == NEVER).all(dim=1)
+    logits[allowed.rows, allowed.marker] = torch.where(stuck, 0.0, NEVER)
 
 
 @dataclass

@@ -19,8 +19,8 @@ from torch import Tensor
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.ops.staging import StagingRing
-from flashinfer_backend.sampling.processors import BadWords
-from flashinfer_backend.sampling.state import StatefulRow
+from flashinfer_backend.sampling.processors import Allowed, BadWords
+from flashinfer_backend.sampling.state import SequenceState, StatefulRow
 
 T = TypeVar("T")
 
@@ -117,6 +117,7 @@ class ProcessedRows:
         self.checked = parts.sent.get("checked")  # [index, slots, drafts]: those of them with a draft
         self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)
         self.counts_rows = _where(p.counts_tokens for p in params)
+        self.allowed = _allowed(rows, vocab, staging)
         self.words = _bad_words(rows, slots, staging)
         self.bias = _bias(rows, vocab, staging)
 
@@ -175,6 +176,27 @@ def _counts(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] 
     presence = np.array([p.presence_penalty for p in params], np.float32)
     frequency = np.array([p.frequency_penalty for p in params], np.float32)
     return _chosen((p.counts_tokens for p in params), slots, prompt_len, presence, frequency)
+
+
+def _allowed(rows: list[StatefulRow], vocab: int, staging: StagingRing) -> Allowed | None:
+    """A sequence's mask is sent once: it has V bits."""
+    own = [(i, row.state) for i, row in enumerate(rows) if row.state.params.allowed_ids]
+    if not own:
+        return None
+    masks, markers = zip(*(_mask(state, vocab, staging) for _, state in own), strict=True)
+    (index,) = upload(staging, [np.array([i for i, _ in own], np.int64)])
+    return Allowed(index, torch.stack(masks), torch.cat(markers))
+
+
+def _mask(state: SequenceState, vocab: int, staging: StagingRing) -> list[Tensor]:
+    """Mask int32 [ceil(V / 32)] and marker int64 [1] of a sequence's allowed ids."""
+    if state.allowed is None:
+        bits = np.zeros(-(-vocab // 32) * 32, np.bool_)
+        bits[state.params.allowed_ids] = True
+        state.marker = int(np.argmin(bits))
+        mask = np.packbits(bits, bitorder="little").view(np.int32)
+        state.allowed = upload(staging, [mask, np.array([state.marker], np.int64)])
+    return state.allowed
 
 
 def _bad_words(stateful: list[StatefulRow], slots: np.ndarray, staging: StagingRing) -> BadWords | None:

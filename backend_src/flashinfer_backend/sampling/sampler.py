@@ -3,7 +3,7 @@
 
 `ops.sample` makes every choice, so that a seed gives the same tokens on every path. Rows that ask for
 nothing else cost nothing else. Those that change their logits are sampled again, from a float32 copy
-that is changed in this order: penalties, bias, bad words, end ids until min_tokens, grammar,
+that is changed in this order: allowed ids, penalties, bias, bad words, end ids until min_tokens, grammar,
 temperature, top-k, top-p, min-p. The model's logits stay unchanged for reports.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT
 from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.sampling import processors
@@ -60,6 +61,7 @@ class Sampled:
     reports: list[Report] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
     guided: list[StatefulRow] = field(default_factory=list)  # the last token of each row with a grammar
+    limited: list[StatefulRow] = field(default_factory=list)  # and of each with allowed ids
 
 
 class Sampler:
@@ -118,8 +120,9 @@ class Sampler:
         What fails is tried again row by row: it fails those alone that it is about.
         """
         rows = self._states.rows(plan)
-        guided = [row for row in rows if row.state.grammar is not None and not row.behind]
-        sampled = Sampled(tokens, guided=guided)
+        last = [row for row in rows if not row.behind]
+        guided = [row for row in last if row.state.grammar is not None]
+        sampled = Sampled(tokens, guided=guided, limited=[r for r in last if r.state.params.allowed_ids])
         if sampled.guided:
             self.grammars.wait()
             for row in sampled.guided:
@@ -201,16 +204,21 @@ class Sampler:
         output = StepOutput(values[: len(plan.sampled_tokens)])
         for report in sampled.reports:
             report.read(values, output)
+
+        def tokens_of(row: StatefulRow) -> list[int]:
+            kept = 1 if counts is None else int(counts[row.row])
+            first = row.at + 1 - int(plan.samples[row.row])
+            found: list[int] = values[first : first + kept].tolist()
+            return found
+
+        output.failed = [(r.row, NO_TOKEN_LEFT) for r in sampled.limited if r.state.marker in tokens_of(r)]
+        stuck = {row for row, _ in output.failed}
         moves, rows = [], []
         for i, row in enumerate(sampled.guided):
-            kept, end_id, grammar = 1, row.state.params.end_id, row.state.grammar
-            if counts is not None:
-                kept = int(counts[row.row])
-            first = row.at + 1 - int(plan.samples[row.row])
-            tokens = values[first : first + kept].tolist()
+            tokens, end_id, grammar = tokens_of(row), row.state.params.end_id, row.state.grammar
             # The end id ends the sequence, and so does a grammar that lets nothing follow, perhaps after this
             # step was planned. One that is gone has nothing to follow.
-            ended = end_id in tokens or row.state not in self._states
+            ended = end_id in tokens or row.row in stuck or row.state not in self._states
             if not ended and grammar is not None and not grammar.ended and grammar.problem is None:
                 moves.append(Move(grammar, tokens, () if drafts is None else drafts[i].tolist()))
                 rows.append(row)
@@ -235,10 +243,13 @@ class Sampler:
             index, slots, drafts = rows.checked
             self._history.record(slots, position[index], self._drafts[slots, drafts])
         own = logits[rows.rows].float()
+        if rows.allowed is not None:
+            self._ops.keep_allowed(own, rows.allowed.rows, rows.allowed.mask)
+        changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
+        model = own[rows.guided[0]] if rows.guided and changed else None
         self._penalise(own, rows, position, rows.most_tokens(plan))
         if rows.bias is not None:
             processors.add_bias(own, *rows.bias)
-        changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
         if changed:
             processors.keep_finite(own)
         before_bad_words = None
@@ -246,15 +257,15 @@ class Sampler:
             # Nothing but its grammar forbids a token, so no row can be left without one.
             self._ops.keep_allowed(own, rows.guided[0], masks[0])
         elif rows.guided:
-            index = rows.guided[0]
-            model = logits[rows.rows[index]].float() if changed else None
-            before_bad_words = self._before_bad_words(own, index, masks[0], model)
+            before_bad_words = self._before_bad_words(own, rows.guided[0], masks[0], model)
         if rows.words is not None:
             processors.mask_bad_words(own, rows.words, self._history.tokens, position)
         if rows.suppresses:
             processors.suppress_tokens(own, rows.suppressed)
         if rows.guided and before_bad_words is not None:
             processors.allow_only(own, rows.guided[0], masks[0], before_bad_words)
+        if rows.allowed is not None:
+            processors.mark_stuck(own, rows.allowed)
         if rows.filtered is not None:
             self._filter(own, rows, rows.filtered)
         record = (self._last_token, rows.slots)
@@ -272,8 +283,8 @@ class Sampler:
         self._ops.keep_allowed(logits, torch.zeros(1, dtype=torch.int64, device=device), words)
 
     def _before_bad_words(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
-        """Logits of guided rows before words are suppressed: `model`, the model's own if they were changed,
-        where the changes leave nothing that the grammar allows."""
+        """Logits of guided rows before words are suppressed: `model`, the model's of allowed ids if they were
+        changed, where the changes leave nothing that the grammar allows."""
         if model is None:
             return own[index]
         before_bad_words = own[index]

@@ -28,6 +28,8 @@ class SequenceState:
     epoch: int = -1
     bias: list[Tensor] | None = None  # ids and values on the device, sent once
     words: list[Tensor] | None = None  # its bad words likewise: last, word, token and back of BadWords
+    allowed: list[Tensor] | None = None  # and its allowed ids: mask and marker of Allowed
+    marker: int = -1  # on the host
 
 
 class StatefulRow(NamedTuple):

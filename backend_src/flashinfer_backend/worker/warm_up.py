@@ -28,6 +28,7 @@ FEATURES: list[dict[str, object]] = [
     {"repetition_penalty": 1.2},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"bad_words": [[4], [1, 2, 5]]},
+    {"allowed_ids": [4, 5, 6]},
     {"min_tokens": 2, "late_ids": [4]},
     {"bias_ids": [1, 2], "bias_values": [0.5, -0.5]},
     {"log_probs": True},
