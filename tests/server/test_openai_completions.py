@@ -128,6 +128,36 @@ def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, doo
     assert full.text_offset[:3] == [0, 0, len(full.tokens[1])], "the text lacks the special token"
 
 
+def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, door: OpenAiServer) -> None:
+    body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 3, "echo": True, "logprobs": 2}
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        more = {"prompt_logprobs": 2, "n": 2, "return_token_ids": True}
+        choices = door.call("/v1/completions", {**body, **more})[2]["choices"]
+    lists, ids = choices[0]["logprobs"], choices[0]["prompt_token_ids"]
+    first, *others = choices[0]["prompt_logprobs"]
+    assert first is None and choices[1]["prompt_logprobs"] == [None, *others]
+    for token, text, value, found in zip(
+        ids[1:], lists["tokens"][1:], lists["token_logprobs"][1:], others, strict=False
+    ):
+        own = found[str(token)]
+        assert (own["decoded_token"], own["logprob"]) == (text, value) and 2 <= len(found) <= 3
+        assert {1, 2} <= {each["rank"] for each in found.values()}
+    del body["echo"], body["logprobs"]
+    for number in (0, 2):
+        choice = door.call("/v1/completions", {**body, "prompt_logprobs": number})[2]["choices"][0]
+        assert choice["logprobs"] is None and len(choice["prompt_logprobs"]) == len(ids)
+        assert all(len(found) >= max(1, number) for found in choice["prompt_logprobs"][1:])
+    messages = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "return_token_ids": True}
+    for many in ({}, {"n": 3}):
+        answer = door.call("/v1/chat/completions", {**messages, **many, "prompt_logprobs": 1})[2]
+        assert answer["prompt_logprobs"][0] is None
+        asked, told = answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:]
+        assert all(str(token) in found for token, found in zip(asked, told, strict=True))
+    for path, asked in (("/v1/completions", body), ("/v1/chat/completions", messages)):
+        status, message, _, _ = door.error(path, {**asked, "stream": True, "prompt_logprobs": 0})
+        assert status == 400 and "prompt_logprobs cannot be streamed" in message
+
+
 def test_the_best_of_several(client: openai.OpenAI) -> None:
     more = {"temperature": 1.0, "seed": 5, "logprobs": 0}
     every = complete(client, n=4, **more).choices

@@ -19,7 +19,7 @@ from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.link import EngineLink
-from flashinfer_backend.openai.token_lists import largest, prompt_lists
+from flashinfer_backend.openai.token_lists import largest, prompt_lists, prompt_log_probs
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -196,3 +196,23 @@ def test_log_probs_of_a_prompt_are_text_at_once() -> None:
         assert token == DECODER.piece(int(prompt[place])).decode(errors="replace")
     for best, values in zip(answer["top_logprobs"][1:], exact, strict=False):
         assert max(best.values()) == pytest.approx(values.max(), abs=1e-6) and len(best) <= 21
+
+
+def test_log_probs_of_a_prompt_by_id() -> None:
+    generator = np.random.default_rng(6)
+    logits = generator.normal(size=(50, VOCAB)).astype(np.float32)
+    logits[3, 40] = -np.inf
+    prompt = generator.integers(3, VOCAB, 50).astype(np.int32)
+    prompt[4], prompt[6] = 40, logits[5].argmax()
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))[:, None]
+    for top in (0, 3):
+        first, *others = json.loads(bytes(prompt_log_probs(prompt, logits.tobytes(), top, DECODER)))
+        assert first is None and len(others) == 49
+        for found, values, token in zip(others, exact, prompt[1:].tolist(), strict=False):
+            order = np.argsort(-values).tolist()
+            assert [int(name) for name in found] == list(dict.fromkeys([token, *order[:top]]))
+            for name, told in found.items():
+                assert told["rank"] == order.index(int(name)) + 1
+                assert told["logprob"] == pytest.approx(max(values[int(name)], -9999.0), abs=1e-6)
+                assert told["decoded_token"] == DECODER.piece(int(name)).decode(errors="replace")
+    assert others[3]["40"]["logprob"] == -9999.0 and len(others[5]) == 3

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
@@ -43,7 +46,7 @@ from flashinfer_backend.openai.formats.events import (
 )
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import is_opened
-from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
 from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
@@ -56,6 +59,7 @@ from flashinfer_backend.openai.sampling import (
 )
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
+from flashinfer_backend.openai.token_lists import check_prompt_logits, prompt_log_probs
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol
@@ -157,9 +161,15 @@ class Turn:
             raise ApiError(f"the chat template makes an empty prompt of {field}", param=field)
 
     async def submit(
-        self, request: Sampling, n: int, max_tokens: int | None, log_probs: bool = False, top: int = 0
+        self,
+        request: Sampling,
+        n: int,
+        max_tokens: int | None,
+        log_probs: bool = False,
+        top: int = 0,
+        prompt_top: int | None = None,
     ) -> None:
-        """Hands what was prepared to the engine. Raises ApiError."""
+        """Hands what was prepared to the engine. prompt_top: prompt_logprobs. Raises ApiError."""
         door = self.door
         if not self.prompt:
             await self.encode()
@@ -177,10 +187,20 @@ class Turn:
             top,
             adapter=door.adapter_folder(request.model) or "",
         )
+        pieces = door.decoder(skip_special_tokens=False)
+
+        def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
+            assert prompt_top is not None
+            return prompt_log_probs(prompt, logits, prompt_top, pieces)
+
+        if prompt_top is not None:
+            size = len(self.prompt)
+            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, door.limits)
+            params.context_logits = True
         # ignore_eos asks for all of its tokens.
         stops = [] if request.ignore_eos else door.defaults.stop_strings
         row = generation_request(request, self.prompt, params, self.streaming, stops)
-        self.streams = door.generate([(row, n)], self.skip_special_tokens)
+        self.streams = door.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:
         """For one sequence's text."""
@@ -326,7 +346,8 @@ async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
     """asked: of read_chat. Raises ApiError."""
     request, model, turn = asked
     limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-    await turn.submit(request, request.n or 1, limit, bool(request.logprobs), request.top_logprobs or 0)
+    top = request.top_logprobs or 0
+    await turn.submit(request, request.n or 1, limit, bool(request.logprobs), top, request.prompt_logprobs)
     reply = _Reply(turn, request, model)
     if request.stream:
         return EventResponse(door, turn.streams, reply.events(), reply.id)
@@ -416,6 +437,10 @@ class _Reply:
         body = {**self._head, "choices": choices, "usage": self._usage.body()}
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
+        if (logits := self._turn.streams.all[0].logits) is not None:
+            body["prompt_logprobs"] = await asyncio.wrap_future(logits.reduced)
+            if body["prompt_logprobs"] is None:
+                raise ClientLeft
         return body
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -36,11 +36,14 @@ from flashinfer_backend.openai.sampling import (
     sampling_params,
     shortened,
 )
-from flashinfer_backend.openai.token_lists import TokenLists, prompt_lists
+from flashinfer_backend.openai.token_lists import (
+    TokenLists,
+    check_prompt_logits,
+    prompt_lists,
+    prompt_log_probs,
+)
 from flashinfer_backend.serving.generation import Chunk
 
-# Log probabilities of a prompt need all of its logits, which come as one message.
-MOST_PROMPT_LOGITS = 1 << 28  # bytes
 # From this number on, log probabilities of an answer are written in a thread, so that streams go on.
 MANY_LOG_PROBS = 2000
 
@@ -53,6 +56,13 @@ class Asked(NamedTuple):
     prompts: list[str] | list[list[int]]
     guide: Guide
     tokens: NamedTokens
+
+
+class PromptReport(NamedTuple):
+    """What is told of a prompt, if it is asked for: for echo with logprobs, and for prompt_logprobs."""
+
+    lists: TokenLists | None
+    by_id: Raw | None
 
 
 def read_completion(door: Door, body: bytes) -> Asked:
@@ -81,9 +91,12 @@ async def completions(door: Door, asked: Asked) -> Response:
     prompts = [shortened(prompt, request, limits) for prompt in prompts]
     n = request.n or 1
     count = request.best_of or n
-    wants_prompt = bool(request.echo) and request.logprobs is not None
-    if wants_prompt:
-        _check_prompt_log_probs(request, prompts, limits)
+    echoed, by_id = bool(request.echo) and request.logprobs is not None, request.prompt_logprobs
+    longest = max(map(len, prompts))
+    if echoed:
+        check_prompt_logits("echo with logprobs", "echo", request.stream, longest, limits)
+    if by_id is not None:
+        check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, longest, limits)
     rows = []
     for prompt in prompts:
         params = sampling_params(
@@ -99,13 +112,16 @@ async def completions(door: Door, asked: Asked) -> Response:
             request.logprobs or 0,
             adapter=door.adapter_folder(request.model) or "",
         )
-        params.context_logits = wants_prompt
+        params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream)), count))
     pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
     written = door.decoder(request.skip_special_tokens)
 
-    def reduce(prompt: np.ndarray, logits: memoryview) -> TokenLists:
-        return prompt_lists(prompt, logits, request.logprobs or 0, pieces, written)
+    def reduce(prompt: np.ndarray, logits: memoryview) -> PromptReport:
+        return PromptReport(
+            prompt_lists(prompt, logits, request.logprobs or 0, pieces, written) if echoed else None,
+            None if by_id is None else prompt_log_probs(prompt, logits, by_id, pieces),
+        )
 
     streams = door.generate(rows, request.skip_special_tokens, reduce)
     reply = _Reply(door, request, model, streams, count)
@@ -148,19 +164,6 @@ def _not_prompts() -> ApiError:
         " empty",
         param="prompt",
     )
-
-
-def _check_prompt_log_probs(request: CompletionRequest, prompts: Sequence[list[int]], limits: Limits) -> None:
-    if request.stream:
-        raise ApiError("echo with logprobs cannot be streamed; set stream to false", param="echo")
-    most = MOST_PROMPT_LOGITS // (4 * limits.vocab_size)
-    for prompt in prompts:
-        if len(prompt) > most:
-            raise ApiError(
-                f"echo with logprobs takes prompts of at most {most} tokens of this vocabulary; this one has"
-                f" {len(prompt)}",
-                param="echo",
-            )
 
 
 class _Reply:
@@ -224,13 +227,16 @@ class _Reply:
         found: list[tuple[float, dict[str, Any]]] = [(0.0, {}) for _ in self._streams.all]
         async for stream, chunk in self._streams:
             first = self._streams.all[stream.index - stream.index % self._count]  # of this prompt
-            prompt: TokenLists | None = None
+            report = PromptReport(None, None)
             if first.logits is not None:
-                prompt = await asyncio.wrap_future(first.logits.reduced)
-                if prompt is None and stream is first:
+                found_out = await asyncio.wrap_future(first.logits.reduced)
+                if found_out is None and stream is first:
                     raise ClientLeft
-                if prompt is None:
+                if found_out is None:
                     continue  # the first one has failed, which comes next
+                report = found_out
+            prompt = report.lists
+            if prompt is not None:
                 self._offsets[stream.index] = prompt.offset
             lists = await self._lists(stream, chunk)
             text = self._take(stream, chunk)
@@ -244,6 +250,8 @@ class _Reply:
             if prompt is not None and lists is not None:
                 every = prompt.followed_by(lists)
             choice["logprobs"] = self._shown(every)
+            if report.by_id is not None:
+                choice["prompt_logprobs"] = report.by_id
             found[stream.index] = lists.mean if lists else 0.0, choice
         choices: list[dict[str, Any]] = []
         for begin in range(0, len(found), self._count):

@@ -35,6 +35,7 @@ TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 # The answer's id, and a header of it.
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$")]
+TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 
 
@@ -99,8 +100,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    # Refused unless null.
-    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_no_effect(self)
@@ -118,11 +117,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "truncate_prompt_tokens is 0; it should be 1 or more, or -1 for as many as the model takes",
                 param="truncate_prompt_tokens",
             )
-        for name, instead in {
-            "prompt_logprobs": "use echo and logprobs of /v1/completions",
-        }.items():
-            if getattr(self, name) is not None:
-                raise ApiError(f"{name} is not supported: {instead}", param=name)
         self._read_guided()
         options = self.stream_options
         if options is None:
@@ -178,7 +172,8 @@ class ChatRequest(Sampling, kw_only=True):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogProbs | None = None
+    prompt_logprobs: TopLogProbs | None = None
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -227,7 +222,8 @@ class CompletionRequest(Sampling, kw_only=True):
     n: Choices | None = 1
     best_of: Choices | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = 16
-    logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    logprobs: TopLogProbs | None = None
+    prompt_logprobs: TopLogProbs | None = None
     echo: bool | None = False
     request_id: RequestId | None = None
     suffix: str | None = None

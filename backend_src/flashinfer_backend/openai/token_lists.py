@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities in the form of /v1/completions: lists by token, written as JSON token by token.
+"""Log probabilities in the forms of /v1/completions, lists by token, and of vLLM's prompt_logprobs, an object
+for each token. Both are written as JSON token by token.
 
 Twenty alternatives of each token of a prompt are many objects. As text they take about a twentieth of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
+from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import log_probs
+from flashinfer_backend.openai.sampling import Limits
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
 LOWEST = -9999.0  # JSON has no infinity; other servers also write this
+MOST_PROMPT_LOGITS = 1 << 28  # bytes of a prompt's logits, which come as one message
 GROUPS = 512  # of a vocabulary, for finding its largest logits
 
 encode = msgspec.json.encode
@@ -90,14 +94,56 @@ def prompt_lists(
 ) -> TokenLists:
     """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
     token. The first token has no log probability. decoder, written: as of TokenLists."""
-    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
     lists = TokenLists(decoder, written)
     lists.add(int(prompt[0]), None, ())
-    for row, token in zip(rows, prompt[1:].tolist(), strict=False):  # the last row is about what follows
-        high = float(row.max())
-        total = high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
+    for token, row, total in _rows(prompt, logits):
         lists.add(token, float(row[token]) - total, [(i, value - total) for i, value in largest(row, top)])
     return lists
+
+
+def prompt_log_probs(
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder
+) -> msgspec.Raw:
+    """vLLM's prompt_logprobs of a prompt, as JSON; arguments as in prompt_lists. null for the first token,
+    then an object by id of the token and the `top` likeliest, each with its log probability, its rank from 1
+    on and its text."""
+    text = bytearray(b"[null")
+    for token, row, total in _rows(prompt, logits):
+        found = {token: (float(row[token]), int(np.count_nonzero(row >= row[token])))}
+        for rank, (other, value) in enumerate(largest(row, top), 1):
+            found.setdefault(other, (value, rank))
+        text += b"," + encode(
+            {
+                str(each): {
+                    "logprob": max(value - total, LOWEST),
+                    "rank": rank,
+                    "decoded_token": decoder.piece(each).decode(errors="replace"),
+                }
+                for each, (value, rank) in found.items()
+            }
+        )
+    return msgspec.Raw(text + b"]")
+
+
+def _rows(prompt: np.ndarray, logits: bytes | memoryview) -> Iterator[tuple[int, np.ndarray, float]]:
+    """Each token of a prompt but the first, its logits [V] and the logarithm of the sum of their powers."""
+    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
+    for row, token in zip(rows, prompt[1:].tolist(), strict=False):  # the last row is about what follows
+        high = float(row.max())
+        yield token, row, high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
+
+
+def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, limits: Limits) -> None:
+    """name: what asks for a prompt's logits, and its field. size: tokens of the prompt. Raises ApiError where
+    they cannot be sent."""
+    if stream:
+        raise ApiError(f"{name} cannot be streamed; set stream to false", param=field)
+    most = MOST_PROMPT_LOGITS // (4 * limits.vocab_size)
+    if size > most:
+        raise ApiError(
+            f"{name} takes prompts of at most {most} tokens of this vocabulary; this one has {size}",
+            param=field,
+        )
 
 
 def largest(row: np.ndarray, count: int) -> list[tuple[int, float]]:
