@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -39,9 +40,13 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def answering(
-    tmp_path: Path, module: Sequence[str] = ("-m", "flashinfer_backend.engine"), **options: Any
+    tmp_path: Path,
+    module: Sequence[str] = ("-m", "flashinfer_backend.engine"),
+    max_tokens: int = 2000,
+    **options: Any,
 ) -> Iterator[tuple[psutil.Popen, psutil.Process, Path]]:
-    """A real engine in the middle of an answer, the process of its rank 1, and its run directory."""
+    """A real engine in the middle of an answer, or behind one of a single token; the process of its rank 1,
+    and its run directory."""
     run_dir, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "config"
     config = EngineConfig(
         model_dir="bundled", device="cpu", max_tokens_in_paged_kv_cache=4096, tensor_parallel_size=2
@@ -54,7 +59,7 @@ def answering(
         wait_for(lambda: (run_dir / "engine.sock").exists() or process.poll())
         (rank,) = process.children()
         client = Client(run_dir, None)  # type: ignore[arg-type]
-        client.submit([5, 6, 7], SamplingParams(max_tokens=2000))
+        client.submit([5, 6, 7], SamplingParams(max_tokens=max_tokens))
         wait_for(lambda: client.receive(100) or client.tokens[1])
         yield process, rank, run_dir
         client.close()
@@ -79,6 +84,58 @@ def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path
     goes_with_the_folder = ("stubs", "engine.sock", progress.FILE)
     assert not [path.name for path in run_dir.iterdir() if path.name not in goes_with_the_folder]
     assert not list(temporary.iterdir())
+
+
+def test_an_engine_that_is_told_to_end_ends_in_order_with_its_ranks(tmp_path: Path) -> None:
+    """Rank 1 is told when the device of rank 0 needs it no more, and nothing is killed."""
+    with (tmp_path / "log").open("w") as log, answering(tmp_path, stderr=log) as (process, rank, _):
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+        assert not rank.is_running()
+    said = (tmp_path / "log").read_text()
+    assert said.splitlines()[-1].startswith("[engine] INFO ended after "), said
+    assert "killed" not in said
+
+
+def test_the_end_of_an_engine_tells_which_rank_it_waits_for(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "log").open("w") as log,
+        answering(tmp_path, stderr=log, max_tokens=1) as (process, rank, _),
+    ):
+        rank.suspend()
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+        psutil.wait_procs([rank], timeout=TIMEOUT_S)
+        assert not rank.is_running()
+    said, name = (tmp_path / "log").read_text(), f"rank 1 (process {rank.pid})"
+    assert f"INFO ending: waiting for {name}\n" in said
+    assert f"WARNING not ended within 2.0 s: {name}; the other ranks are killed\n" in said
+
+
+KEEPS_THE_LOCK = """
+import ctypes, sys, time
+from flashinfer_backend.engine import __main__ as engine
+engine.GRACE_S, engine.LAST_S = 0.8, 0.2
+run = engine.EngineLoop.run
+def keeping(loop):
+    run(loop)
+    time.sleep(0.5)
+    ctypes.PyDLL(None).sleep(600)
+engine.EngineLoop.run = keeping
+sys.exit(engine.main())
+"""
+
+
+def test_a_library_that_keeps_the_interpreters_lock_does_not_keep_the_engine(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "log").open("w") as log,
+        answering(tmp_path, ("-c", KEEPS_THE_LOCK), stderr=log) as (process, rank, _),
+    ):
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 1
+        psutil.wait_procs([rank], timeout=TIMEOUT_S)
+        assert not rank.is_running()
+    assert "in keeping" in (tmp_path / "log").read_text()
 
 
 SLOW_TO_SEE = """
@@ -121,6 +178,7 @@ def test_when_the_parent_has_gone_a_thread_ends_what_the_loop_does_not(monkeypat
         parent.wait()
         assert ended.wait(TIMEOUT_S)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGTERM, before[0])
         signal.set_wakeup_fd(before[1])
     assert done == ["ranks", 1]

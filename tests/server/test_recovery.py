@@ -314,6 +314,7 @@ def test_a_lost_rank_is_replaced_and_nothing_is_waited_for_once_nothing_is_open(
         (events,) = streams.join()
         assert events[-1]["finish_reason"] == "length", events
         wait_gone(server)
+        assert "killed" not in server.log.partition("Signal (15) received")[2]
 
 
 def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path) -> None:

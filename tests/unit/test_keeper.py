@@ -195,15 +195,39 @@ def test_an_engine_that_comes_further_is_waited_for(
 
 @pytest.mark.parametrize(("script", "ends_well"), [(CAREFUL, True), (STUBBORN, False)])
 def test_the_engine_is_given_time_to_end(
-    run_dir: Path, kept: Callable[..., KeptEngine], script: str, ends_well: bool
+    run_dir: Path,
+    kept: Callable[..., KeptEngine],
+    script: str,
+    ends_well: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(keeping, "SAY_AFTER_S", 0.1)
     engine = kept(script)
     engine.look()
     wait_for(lambda: "up" in engine._tail)
-    stop(engine.record, within_s=30.0 if ends_well else 0.3)
+    keeping.end_kept([engine], 30.0 if ends_well else 0.3)
     assert not engine.record.alive
-    engine._reader.join(TIMEOUT_S)
     assert ("ended well" in engine._tail) is ends_well  # a killed one would never say so
+    said, name = capfd.readouterr().err, f"engine (process {engine.record.pid})"
+    assert f"waiting for the end of {name}\n" in said
+    assert (f"{name} did not end within 0.3 s; it got SIGKILL\n" in said) is not ends_well
+
+
+def test_a_process_has_not_ended_while_threads_of_it_are_left() -> None:
+    """Its first thread has; one that frees a device's memory takes longer."""
+    script = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        wait_for(lambda: " Z " in Path(f"/proc/{process.pid}/stat").read_text())
+        try:
+            assert rundir.start_ticks(process.pid) is not None
+        finally:
+            process.kill()
+        wait_for(lambda: rundir.start_ticks(process.pid) is None)
 
 
 class Stub:

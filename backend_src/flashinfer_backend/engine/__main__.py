@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -31,9 +32,11 @@ log = logging.getLogger("flashinfer_backend.engine")
 
 DRIVER = Path("/dev/nvidiactl")  # there is a GPU where it is
 # For the engine to end by itself once it is told to, or when its parent has gone. Its ranks may hang, and a
-# step of its own with them. What then has to be done takes a second at most: the parent kills an engine,
-# which leaves everything behind, after records.STOP_S.
+# step of its own with them. What then has to be done takes a second at most, and LAST_S ends the process also
+# where a library keeps the interpreter's lock: the parent kills an engine, which leaves everything behind,
+# after records.STOP_S.
 GRACE_S = 3.0
+LAST_S = 1.2
 # How long another thread, such as one that checks a grammar, keeps the interpreter lock that the loop lets go
 # in each operation of torch. With Python's 5 ms a step of 30 operations took 190 ms during such a check, with
 # this 7.
@@ -129,8 +132,11 @@ class _End:
 
     def _watch(self, watched: list[int]) -> None:
         select.select(watched, [], [])
+        faulthandler.dump_traceback_later(GRACE_S + LAST_S, exit=True)
         time.sleep(GRACE_S)
-        log.warning("not ended %.0f s after it was asked to: ending where it is", GRACE_S)
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        where = "".join(traceback.format_stack(main)[-3:])
+        log.warning("not ended %.0f s after it was asked to: ending where it is:\n%s", GRACE_S, where)
         if self._core is not None:
             self._core.kill()
         _leave(1)

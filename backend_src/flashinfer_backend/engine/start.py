@@ -37,7 +37,9 @@ class Core:
         if self.kv_events is not None:
             self.kv_events.close()
         if self.runner.others is not None:
-            self.runner.others.close(self.runner.state.model.collectives.close)
+            collectives = self.runner.state.model.collectives
+            self.runner.others.close(collectives.settle)
+            collectives.close()
 
     def wait_loss(self) -> None:
         """After a step that failed: let what has happened to another rank be told before the failure is."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from pathlib import Path
 
 from flashinfer_backend.core.output import say
@@ -14,8 +13,6 @@ from flashinfer_backend.core.paths import replica_of, run_dir
 from flashinfer_backend.transport.keeper import end_engines
 from flashinfer_backend.transport.records import read_engine, read_keeper
 from flashinfer_backend.transport.restarts import STOPPED_S, Stopped
-
-SAY_AFTER_S = 1.0  # of waiting for an engine's end
 
 
 class EngineWatch:
@@ -67,12 +64,4 @@ def run_dirs() -> list[Path]:
 
 def end_all_engines() -> None:
     """Ends them and their keepers, and removes the run directories."""
-    folders = run_dirs()
-    found = [read_engine(folder) for folder in folders]
-    living = [str(record.pid) for record in found if record is not None and record.alive]
-    words = f"serve: waiting for the end of the engine (process {' and '.join(living)})"
-    late = threading.Timer(SAY_AFTER_S, say, [words])
-    if living:
-        late.start()
-    end_engines(folders)
-    late.cancel()
+    end_engines(run_dirs())

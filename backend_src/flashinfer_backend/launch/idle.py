@@ -41,6 +41,8 @@ class Idleness:
         self._idle_at: dict[zmq.Socket, float] = {}  # when an engine last said that it has nothing to do
         self._since = time.monotonic()
         self._cpu: dict[int, float] = {}  # by pid, then
+        self._open: dict[zmq.Socket, int] = {}  # sequences, as an engine last said
+        self.waits_for = "the engines' state"  # what was not idle when it was last asked
 
     def idle(self, server_pid: int, stub_pids: Iterable[int]) -> bool:
         """Whether nothing has been open for IDLE_S: no sequence in an engine, no process that computes, no
@@ -50,11 +52,17 @@ class Idleness:
         used = {pid: _cpu_seconds(pid) for pid in (server_pid, *stub_pids)}
         if not quiet or has_unsent(server_pid) is not False:
             self._since, self._cpu = now, used
+            count = sum(self._open.values())
+            self.waits_for = "answers that clients have not taken" if quiet else f"open sequences ({count})"
         elif now > self._since + IDLE_S:
             busy = BUSY_SHARE * (now - self._since)
-            if all(cpu - self._cpu.get(pid, cpu) < busy for pid, cpu in used.items()):
+            working = [pid for pid, cpu in used.items() if cpu - self._cpu.get(pid, cpu) >= busy]
+            if not working:
                 return True
             self._since, self._cpu = now, used
+            self.waits_for = f"process {working[0]}, which is busy"
+        else:
+            self.waits_for = "a second without open requests"
         return False
 
     def close(self) -> None:
@@ -67,6 +75,7 @@ class Idleness:
     def _has_nothing(self, engine: zmq.Socket, now: float) -> bool:
         while engine.poll(0):
             status = protocol.decode_status(engine.recv_multipart()[1])
+            self._open[engine] = status.requests_active
             if status.requests_active or status.requests_waiting:
                 self._idle_at.pop(engine, None)
             else:

@@ -41,6 +41,7 @@ from flashinfer_backend.transport.restarts import Restarts
 TICK_S = 0.1
 LOOK_S = 1.0  # between two looks at the stubs
 TOUCH_S = 6 * 3600
+SAY_AFTER_S = 1.0  # of waiting for the engines' end
 LOG_TAIL_LINES = 20
 
 
@@ -147,6 +148,14 @@ class KeptEngine:
         when = f" in {delay:g} s" if delay else ""
         say(f"{self._name} {reason}; the next one is started{when}")
 
+    def read_last_words(self) -> None:
+        """Passes on what it said before it ended."""
+        if self._process is not None:
+            self._reader.join(1.0)
+
+    def __str__(self) -> str:
+        return f"{self._name} (process {self.record.pid})"
+
     def _give_up(self, reason: str) -> None:
         """There is no next one, as none was ever ready."""
         self.record = msgspec.structs.replace(self.record, error=reason)
@@ -200,7 +209,7 @@ class Engines:
 
     def end(self) -> None:
         """Ends the engines, and what a server that has gone leaves behind."""
-        records.stop(*(engine.record for engine in self._engines))
+        end_kept(self._engines)
         if not rundir.process_alive(self._owner):
             for server in self._servers:
                 end_orphans(server)
@@ -226,6 +235,20 @@ class Engines:
             for folder in self._folders:
                 for path in (folder, *folder.rglob("*")):
                     os.utime(path)
+
+
+def end_kept(engines: Sequence[KeptEngine], within_s: float = records.STOP_S) -> None:
+    """Ends engines, and says which of them it waits for."""
+    names = {engine.record.pid: str(engine) for engine in engines if engine.record.alive}
+    late = threading.Timer(SAY_AFTER_S, say, [f"waiting for the end of {' and '.join(names.values())}"])
+    late.start()
+    killed = records.stop(*(engine.record for engine in engines), within_s=within_s)
+    late.cancel()
+    for record in killed:
+        left = " and is still there: a driver may be freeing its memory" if record.alive else ""
+        say(f"{names[record.pid]} did not end within {within_s:g} s; it got SIGKILL{left}")
+    for engine in engines:
+        engine.read_last_words()
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -42,6 +43,7 @@ from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Stopped
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM
 END_S = 5.0  # how long the server may take to end after that
+SAY_AFTER_S = 2.0  # of waiting for open requests
 ERRORS_S = 0.5  # how long clients have to be given their errors before the server is ended
 START_STUCK_S = 5.0  # a server that has lost a stub while it starts should end in that time
 HANGS_S = 20.0  # without an answer for so long the server is taken for dead
@@ -217,6 +219,7 @@ class ServerRun:
         self._seen.update(stubs_of(self._child.pid))
         self._child.send_signal(signal.SIGTERM)
         drained, told = asked_at + self._policy.drain_s, False
+        said_at = time.monotonic() + SAY_AFTER_S
         idleness = Idleness(self._engines.serving())
         try:
             while self._child.poll() is None:
@@ -226,6 +229,10 @@ class ServerRun:
                     _tell_stubs(peers.FAIL + message.encode())
                 if now > drained + end_s or self._grows_on:
                     break
+                if now > said_at:
+                    said_at = math.inf
+                    left = drained + end_s - now
+                    say(f"serve: waiting for {idleness.waits_for}, up to {left:.0f} s more")
                 self._seen.update(stubs_of(self._child.pid))  # a model that is being loaded still starts some
                 if self.ready_at and idleness.idle(self._child.pid, [stub.pid for stub in self._seen]):
                     break

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 POLL_S = 0.2
 STOOD_S = 2.0  # between two looks: then it is this process that stood still
+SAY_AFTER_S = 2.0  # of waiting for open requests at the end
 SILENT_S = 20.0  # a process whose event loop has not turned for so long hangs
 WORKER = (sys.executable, "-m", "flashinfer_backend.openai.worker")
 BACKLOG = 2048
@@ -243,13 +245,19 @@ class Parent:
         """Ends the processes; running requests have their time."""
         for process in self._running.values():
             process.terminate()
-        deadline = time.monotonic() + self._options.drain_s + 1.0
+        left_s = self._options.drain_s + 1.0
+        deadline = time.monotonic() + left_s
+        words = f"waiting for open requests, up to {left_s - SAY_AFTER_S:.0f} s more"
+        late = threading.Timer(SAY_AFTER_S, _say, [words])
+        late.start()
         for process in self._running.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                _say(f"process {process.pid} did not end within {left_s:g} s and is killed")
                 process.kill()
                 process.wait()
+        late.cancel()
 
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)

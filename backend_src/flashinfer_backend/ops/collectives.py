@@ -60,8 +60,11 @@ class Collectives:
         """Rank 0's values, where what ranks measure must not differ."""
         return values
 
+    def settle(self) -> None:
+        """Wait until nothing that this rank has enqueued needs the others any more."""
+
     def close(self) -> None:
-        """Leave the others. Nothing can be exchanged afterwards."""
+        """Forget the others, which have ended, so that this process can have a next engine."""
 
 
 ALONE = Collectives()
@@ -110,8 +113,14 @@ class TorchCollectives(Collectives):
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         return list(self.broadcast(tensor).tolist())
 
+    def settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
-        dist.destroy_process_group()
+        # NCCL would wait for the end of all graphs in which its sums are captured. They end with the process.
+        if self._device.type != "cuda":
+            dist.destroy_process_group()
 
 
 class CudaCollectives(TorchCollectives):

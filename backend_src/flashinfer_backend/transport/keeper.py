@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.transport import records, rundir
 from flashinfer_backend.transport.gpus import visible_devices
@@ -99,7 +100,8 @@ def end_engines(run_dirs: Iterable[Path]) -> None:
     """Ends the keepers in run directories, and with them their engines, and removes the folders."""
     folders = list(run_dirs)
     found = [read_keeper(folder) for folder in folders]
-    records.stop(*(keeper for keeper in found if keeper is not None), within_s=END_S)
+    for keeper in records.stop(*(keeper for keeper in found if keeper is not None), within_s=END_S):
+        say(f"the engines' keeper (process {keeper.pid}) did not end within {END_S:g} s and is killed")
     for folder in folders:
         rundir.remove(folder)
 

@@ -58,8 +58,10 @@ def write(path: Path, record: ProcessRecord) -> None:
     unfinished.replace(path)
 
 
-def stop(*records: ProcessRecord, within_s: float = STOP_S) -> None:
-    """Ends processes that may have ended: SIGTERM to all, and SIGKILL where that is not enough in time."""
+def stop(*records: R, within_s: float = STOP_S) -> list[R]:
+    """Ends processes that may have ended: SIGTERM to all, and SIGKILL where that is not enough in time.
+    Returns those that had to be killed."""
+    living: list[R] = []
     for number, timeout in ((signal.SIGTERM, within_s), (signal.SIGKILL, 1.0)):
         living = [record for record in records if record.alive]
         for record in living:
@@ -68,6 +70,7 @@ def stop(*records: ProcessRecord, within_s: float = STOP_S) -> None:
         deadline = time.monotonic() + timeout
         while any(record.alive for record in living) and time.monotonic() < deadline:
             time.sleep(0.02)
+    return living
 
 
 def _read(path: Path, kind: type[R]) -> R | None:

@@ -169,7 +169,8 @@ def shared_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it has ended (a zombie has).
+    """When a process started, in clock ticks since boot; None when it has ended (a zombie has, unless threads
+    of it are left: a driver may free memory in one).
 
     Together with the pid it names a process for good, since pids are used again.
     """
@@ -177,7 +178,7 @@ def start_ticks(pid: int) -> int | None:
         _, fields = processes.stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" and int(fields[17]) <= 1 else int(fields[19])
 
 
 def memory_bytes(pid: int) -> int:

@@ -58,7 +58,7 @@ def main() -> int:
     while data := link.receive():
         runner.obey(data)
     if data is not None:
-        runner.state.model.collectives.close()
+        runner.state.model.collectives.settle()
     return 0
 
 

@@ -41,10 +41,11 @@ BEAT_S = 1.0
 SILENT_S = 8.0
 STEP_S = 8.0  # no step on a GPU takes longer, unless a rank waits for another in vain
 WATCH_S = 0.5
-# For other ranks to leave the group and to end, before they are killed, and for killed ones to be gone. The
-# two together are less than an engine has to end in (transport.supervisor).
+# For what runs on the devices and then for the other ranks to end, before these are killed, and for killed
+# ones to be gone. The two together are no more than an engine has to end in (engine/__main__.py).
 END_S = 2.0
 KILLED_S = 1.0
+SAY_AFTER_S = 1.0  # of that, before the log tells what is waited for
 TOLD_S = 1.0  # between a collective that fails as another rank has ended, and what tells that it has
 BEAT, READY = b".", b"!"
 PLAN, ADAPTER = b"p", b"a"  # kinds of messages from rank 0
@@ -147,24 +148,42 @@ class OtherRanks:
         """A step has failed, maybe as another rank has ended: wait TOLD_S for `on_loss` to be told so."""
         self._told.wait(TOLD_S)
 
-    def close(self, leave: Callable[[], None] = lambda: None) -> None:
-        """End the other ranks, those that hang too, within END_S + KILLED_S. leave: what this rank does while
-        they leave the group; it is not waited for longer than they are."""
+    def close(self, settle: Callable[[], None] = lambda: None) -> None:
+        """End the other ranks, those that hang too, within END_S + KILLED_S. settle: waits for this rank's
+        device, whose steps use the memory of the others; it is not waited for longer than END_S."""
         self._closed = True
-        deadline = time.monotonic() + END_S
         if not self._lost:
-            for other in self._sockets.values():
-                with contextlib.suppress(OSError):  # one that hangs may have left no room
-                    other.send(LENGTH.pack(0), socket.MSG_DONTWAIT)
-            thread = threading.Thread(target=leave, name="leave", daemon=True)
-            thread.start()
-            thread.join(END_S)
-            for process in self._processes.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+            self._end_in_order(settle)
         self.kill()
         for other in self._sockets.values():
             other.close()
+
+    def _end_in_order(self, settle: Callable[[], None]) -> None:
+        deadline = time.monotonic() + END_S
+        settling = threading.Thread(target=settle, name="settle", daemon=True)
+
+        def waits_for() -> str:
+            if settling.is_alive():
+                return "the steps on the device of rank 0"
+            return " and ".join(
+                f"rank {rank} (process {process.pid})"
+                for rank, process in self._processes.items()
+                if process.poll() is None
+            )
+
+        late = threading.Timer(SAY_AFTER_S, lambda: log.info("ending: waiting for %s", waits_for()))
+        late.start()
+        settling.start()
+        settling.join(END_S)
+        for other in self._sockets.values():
+            with contextlib.suppress(OSError):  # one that hangs may have left no room
+                other.send(LENGTH.pack(0), socket.MSG_DONTWAIT)
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        late.cancel()
+        if left := waits_for():
+            log.warning("not ended within %.1f s: %s; the other ranks are killed", END_S, left)
 
     def kill(self) -> None:
         """End the other ranks at once, and wait up to KILLED_S until their devices are free. For any thread,
