@@ -32,6 +32,13 @@ AGENTS = {
     ],
     "agents__close 0": ['<tool_call>{"name": "agents__close", "arguments": {}}</tool_call>'],
     "agents__close 1": ["It is closed."],
+    "write_sql 0": [
+        '<tool_call>{"name": "write_sql",',
+        ' "arguments": {"input": "SELECT',
+        ' \\"a\\";"}}</tool_call>',
+    ],
+    "write_sql 1": ["It was ", "written."],
+    "db__note 0": ['<tool_call>{"name": "db__note", "arguments": {"text": 1}}</tool_call>'],
     "exec_command 1": ["The note says: ", "water the plants."],
 }
 END_ID = 1  # of the bundled tokenizer

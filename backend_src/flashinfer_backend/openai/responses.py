@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/responses: text, reasoning and function calls. Responses are kept only with --store-mib."""
+"""/v1/responses: text, reasoning and calls of tools. Responses are kept only with --store-mib."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
@@ -37,12 +38,27 @@ from flashinfer_backend.openai.sampling import Guide, guide_of
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
+from flashinfer_backend.structured.grammar import GrammarError
+from flashinfer_backend.structured.regex import rust_regex
 
-# Tools that OpenAI's servers run, or that are called in other ways than by arguments in JSON.
+# Tools that OpenAI's servers run, or whose calls are items of their own.
 LEFT_OUT = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
-    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom", "tool_search"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "tool_search"),
 )
+LARK = "custom with a Lark grammar"  # which nothing can keep to inside JSON
+INPUT = "input"  # of a custom tool, the one parameter of the function that the model sees in its place
+CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
+
+
+class Offered(NamedTuple):
+    """A function or a custom tool: its namespace, the function that a chat has for it, whose name begins with
+    the namespace, and its place in the request."""
+
+    namespace: str | None
+    tool: dict[str, Any]
+    place: str
+    custom: bool
 
 
 def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]:
@@ -71,14 +87,14 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
         add_effort(door, variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
-    functions = functions_of(request.tools or [])
+    offered = offered_tools(request.tools or [])
     conversation = Conversation(
         plain_messages(*messages_of(request, earlier), field="input"),
         read_tools(
-            [tool for _, tool, _ in functions],
+            [one.tool for one in offered],
             _tool_choice(request.tool_choice),
             request.parallel_tool_calls,
-            [place for _, _, place in functions],
+            [one.place for one in offered],
         ),
         _guide(request),
         request.structured_outputs is None,
@@ -130,18 +146,24 @@ def messages_of(
         kind = item.get("type", "message")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif kind == "function_call":
-            name, namespace = item.get("name"), item.get("namespace")
+        elif kind in CALL_FIELDS:
+            name, namespace, said = item.get("name"), item.get("namespace"), item.get(CALL_FIELDS[kind])
             if not isinstance(name, str) or not isinstance(namespace, str | None):
                 told = shown(name)
                 raise ApiError(f"input[{n}].name is {told}; it should be the function's", param="input")
+            if kind == "custom_tool_call":
+                if not isinstance(said, str):
+                    raise ApiError(
+                        f"input[{n}].input is {shown(said)}; it should be a text", param=f"input[{n}].input"
+                    )
+                said = encode({INPUT: said}).decode()
             call = {
                 "id": item.get("call_id"),
                 "type": "function",
-                "function": {"name": flat_name(namespace, name), "arguments": item.get("arguments")},
+                "function": {"name": flat_name(namespace, name), "arguments": said},
             }
             _assistant(messages).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
         elif kind == "reasoning":
@@ -151,8 +173,8 @@ def messages_of(
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
             raise ApiError(f"input[{n}] is of type {shown(kind)}, which is not supported", param="input")
-        content = "output" if kind == "function_call_output" else "content"
-        if len(messages) > len(places) or kind == "function_call":
+        content = "output" if messages[-1]["role"] == "tool" else "content"
+        if len(messages) > len(places) or kind in CALL_FIELDS:
             places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
     merged: list[dict[str, Any]] = []
     merged_places: list[Place] = []
@@ -194,37 +216,88 @@ def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, A
     return messages[-1]
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, dict[str, Any], str]]:
-    """The functions as a chat has them, each with its namespace, whose name begins theirs there, and its
-    place. Tools that OpenAI runs are left out: agents offer them to every server. Raises ApiError."""
-    found: list[tuple[str | None, dict[str, Any], str]] = []
+def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
+    """Functions and custom tools, those in namespaces as well. Tools that OpenAI runs are left out: agents
+    offer them to every server. Raises ApiError."""
+    found: list[Offered] = []
     for n, tool in enumerate(tools):
-        kind, inner = tool.get("type"), tool.get("tools")
-        if kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str):
+        kind, inner, place = tool.get("type"), tool.get("tools"), f"tools[{n}]"
+        if (reason := left_out(tool)) is not None:
+            _log_left_out(reason)
+        elif kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str):
             for k, one in enumerate(inner):
-                if isinstance(one, dict) and one.get("type") == "function":
-                    found.append((tool["name"], _function(one, tool["name"]), f"tools[{n}].tools[{k}]"))
-                elif isinstance(one, dict) and one.get("type") == "custom":
-                    _log_left_out("custom")
+                if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
+                    raise ApiError(f"{place}.tools[{k}] should be a function or a custom tool", param="tools")
+                if (reason := left_out(one)) is not None:
+                    _log_left_out(reason)
                 else:
-                    raise ApiError(f"tools[{n}].tools[{k}] should be a function", param="tools")
-        elif kind == "function":
-            found.append((None, _function(tool, None), f"tools[{n}]"))
-        elif kind in LEFT_OUT:
-            _log_left_out(kind)
+                    found.append(_offered(one, tool["name"], f"{place}.tools[{k}]"))
+        elif kind in ("function", "custom"):
+            found.append(_offered(tool, None, place))
         else:
             raise ApiError(
-                f"tools[{n}] is of type {shown(kind)}, which is not supported; functions and namespaces are",
+                f"{place} is of type {shown(kind)}, which is not supported; functions, custom tools and"
+                " namespaces are",
                 param="tools",
             )
     return found
 
 
-def _function(tool: Mapping[str, Any], namespace: str | None) -> dict[str, Any]:
+def left_out(tool: Mapping[str, Any]) -> str | None:
+    """What a tool is that is left out; None for others."""
+    kind, form = tool.get("type"), tool.get("format")
+    if kind == "custom" and isinstance(form, dict) and form.get("syntax") == "lark":
+        return LARK
+    return kind if kind in LEFT_OUT else None
+
+
+def _offered(tool: Mapping[str, Any], namespace: str | None, place: str) -> Offered:
+    custom = tool["type"] == "custom"
     function = {key: value for key, value in tool.items() if key not in ("type", "defer_loading")}
+    if custom:
+        form = function.pop("format", None)
+        if unknown := sorted(function.keys() - {"name", "description"}):
+            raise ApiError(f"{place}.{unknown[0]} is not a field of a custom tool", param="tools")
+        function |= _custom_function(form, place)
     if isinstance(tool.get("name"), str):
         function["name"] = flat_name(namespace, tool["name"])
-    return {"type": "function", "function": function}
+    return Offered(namespace, {"type": "function", "function": function}, place, custom)
+
+
+def _custom_function(form: Any, place: str) -> dict[str, Any]:
+    """The parameters of the function in place of a custom tool whose input has a format. Raises ApiError."""
+    text: dict[str, Any] = {"type": "string"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "grammar":
+        regex = form.get("definition")
+        if form.get("syntax") != "regex" or not isinstance(regex, str):
+            raise ApiError(
+                f"{place}.format should have the syntax regex and a text as definition", param="tools"
+            )
+        text["pattern"] = f"^(?:{regex})$"
+        try:
+            rust_regex(text["pattern"])
+        except GrammarError as error:
+            raise ApiError(f"{place}.format.definition: {error}", param="tools") from None
+    elif form is not None and kind != "text":
+        raise ApiError(f"{place}.format.type is {shown(kind)}; it should be text or grammar", param="tools")
+    return {
+        "strict": kind == "grammar",
+        "parameters": {
+            "type": "object",
+            "properties": {INPUT: text},
+            "required": [INPUT],
+            "additionalProperties": False,
+        },
+    }
+
+
+def _input_of(arguments: str) -> str:
+    """The input of a custom tool's call; all that the model wrote where that is no object with one."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        return arguments
 
 
 def shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -246,7 +319,7 @@ def _log_left_out(kind: str) -> None:
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         name, namespace = choice.get("name"), choice.get("namespace")
         if isinstance(name, str) and isinstance(namespace, str):
             name = flat_name(namespace, name)
@@ -288,8 +361,8 @@ class _Reply:
         self._usage = Usage(turn.streams)
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item still grows
-        functions = functions_of(request.tools or [])
-        self._namespaces = {tool["function"].get("name"): space for space, tool, _ in functions if space}
+        self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
+        self._arguments = ""  # of the latest call of a custom tool
         self._number = 0
         self._earlier = earlier
         self._store = turn.door.store if request.store is not False else None  # OpenAI's API keeps by default
@@ -321,7 +394,7 @@ class _Reply:
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [shown_tool(tool) for tool in request.tools or [] if tool.get("type") not in LEFT_OUT],
+            "tools": [shown_tool(tool) for tool in request.tools or [] if left_out(tool) is None],
             "top_p": request.top_p,
             "truncation": "disabled",
             "metadata": request.metadata or {},
@@ -388,8 +461,12 @@ class _Reply:
 
     def _take(self, each: Event) -> list[dict[str, Any]]:
         changes = []
-        kinds = {CONTENT: "message", CALL: "function_call", ARGUMENTS: "function_call"}
-        kind = kinds.get(each.kind, "reasoning")
+        kind = {CONTENT: "message"}.get(each.kind, "reasoning")
+        if each.kind == CALL:
+            offered = self._offered.get(each.text)
+            kind = "custom_tool_call" if offered is not None and offered.custom else "function_call"
+        elif each.kind == ARGUMENTS:
+            kind = self._items[-1]["type"]
         if not self._open or self._items[-1]["type"] != kind or each.kind == CALL:
             if self._items and each.kind != CALL:  # blanks between two pieces of text, which are items here
                 each = each._replace(text=each.text.lstrip())
@@ -399,7 +476,9 @@ class _Reply:
             changes += self._begin(kind, each)
         item, at = self._items[-1], len(self._items) - 1
         place = {"item_id": item["id"], "output_index": at}
-        if each.kind == ARGUMENTS:
+        if kind == "custom_tool_call":
+            self._arguments += each.text * (each.kind == ARGUMENTS)
+        elif each.kind == ARGUMENTS:
             item["arguments"] += each.text
             changes.append(
                 {"type": "response.function_call_arguments.delta", **place, "delta": each.text},
@@ -431,9 +510,13 @@ class _Reply:
                 "role": "assistant",
                 "content": [part],
             }
-        elif kind == "function_call":
-            item = {"type": kind, "id": f"fc_{secrets.token_hex(16)}", "name": each.text, "arguments": ""}
-            if space := self._namespaces.get(each.text):
+        elif kind in CALL_FIELDS:
+            self._arguments = ""
+            prefix = "fc" if kind == "function_call" else "ctc"
+            item = {"type": kind, "id": f"{prefix}_{secrets.token_hex(16)}", "name": each.text}
+            item[CALL_FIELDS[kind]] = ""
+            offered = self._offered.get(each.text)
+            if offered is not None and (space := offered.namespace):
                 item |= {"namespace": space, "name": each.text[len(flat_name(space, "")) :]}
             item["call_id"] = each.call_id or new_call_id(self._turn.door.tool_format)
         else:
@@ -468,6 +551,11 @@ class _Reply:
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             changes.append({"type": "response.function_call_arguments.done", **place, **done})
+        elif item["type"] == "custom_tool_call":
+            text = item[INPUT] = _input_of(self._arguments)
+            kind = "response.custom_tool_call_input"
+            changes += [{"type": f"{kind}.delta", **place, "delta": text}] * bool(text)
+            changes.append({"type": f"{kind}.done", **place, INPUT: text})
         else:
             text = item["content"][0]["text"]
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
