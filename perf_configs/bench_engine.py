@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -310,3 +312,5 @@ def _write(path: Path | None, results: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # of several ranks: while the interpreter ended, NCCL's group would wait for the graphs' end

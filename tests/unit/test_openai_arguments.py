@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import resource
 import subprocess
@@ -13,9 +14,12 @@ import pytest
 
 from flashinfer_backend import prebuild
 from flashinfer_backend.config_tools.settings import engine_parameters
+from flashinfer_backend.core import processes
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.launch import launcher, probe
 from flashinfer_backend.openai import worker
 from flashinfer_backend.openai.__main__ import main
+from flashinfer_backend.openai.options import worker_count
 from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +52,31 @@ def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monke
         arguments = ["--check", "--model-repository", "served", "--openai-port", "9000"]
         assert launcher.main(arguments) == 1
     assert "needs the package a_package_that_is_not_here; install it with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "engines", "given", "count"),
+    [
+        (32, None, 2, {}, 8),  # two engines of an 8B model: 50 000 chunks/s
+        (32, "max 100000", 1, {}, 4),
+        (16, None, 2, {}, 4),
+        (32, "800000 100000", 2, {}, 2),  # a container with eight
+        (2, None, 1, {}, 1),
+        (32, None, 2, {"store_mib": 1}, 1),
+        (32, None, 2, {"device": "cpu"}, 1),
+        (2, None, 1, {"workers": 5}, 5),
+    ],
+)
+def test_the_number_of_processes_follows_engines_and_cores(
+    tmp_path, monkeypatch, cores, quota, engines, given, count
+):
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    config = EngineConfig(model_dir="bundled", replicas=engines, device=given.pop("device", "cuda"))
+    options = argparse.Namespace(**({"workers": None, "store_mib": 0} | given))
+    assert worker_count(options, config) == count
 
 
 def test_kept_responses_need_one_process(capsys, free_port):

@@ -3,7 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of CPU time and in how many
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on; in a container no more than its limit of CPU time."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def stat(pid: int | str) -> tuple[str, list[str]]:

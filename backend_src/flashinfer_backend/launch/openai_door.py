@@ -18,7 +18,7 @@ from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
-from flashinfer_backend.openai.options import llm_parameters, worker_options
+from flashinfer_backend.openai.options import llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import Address, reachable_at
@@ -84,7 +84,7 @@ class OpenAiDoor:
             told,
             self._address,
             self.port,
-            self._options.workers,
+            worker_count(self._options, config),
             self._stalled_s,
         )
 

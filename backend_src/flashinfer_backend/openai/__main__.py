@@ -15,7 +15,7 @@ from flashinfer_backend.core.arguments import count, port_number, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS
-from flashinfer_backend.openai.options import llm_parameters, worker_options
+from flashinfer_backend.openai.options import llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             worker_options(options, config, folder, owner, options.drain_seconds),
             address,
             options.port,
-            options.workers,
+            worker_count(options, config),
             options.stalled_client_seconds,
             options.restarts,
             Keeper(folder, owner, config, stays=True),

@@ -37,8 +37,8 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "workers": {
         "metavar": "N",
         "type": whole(1, 1024),
-        "default": 1,
-        "help": "processes that answer requests (default: 1)",
+        "help": "processes that answer requests (default: four for each engine, but at most one for every"
+        " four cores; one with device=cpu or --store-mib)",
     },
     "served-model-name": {
         "metavar": "NAME",

@@ -13,9 +13,15 @@ from flashinfer_backend.config_tools.model_config import read_parameters
 from flashinfer_backend.config_tools.settings import check_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
+from flashinfer_backend.core.processes import usable_cores
 from flashinfer_backend.openai.arguments import AUTO, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import metrics_dir
 from flashinfer_backend.openai.worker import WorkerOptions
+
+# An engine of 8B on an H200 makes some 25 000 tokens/s. Four processes carry them with a quarter of a core
+# each, so that a request's first token waits for few others.
+WORKERS_PER_ENGINE = 4
+CORES_PER_WORKER = 4  # the others are for engines, tritonserver and tokenizers
 
 
 def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
@@ -23,6 +29,16 @@ def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
     name, parameters = read_parameters(file)
     check_parameters(parameters, LLM)
     return name, parameters
+
+
+def worker_count(options: Any, config: EngineConfig) -> int:
+    """How many processes the API has: as many as asked for, else as its engines and cores can use. An engine
+    on the CPU needs the cores itself."""
+    if options.workers is not None:
+        return int(options.workers)
+    if options.store_mib or config.device == "cpu":
+        return 1
+    return max(1, min(WORKERS_PER_ENGINE * config.replicas, usable_cores() // CORES_PER_WORKER))
 
 
 def worker_options(
@@ -41,7 +57,7 @@ def worker_options(
             f"--tool-format {formats[0]} and --reasoning-format {formats[1]}: Harmony writes both, and all"
             " of an answer is read so; give harmony for both, or leave out the other one"
         )
-    if options.store_mib and options.workers > 1:
+    if options.store_mib and (options.workers or 1) > 1:
         raise ValueError(
             f"--store-mib {options.store_mib} with {options.workers} processes: a response is kept by the"
             " process that made it, and the next request can come to another one; use one process"

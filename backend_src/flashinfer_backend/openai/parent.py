@@ -261,7 +261,8 @@ class Parent:
 
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)
-        say(f"\nOpenAI API ready: {url}/v1, a page to try it: {url}/\n", 1)
+        several = f", {self._workers} processes" if self._workers > 1 else ""
+        say(f"\nOpenAI API ready: {url}/v1{several}, a page to try it: {url}/\n", 1)
 
 
 def _say(text: str) -> None:
