@@ -368,8 +368,8 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters"),
         ({"response_format": {"type": "json_schema"}}, "JSON schema"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "more than one"),
-        ({"structured_outputs": {"regex": "(("}}, "grammar or tools) is not a valid regex: "),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: there are 2 guides"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs is not a valid regex: "),
         (
             {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
             "drop one",

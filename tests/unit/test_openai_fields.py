@@ -23,6 +23,7 @@ from flashinfer_backend.openai.door import Door, Model
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.responses import messages_of
+from flashinfer_backend.openai.sampling import guide_of
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
@@ -46,7 +47,6 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.ChatRequest, CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),
         (requests.ChatRequest, CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
         (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
-        (requests.ChatRequest, CHAT, {"guided_choice": ["a"]}, {"guided_choice": []}),
         (requests.ChatRequest, CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
@@ -61,6 +61,24 @@ def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refuse
         with pytest.raises(ApiError) as wrong:
             requests.decode(kind, json.dumps({**base, **refused}).encode())
         assert wrong.value.param in refused and wrong.value.message.startswith(wrong.value.param)
+
+
+@pytest.mark.parametrize(
+    ("more", "form", "message"),
+    [
+        ({"guided_choice": []}, None, "guided_choice should hold"),
+        ({"structured_outputs": {"choice": [""]}}, None, "structured_outputs.choice should hold"),
+        ({}, requests.ResponseFormat("json_schema"), "text.format of type json_schema should hold"),
+        ({"guided_json": {}}, requests.ResponseFormat("json_object"), "text.format and guided_json: "),
+        ({"structured_outputs": {"regex": "a", "json": "{}"}}, None, "structured_outputs: there are 2"),
+    ],
+)
+def test_errors_of_guides_name_the_field_that_was_sent(more: Any, form: Any, message: str) -> None:
+    request = requests.decode(requests.ResponsesRequest, json.dumps({**RESPONSE, **more}).encode())
+    with pytest.raises(ApiError) as wrong:
+        guide_of(form, request, "text.format")
+    assert wrong.value.message.startswith(message)
+    assert wrong.value.param == (list(more) or ["text.format"])[0]
 
 
 def test_the_page_shows_the_table() -> None:

@@ -423,7 +423,7 @@ def test_definitions_of_several_tools_stay_apart() -> None:
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
     tools = read_tools([tool("a", "string"), tool("b", "integer")], "required", None)
-    kind, text = tools.guide
+    kind, text, _ = tools.guide
     schema = json.loads(text)
     assert kind == "json_schema"
     first, second = (schema["$defs"][place] for place in ("f0", "f1"))
@@ -456,7 +456,7 @@ def test_forced_calls_refer_to_any_part_of_their_own_schema() -> None:
         "required": ["from", "to", "next"],
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    _, text = read_tools([tool], "required", None).guide
+    text = read_tools([tool], "required", None).guide.text
     prepared = checked_schema(parse_schema(text))
 
     def resolved(schema: Any) -> Any:

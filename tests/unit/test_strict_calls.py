@@ -101,6 +101,11 @@ TEXTS = {
 OPENINGS = [(name, *each) for name, calls in CALLS.items() for each in calls]
 
 
+def written(*asked: Any) -> tuple[str, str]:
+    """A guide's type and text, as the compiler takes them."""
+    return calls_guide(*asked)[:2]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled tokenizer with the formats' marks as special tokens."""
@@ -125,7 +130,7 @@ def compiler(folder: Path, tokenizer: TextTokenizer) -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def compiled(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
     """(format, reasoning, inside) -> a guide in its first state."""
-    return lambda *key: compiler.compile(*calls_guide(FUNCTIONS, *key), tokenizer.eos_id or 0)
+    return lambda *key: compiler.compile(*written(FUNCTIONS, *key), tokenizer.eos_id or 0)
 
 
 def follows(guide: Grammar, tokenizer: TextTokenizer, text: str) -> bool:
@@ -170,7 +175,7 @@ def test_long_strings_of_arguments_have_their_length(compiler, tokenizer, tool_f
     schema = {**WEATHER, "properties": {**WEATHER["properties"], "unit": {"type": "string", "maxLength": 40}}}
     compiled = partial(
         compiler.compile,
-        *calls_guide({"get.weather": schema, "now": None}, tool_format, "", False),
+        *written({"get.weather": schema, "now": None}, tool_format, "", False),
         tokenizer.eos_id or 0,
     )
     opening, closing = CALLS[tool_format][0]
@@ -185,7 +190,7 @@ def test_texts_with_nul_stay_whole_beside_counted_strings(compiler, tokenizer):
     properties = {"kind": {"enum": ["a\0b"]}, "note": {"type": ["integer", "string"], "maxLength": 40}}
     schema = {"type": "object", "properties": properties, "required": ["kind"]}
     compiled = partial(
-        compiler.compile, *calls_guide({"f": schema}, "qwen3_coder", "", False), tokenizer.eos_id or 0
+        compiler.compile, *written({"f": schema}, "qwen3_coder", "", False), tokenizer.eos_id or 0
     )
     begin, end = CALLS["qwen3_coder"][0]
     for kind in ("a\0b", "a"):
@@ -324,7 +329,7 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
     """The guide of tools beside a response_format: one or the other is all of the answer."""
     made = partial(
         compiler.compile,
-        *calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)),
+        *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)),
         tokenizer.eos_id or 0,
     )
 
@@ -355,7 +360,7 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
         assert not whole(text), text
     assert not whole(f"{call} done") and not whole(answers[0] + call)
     with pytest.raises(GrammarError, match="response_format: "):
-        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, '{"not": {}}'), 0)
+        compiler.compile(*written(FUNCTIONS, name, "none", False, '{"not": {}}'), 0)
 
 
 def test_no_request_waits_for_a_vocabulary(
@@ -365,9 +370,9 @@ def test_no_request_waits_for_a_vocabulary(
     compiler.load_all()
     monkeypatch.delattr(TokenTexts, "tokenizer")
     for name in CALLS:
-        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False), 0)
+        compiler.compile(*written(FUNCTIONS, name, "none", False), 0)
     for name in CALLS_OR_JSON:
-        compiler.compile(*calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), 0)
+        compiler.compile(*written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), 0)
     compiler.compile("json", "", 0)
 
 
@@ -377,7 +382,7 @@ def test_json_of_a_schema_holds_no_special_tokens(
 ) -> None:
     """Some of them end a sequence, as <|eom_id|> does with Llama 3, and would cut the JSON off."""
     guide = compiler.compile(
-        *calls_guide(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
+        *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
     )
     assert follows(guide, tokenizer, '{"name": "R')
     special = [token for token in map(tokenizer.backend.token_to_id, MARKS) if allowed(guide, token)]
@@ -393,7 +398,7 @@ def test_json_that_has_a_functions_name_is_no_call(
     any_object = json.dumps({"type": "object", "additionalProperties": True})
     made = partial(
         compiler.compile,
-        *calls_guide(FUNCTIONS, "llama3_json", "none", False, any_object),
+        *written(FUNCTIONS, "llama3_json", "none", False, any_object),
         tokenizer.eos_id or 0,
     )
     call = '{ "name":"now" , "parameters": {"a": 1}}'
@@ -427,7 +432,7 @@ def test_what_a_model_names_itself_has_no_bound(
     compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str, call: str
 ) -> None:
     """One would be compiled as so many states, each over all of the vocabulary: seconds of a large one."""
-    made = partial(compiler.compile, *calls_guide({"now": None}, name, "none", False), tokenizer.eos_id or 0)
+    made = partial(compiler.compile, *written({"now": None}, name, "none", False), tokenizer.eos_id or 0)
     assert follows(made(), tokenizer, call.format("a" * 500))
 
 
@@ -438,7 +443,7 @@ def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
         calls_guide({"f": {"anyOf": []}}, "hermes", "none", False)
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}, "not": {}}
     with pytest.raises(GrammarError, match=r"strict functions: the parameters of f: .*'not'.*strict out"):
-        compiler.compile(*calls_guide({"f": odd}, "hermes", "none", False), 0)
+        compiler.compile(*written({"f": odd}, "hermes", "none", False), 0)
 
 
 NOTE: dict[str, Any] = {
@@ -476,7 +481,7 @@ def as_xml(arguments: dict[str, str]) -> str:
 def note(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
     """() -> a guide of the function `note` in its first state."""
     compiled = partial(
-        compiler.compile, *calls_guide({"note": NOTE}, "qwen3_coder", "none", False), tokenizer.eos_id or 0
+        compiler.compile, *written({"note": NOTE}, "qwen3_coder", "none", False), tokenizer.eos_id or 0
     )
     return compiled
 

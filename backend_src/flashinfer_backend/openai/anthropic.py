@@ -93,7 +93,7 @@ def conversation_of(door: Door, request: CountTokensRequest) -> Conversation:
     if config.effort is not None:
         add_effort(door, variables, config.effort, "output_config.effort")
     if config.format is not None:
-        guide = schema_guide(config.format.schema)
+        guide = schema_guide(config.format.schema, "output_config.format")
     prefilled = messages[-1]["role"] == "assistant"
     if prefilled and messages[-1].get("tool_calls"):
         raise ApiError(

@@ -94,8 +94,8 @@ class Turn:
         if self.tools.guide != NO_GUIDE:  # such an answer has no content
             if self.guide != NO_GUIDE and not conversation.guide_is_for_content:
                 raise ApiError(
-                    "tool_choice forces a call, so structured_outputs cannot be followed; drop one",
-                    param="structured_outputs",
+                    f"tool_choice forces a call, so {self.guide.field} cannot be followed; drop one",
+                    param=self.guide.field,
                 )
             self.guide = self.tools.guide
         # Forced calls are plain JSON, whatever the model's own format.
@@ -144,7 +144,7 @@ class Turn:
                     " (guided_decoding_backend none); leave strict out",
                     param="tools",
                 )
-            content = self.guide[1] if self.calls_or_json else None
+            content = self.guide.text if self.calls_or_json else None
             self.guide = calls_guide(
                 self.bound, self.tool_format, self.reasoning_format, self.inside, content
             )
@@ -199,7 +199,7 @@ class Turn:
             params.context_logits = True
         # ignore_eos asks for all of its tokens.
         stops = [] if request.ignore_eos else door.defaults.stop_strings
-        row = generation_request(request, self.prompt, params, self.streaming, stops)
+        row = generation_request(request, self.prompt, params, self.streaming, self.guide, stops)
         self.streams = door.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:
@@ -329,7 +329,7 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
     conversation = Conversation(
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
-        guide_of(request.response_format, request.structured_outputs),
+        guide_of(request.response_format, request),
         request.structured_outputs is None,
         variables,
         request.documents,

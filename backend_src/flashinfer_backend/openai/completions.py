@@ -77,7 +77,7 @@ def read_completion(door: Door, body: bytes) -> Asked:
             " several requests",
             param="prompt",
         )
-    guide = guide_of(request.response_format, request.structured_outputs)
+    guide = guide_of(request.response_format, request)
     return Asked(request, model, prompts, guide, named_tokens(request, limits, door.tokenizer))
 
 
@@ -113,7 +113,7 @@ async def completions(door: Door, asked: Asked) -> Response:
             adapter=door.adapter_folder(request.model) or "",
         )
         params.context_logits = echoed or by_id is not None
-        rows.append((generation_request(request, prompt, params, bool(request.stream)), count))
+        rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))
     pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
     written = door.decoder(request.skip_special_tokens)
 

@@ -20,7 +20,7 @@ from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.requests import Sampling
-from flashinfer_backend.openai.sampling import Defaults, Limits
+from flashinfer_backend.openai.sampling import Defaults, Guide, Limits
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate
 from flashinfer_backend.serving.adapters import AdapterNames
@@ -207,9 +207,15 @@ class Door:
 
 
 def generation_request(
-    request: Sampling, prompt: Sequence[int], params: Any, streaming: bool, stops: Sequence[str] = ()
+    request: Sampling,
+    prompt: Sequence[int],
+    params: Any,
+    streaming: bool,
+    guide: Guide,
+    stops: Sequence[str] = (),
 ) -> GenerationRequest:
-    """What is submitted for a prompt. stops: words that end it next to the request's own."""
+    """What is submitted for a prompt. guide: what the answer follows. stops: words that end it next to the
+    request's own."""
     stops = list(dict.fromkeys([*request.stops, *stops]))
     return GenerationRequest(
         np.array(prompt, "<i4"),
@@ -221,4 +227,5 @@ def generation_request(
         priority=request.priority,
         timeout_us=round((request.queue_timeout or 0) * 1e6),
         free_of_stops=request.min_tokens,
+        guide_field=guide.field,
     )

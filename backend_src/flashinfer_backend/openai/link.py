@@ -28,9 +28,7 @@ MOST_REDUCERS = 4  # threads that reduce logits of prompts
 MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 SHUTTING_DOWN = "The server is shutting down."
-# How the engine begins an error of a guide, by the name of a tensor that these clients do not send; and here.
-OTHER_GUIDE = "guided_decoding_guide"
-ANSWERS_GUIDE = "the guide of the answer (from its format, grammar or tools)"
+OTHER_GUIDE = "guided_decoding_guide"  # the engine's name of a guide, a tensor that these clients do not send
 
 
 class ClientLeft(Exception):
@@ -310,7 +308,8 @@ def failure(stream: Stream) -> ApiError:
     """What a client is told of a sequence that failed."""
     message = stream.failure or ""
     if stream.refused and message.startswith(OTHER_GUIDE):
-        message = ANSWERS_GUIDE + message.removeprefix(OTHER_GUIDE)
+        field = stream.row.guide_field
+        return ApiError(field + message.removeprefix(OTHER_GUIDE), param=field)
     if message == NO_TOKEN_LEFT:
         return ApiError(message, param="allowed_token_ids")
     if stream.refused and message.startswith(protocol.QUEUE_TIMEOUT):

@@ -146,11 +146,13 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if len(given) > 1 or self.structured_outputs is not None:
             names += [] if self.structured_outputs is None else ["structured_outputs"]
             raise ApiError(f"{' and '.join(names)} say what the answer is; give one of them", param=names[0])
-        if self.guided_choice is not None and not (self.guided_choice and all(self.guided_choice)):
-            raise ApiError(
-                "guided_choice should hold at least one text, and no empty one", param="guided_choice"
-            )
         self.structured_outputs = StructuredOutputs(**given)
+
+    @property
+    def guide_field(self) -> str:
+        """Where the request has what became structured_outputs."""
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return next((name for name in names if getattr(self, name) is not None), "structured_outputs")
 
     @property
     def stops(self) -> list[str]:

@@ -340,14 +340,14 @@ def _guide(request: ResponsesRequest) -> Guide:
     if text:
         raise ApiError(f"text.{next(iter(text))} is not supported", param="text")
     if form is None:
-        return guide_of(None, request.structured_outputs)
+        return guide_of(None, request)
     if not isinstance(form, dict):
         raise ApiError(f"text.format is {shown(form)}; it should be an object with a type", param="text")
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise ApiError(f"text.format.type is {shown(kind)}, which is not supported", param="text")
     schema = {key: value for key, value in form.items() if key != "type"}
-    return guide_of(ResponseFormat(kind, schema or None), request.structured_outputs)
+    return guide_of(ResponseFormat(kind, schema or None), request, "text.format")
 
 
 class _Reply:

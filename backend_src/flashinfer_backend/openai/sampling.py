@@ -28,8 +28,18 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
-Guide = tuple[str, str]  # grammar type and text, as SamplingParams has them
-NO_GUIDE: Guide = ("", "")
+
+
+class Guide(NamedTuple):
+    """What an answer has to follow: a grammar as SamplingParams has it, and the request's field that asks for
+    it."""
+
+    kind: str
+    text: str
+    field: str = ""
+
+
+NO_GUIDE = Guide("", "")
 
 
 class Defaults(msgspec.Struct):
@@ -130,7 +140,11 @@ def sampling_params(
     """tokens: of named_tokens. max_tokens: None for all that there is room for. adapter: its folder. Raises
     ApiError for what does not fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
-        raise ApiError("structured outputs are switched off on this server (guided_decoding_backend none)")
+        raise ApiError(
+            f"{guide.field} needs guided decoding, which is switched off on this server"
+            " (guided_decoding_backend none)",
+            param=guide.field,
+        )
     temperature = _given(request.temperature, defaults.temperature)
     top_k = _given(request.top_k, defaults.top_k)
     room = _room(prompt_len, max_tokens, limits)
@@ -158,8 +172,8 @@ def sampling_params(
         allowed_ids=tokens.allowed_ids,
         bias_ids=tokens.bias_ids,
         bias_values=tokens.bias_values,
-        grammar_type=guide[0],
-        grammar=guide[1],
+        grammar_type=guide.kind,
+        grammar=guide.text,
         log_probs=log_probs,
         top_logprobs=top_logprobs,
         perf_metrics=True,
@@ -210,51 +224,53 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def guide_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Guide:
-    """What an answer has to follow. Raises ApiError for a wrong or for more than one of them."""
+def guide_of(
+    response_format: ResponseFormat | None, request: Sampling, format_field: str = "response_format"
+) -> Guide:
+    """What an answer has to follow. format_field: where the request has the format. Raises ApiError for a
+    wrong guide, and for more than one."""
     guides = []
     if response_format is not None and response_format.type == "json_object":
-        guides.append(schema_guide(ANY_OBJECT))
+        guides.append(schema_guide(ANY_OBJECT, format_field))
     elif response_format is not None and response_format.type == "json_schema":
         schema = (response_format.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise ApiError(
-                "response_format.json_schema should hold a name and, under schema, a JSON schema",
-                param="response_format",
+                f"{format_field} of type json_schema should hold a name and, under schema, a JSON schema",
+                param=format_field,
             )
-        guides.append(schema_guide(schema))
-    if structured is not None:
-        guides += _structured_guides(structured)
+        guides.append(schema_guide(schema, format_field))
+    if request.structured_outputs is not None:
+        guides += _structured_guides(request.structured_outputs, request.guide_field)
     if len(guides) > 1:
+        fields = " and ".join(dict.fromkeys(guide.field for guide in guides))
         raise ApiError(
-            "more than one of response_format and structured_outputs says what the answer is; give one",
-            param="structured_outputs",
+            f"{fields}: there are {len(guides)} guides of the answer, and there should be one",
+            param=guides[-1].field,
         )
     return guides[0] if guides else NO_GUIDE
 
 
-def schema_guide(schema: Mapping[str, Any]) -> Guide:
+def schema_guide(schema: Mapping[str, Any], field: str) -> Guide:
     """A guide to the JSON that a schema describes."""
-    return "json_schema", msgspec.json.encode(schema).decode()
+    return Guide("json_schema", msgspec.json.encode(schema).decode(), field)
 
 
-def _structured_guides(structured: StructuredOutputs) -> list[Guide]:
+def _structured_guides(structured: StructuredOutputs, field: str) -> list[Guide]:
     guides: list[Guide] = []
     if isinstance(structured.json, str):
-        guides.append(("json_schema", structured.json))
+        guides.append(Guide("json_schema", structured.json, field))
     elif structured.json is not None:
-        guides.append(schema_guide(structured.json))
+        guides.append(schema_guide(structured.json, field))
     if structured.json_object:
-        guides.append(schema_guide(ANY_OBJECT))
+        guides.append(schema_guide(ANY_OBJECT, field))
     if structured.regex is not None:
-        guides.append(("regex", structured.regex))
+        guides.append(Guide("regex", structured.regex, field))
     if structured.grammar is not None:
-        guides.append(("ebnf_grammar", structured.grammar))
+        guides.append(Guide("ebnf_grammar", structured.grammar, field))
     if structured.choice is not None:
         if not structured.choice or not all(structured.choice):
-            raise ApiError(
-                "structured_outputs.choice should hold at least one text, and no empty one",
-                param="structured_outputs",
-            )
-        guides.append((CHOICE_GUIDE, msgspec.json.encode(structured.choice).decode()))
+            place = "guided_choice" if field == "guided_choice" else f"{field}.choice"
+            raise ApiError(f"{place} should hold at least one text, and no empty one", param=field)
+        guides.append(Guide(CHOICE_GUIDE, msgspec.json.encode(structured.choice).decode(), field))
     return guides

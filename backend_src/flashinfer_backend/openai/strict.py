@@ -77,7 +77,7 @@ def calls_guide(
         special = None
     lark = "\n".join(['%llguidance {"no_forcing": true}', f"start: {answer}", *grammar.lines])
     guide = {"special_tokens": special, "functions": schemas, "schemas": grammar.schemas, "lark": lark}
-    return CALLS_GUIDE, msgspec.json.encode(guide).decode()
+    return Guide(CALLS_GUIDE, msgspec.json.encode(guide).decode(), "tools")
 
 
 class _Grammar:

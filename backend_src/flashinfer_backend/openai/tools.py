@@ -49,7 +49,7 @@ class Tools:
     def guide(self) -> Guide:
         """What forces a call: the arguments of the named function, or a list of calls."""
         if self.named is not None:
-            return schema_guide(self.schemas[self.named])
+            return schema_guide(self.schemas[self.named], "tools")
         if self.choice != REQUIRED:
             return NO_GUIDE
         # Each function's schema is whole below $defs, and what its references point into is still there.
@@ -63,7 +63,7 @@ class Tools:
                 places[name]: _moved(_without_id(schema), f"#/$defs/{places[name]}")
                 for name, schema in self.schemas.items()
             }
-            return schema_guide(listed)
+            return schema_guide(listed, "tools")
         except RecursionError:
             raise ApiError("the parameters of a function are nested too deeply", param="tools") from None
 

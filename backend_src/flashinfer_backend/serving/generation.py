@@ -34,7 +34,8 @@ Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
 class GenerationRequest:
     """One prompt with the engine's parameters, and how its text is cut into chunks. `exclude_input`: whether
     the one chunk of a request without streaming leaves the prompt out. `priority`, `timeout_us`: see
-    protocol.Submit. `free_of_stops`: number of first tokens of the answer that complete no stop word."""
+    protocol.Submit. `free_of_stops`: number of first tokens of the answer that complete no stop word.
+    `guide_field`: what the client knows the guide by, in errors."""
 
     prompt: np.ndarray  # int32 [n]
     params: SamplingParams
@@ -45,6 +46,7 @@ class GenerationRequest:
     priority: int = 0
     timeout_us: int = 0
     free_of_stops: int = 0
+    guide_field: str = "guided_decoding_guide"
 
     @property
     def stops(self) -> tuple[list[str], list[list[int]], bool]:
