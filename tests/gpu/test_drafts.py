@@ -158,13 +158,15 @@ def test_tokens_are_the_best_with_drafts(
     core = start_core(folder, **settings)
     with serve(core, tmp_path / "without") as client:
         plain = client.generate(prompts, params)
-        steps = client.loop.iteration
     sequences = [p + tokens for p, tokens in zip(prompts, plain, strict=True)]
     proposer = OnDevice(3, spoilt, sequences)
     core = start_core(folder, proposer=proposer, cuda_graph_batch_sizes=graphs, **settings)
     with serve(core, tmp_path / "with") as client:
         found = client.generate(prompts, params)
-        assert spoilt or client.loop.iteration < 0.6 * steps
+    # Behind a near tie that fell the other way the drafts of a sequence are wrong.
+    right = sum(a == b for a, b in zip(plain, found, strict=True))
+    scheduler = core.scheduler
+    assert spoilt or scheduler.accepted_tokens >= 0.6 * 32 * right > 0, (scheduler.drafted_tokens, right)
     if kv_cache_dtype == "auto":
         short = shortfalls(folder, found)
         assert (short == 0).float().mean() > 0.9 and short.max() < TOLERANCE

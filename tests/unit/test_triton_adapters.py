@@ -42,8 +42,11 @@ def check(
     found = triton_adapters.add_adapters(product.clone(), x, adapters, chosen.to(where))
     none = (chosen < 0).to(where)
     assert torch.equal(found[none], product[none]), "tokens without an adapter"
-    limits = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-    assert (found.float() - wanted.float()).abs().max() < limits[dtype]
+    # A sum rounded to 16 bits may fall to either neighbour.
+    limits = {torch.float32: (1e-4, 0.0), torch.bfloat16: (0.1, 1 / 128)}
+    absolute, relative = limits[dtype]
+    error = (found.float() - wanted.float()).abs()
+    assert (error <= absolute + relative * wanted.float().abs()).all(), error.max()
     assert (wanted - product).abs().max() > 1, "the adapters add too little"
 
 
