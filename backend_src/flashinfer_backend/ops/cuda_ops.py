@@ -17,6 +17,7 @@ from torch import Tensor
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_adapters import add_adapters
+from flashinfer_backend.ops.triton_delta import causal_conv, delta_gates, gated_delta_rule, gated_norm
 from flashinfer_backend.ops.triton_drafts import accept, draft_inputs, ngram_drafts, record_tokens
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
@@ -28,8 +29,12 @@ __all__ = [
     "accept",
     "activate",
     "add_adapters",
+    "causal_conv",
+    "delta_gates",
     "draft_inputs",
     "experts_add",
+    "gated_delta_rule",
+    "gated_norm",
     "keep_allowed",
     "linear",
     "linear_add",
